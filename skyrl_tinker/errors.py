@@ -1,0 +1,64 @@
+"""The error tree. Each class maps once to an HTTP status and to the category of a failed future.
+
+    SkyrlTinkerError              500  server
+    ├── UserError                 400  user     the request is wrong; the message names field, found, expected
+    │   ├── NotFoundError         404  user     no such session, model, checkpoint, future
+    │   ├── GoneError             410  user     the session is finished or expired
+    │   ├── SeqIdReusedError      422  user     the same seq_id came with another payload
+    │   ├── TooLargeError         413  user     body over the cap
+    │   └── NotSupportedError     400  user     belongs to the protocol, not built yet
+    ├── StateLostError            500  server   the model's state died with a process
+    ├── TrainerError              500  server   a worker failed; its unit is failed
+    ├── SamplerError              500  server   the inference plane failed
+    └── StartupError              500  server   the server cannot start; the message says what to change
+"""
+
+from typing import ClassVar, Literal
+
+Category = Literal["user", "server", "unknown"]
+
+
+class SkyrlTinkerError(Exception):
+    status: ClassVar[int] = 500
+    category: ClassVar[Category] = "server"
+
+
+class UserError(SkyrlTinkerError):
+    status = 400
+    category = "user"
+
+
+class NotFoundError(UserError):
+    status = 404
+
+
+class GoneError(UserError):
+    status = 410
+
+
+class SeqIdReusedError(UserError):
+    status = 422
+
+
+class TooLargeError(UserError):
+    status = 413
+
+
+class NotSupportedError(UserError):
+    status = 400
+
+
+class StateLostError(SkyrlTinkerError):
+    pass
+
+
+class TrainerError(SkyrlTinkerError):
+    pass
+
+
+class SamplerError(SkyrlTinkerError):
+    pass
+
+
+class StartupError(SkyrlTinkerError):
+    pass

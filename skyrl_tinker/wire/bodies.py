@@ -1,0 +1,88 @@
+"""The stored form of training requests other than forward_backward: frozen values as canonical JSON."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import orjson
+
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.wire.ids import RequestKind
+from skyrl_tinker.wire.values import AdamParams
+
+_NOT_COMPARED = ("type", "sampling_session_seq_id")
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    def to_bytes(self) -> bytes:
+        return orjson.dumps(self, option=orjson.OPT_SORT_KEYS)
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Self:
+        return cls(**orjson.loads(body))
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStepBody(_Body):
+    adam: AdamParams
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Self:
+        return cls(AdamParams(**orjson.loads(body)["adam"]))
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeightsBody(_Body):
+    name: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSamplerBody(_Body):
+    """Durable with a `name`; else ephemeral, and `sampling_session_seq_id` names the session to make."""
+
+    name: str | None = None
+    sampling_session_seq_id: int | None = None
+    ttl_seconds: int | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeightsBody(_Body):
+    """In place."""
+
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModelBody(_Body):
+    """Empty: what a model is made of lies in its own row."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreateViaLoadBody(_Body):
+    path: str
+    optimizer: bool
+    base_model: str | None = None
+    optimizer_config: Mapping[str, Any] | None = None
+
+
+def payload_digest(kind: RequestKind, payload: Mapping[str, Any]) -> bytes:
+    """What makes two JSON submits of one seq_id the same request: all of it, valid or not, but for `type`
+    and for `sampling_session_seq_id`, which changes when an ephemeral save is retried. Null equals absent.
+
+    Raises UserError for a payload that has no JSON form.
+    """
+    compared = {
+        key: value for key, value in payload.items() if value is not None and key not in _NOT_COMPARED
+    }
+    try:
+        canonical = orjson.dumps([kind, compared], option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError as error:
+        raise UserError(f"the body is not JSON: {error}") from error
+    return hashlib.sha256(canonical).digest()

@@ -1,0 +1,146 @@
+"""forward_backward requests: bytes or JSON → raw → canonical bytes → value. Results are in wire.results.
+
+The stored body is a ForwardBackwardRequest, serialized deterministically; the engine reads it back.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.wire.ids import ModelId
+from skyrl_tinker.wire.json_training import fill_from_json
+from skyrl_tinker.wire.losses import LOSSES
+from skyrl_tinker.wire.models.base import parse
+from skyrl_tinker.wire.models.training import TrainingEnvelope
+from skyrl_tinker.wire.pb import skyrl_tinker_wire_pb2 as pb
+from skyrl_tinker.wire.results import (
+    PROTOBUF,
+    encode_forward_backward_output,
+    encode_sample_response,
+    forward_backward_output_json,
+    sample_response_json,
+)
+from skyrl_tinker.wire.tensors import read_datum
+from skyrl_tinker.wire.values import ForwardBackward
+
+__all__ = [
+    "PROTOBUF",
+    "RawForwardBackward",
+    "canonical",
+    "decode_forward_backward",
+    "decode_forward_backward_json",
+    "digest",
+    "encode_forward_backward_output",
+    "encode_sample_response",
+    "forward_backward_output_json",
+    "from_canonical",
+    "raw_config",
+    "read_value",
+    "sample_response_json",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RawForwardBackward:
+    """A request that names its model and seq_id; nothing else is checked. The message is not to be changed.
+
+    `problem`: JSON that has no protobuf form; validation raises it.
+    """
+
+    message: pb.ForwardBackwardRequest
+    problem: UserError | None = None
+
+    @property
+    def model_id(self) -> ModelId:
+        return ModelId(self.message.model_id)
+
+    @property
+    def seq_id(self) -> int:
+        return self.message.seq_id
+
+    @property
+    def forward_only(self) -> bool:
+        return self.message.forward_only
+
+
+def decode_forward_backward(body: bytes) -> RawForwardBackward:
+    """Raises UserError when no future could be made: unparsable, or without model_id or seq_id."""
+    try:
+        message = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise UserError(f"the body is not a ForwardBackwardRequest protobuf: {error}") from error
+    parse(TrainingEnvelope, {"model_id": message.model_id, "seq_id": message.seq_id})
+    _fold_config(message)
+    return RawForwardBackward(message)
+
+
+def decode_forward_backward_json(payload: Mapping[str, Any]) -> RawForwardBackward:
+    """The JSON of SDKs up to 0.24: `forward_backward_input`, or `forward_input` for /forward.
+
+    Raises UserError when no future could be made: without model_id or seq_id.
+    """
+    envelope = parse(TrainingEnvelope, payload)
+    message = pb.ForwardBackwardRequest(
+        model_id=envelope.model_id, seq_id=envelope.seq_id, forward_only="forward_input" in payload
+    )
+    try:
+        fill_from_json(message, payload)
+    except UserError as problem:
+        return RawForwardBackward(message, problem)
+    return RawForwardBackward(message)
+
+
+def canonical(raw: RawForwardBackward) -> bytes:
+    """Equal requests give equal bytes. Those of a request with a problem only tell it from others."""
+    serialized = raw.message.SerializeToString(deterministic=True)
+    return serialized if raw.problem is None else serialized + str(raw.problem).encode()
+
+
+def from_canonical(body: bytes) -> ForwardBackward:
+    """Read back the canonical bytes of a request that passed validation."""
+    return read_value(pb.ForwardBackwardRequest.FromString(body))
+
+
+def read_value(message: pb.ForwardBackwardRequest) -> ForwardBackward:
+    """Turn the message of a known loss with a numeric config into arrays.
+
+    Raises UserError that names datum and field; lengths and ranges are not compared here.
+    """
+    inputs = LOSSES[message.loss_fn].inputs
+    return ForwardBackward(
+        model_id=ModelId(message.model_id),
+        seq_id=message.seq_id,
+        data=tuple(read_datum(datum, inputs, f"datum {i}") for i, datum in enumerate(message.data)),
+        loss_fn=message.loss_fn,
+        loss_config={key: value.number for key, value in sorted(message.loss_fn_config_v2.items())},
+        forward_only=message.forward_only,
+    )
+
+
+def raw_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    """loss_fn_config as sent."""
+    return {
+        key: value.text if value.WhichOneof("value") == "text" else value.number
+        for key, value in sorted(message.loss_fn_config_v2.items())
+    }
+
+
+def digest(body: bytes) -> bytes:
+    """What is compared when a seq_id comes again: of canonical(raw), or of a sample_body.
+
+    The other kinds use wire.bodies.payload_digest.
+    """
+    return hashlib.sha256(body).digest()
+
+
+def _fold_config(message: pb.ForwardBackwardRequest) -> None:
+    """SDKs write numbers to both maps, older ones only to the legacy map: v2 counts when it is there."""
+    if not message.loss_fn_config_v2:
+        for key, number in message.loss_fn_config.items():
+            message.loss_fn_config_v2[key].number = number
+    message.loss_fn_config.clear()
+    message.DiscardUnknownFields()

@@ -1,0 +1,47 @@
+"""Identifiers and closed sets that every layer shares."""
+
+from enum import StrEnum
+from typing import NewType
+
+SessionId = NewType("SessionId", str)
+ModelId = NewType("ModelId", str)
+"""`<session_id>:train:<model_seq_id>`; equals the training run id."""
+SamplingSessionId = NewType("SamplingSessionId", str)
+RequestId = NewType("RequestId", str)
+SeqId = NewType("SeqId", int)
+ModelKey = NewType("ModelKey", int)
+"""The store's own integer key of a model: names directories, adapters and worker state, never client text."""
+VersionId = NewType("VersionId", int)
+"""The store's key of one immutable set of sampler weights (`adapter_versions.id`)."""
+
+
+class RequestKind(StrEnum):
+    CREATE_MODEL = "create_model"
+    LOAD_WEIGHTS = "load_weights"
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_WEIGHTS = "save_weights"
+    SAVE_WEIGHTS_FOR_SAMPLER = "save_weights_for_sampler"
+    SAMPLE = "sample"
+
+
+class FutureStatus(StrEnum):
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class ModelState(StrEnum):
+    CREATING = "creating"
+    READY = "ready"
+    FAILED = "failed"
+    LOST = "lost"
+    RELEASED = "released"
+
+
+class CheckpointKind(StrEnum):
+    """The middle segment of a tinker:// path."""
+
+    WEIGHTS = "weights"
+    SAMPLER_WEIGHTS = "sampler_weights"

@@ -1,0 +1,57 @@
+"""What all messages share."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+
+from skyrl_tinker.errors import UserError
+
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
+
+TrainingSeqId = Annotated[int, Strict(), Field(ge=1, le=MAX_INT32)]
+"""Contiguous per model from 1; int32, as the protobuf requests carry it."""
+SessionSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
+"""model_seq_id and sampling_session_seq_id: per session from 0."""
+SampleSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
+"""A dedupe key; clones of a sampling client use numbers up to 1e18."""
+NullableDict = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+"""SDKs up to 0.16 send explicit nulls."""
+
+
+class Message(BaseModel):
+    """Unknown keys are ignored: SDKs of other versions send more or fewer."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(model: type[M], payload: Any) -> M:
+    """Validate a decoded JSON body.
+
+    Raises UserError that names each wrong field with what was found.
+    """
+    try:
+        return model.model_validate(payload)
+    except ValidationError as error:
+        raise UserError("; ".join(_describe(item) for item in error.errors(include_url=False))) from error
+
+
+def _describe(item: Any) -> str:
+    field = ".".join(str(part) for part in item["loc"]) or "body"
+    if item["type"] == "missing":
+        return f"{field} is missing"
+    return f"{field}: {item['msg']}, found {_short(item['input'])}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def utc(epoch: float) -> datetime:
+    """Stored times are epoch seconds; on the wire they always carry a timezone."""
+    return datetime.fromtimestamp(epoch, UTC)

@@ -1,0 +1,86 @@
+"""Sampling sessions and asample."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Strict, model_validator
+
+from skyrl_tinker.wire.models.base import Message, SampleSeqId, SessionSeqId
+
+StrictInt = Annotated[int, Strict()]
+NoneAsFalse = BeforeValidator(lambda value: False if value is None else value)
+
+
+class CreateSamplingSessionRequest(Message):
+    session_id: str
+    sampling_session_seq_id: SessionSeqId
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class CreateSamplingSessionResponse(Message):
+    sampling_session_id: str
+
+
+class GetSamplerResponse(Message):
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class Chunk(Message):
+    """Text has `tokens`. For every other kind only its name is kept, so that it can be refused by name."""
+
+    type: str = "encoded_text"
+    tokens: list[StrictInt] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_kind(cls, chunk: Any) -> Any:
+        """SDKs up to 0.16 send no `type`: the keys tell."""
+        if not isinstance(chunk, dict) or chunk.get("type") is not None:
+            return chunk
+        return {**chunk, "type": chunk_type(chunk)}
+
+
+def chunk_type(chunk: Mapping[str, Any]) -> str:
+    """The kind of a JSON chunk, also of one without a `type`."""
+    if chunk.get("type") is not None:
+        return str(chunk["type"])
+    for key, kind in (("location", "image_asset_pointer"), ("data", "image"), ("dmel", "dmel")):
+        if key in chunk:
+            return kind
+    return "encoded_text"
+
+
+class ModelInput(Message):
+    chunks: list[Chunk]
+
+
+class WireSamplingParams(Message):
+    """`stop` absent means EOS, [] means never."""
+
+    max_tokens: StrictInt | None = None
+    seed: StrictInt | None = None
+    stop: str | list[Annotated[str, Strict()]] | list[StrictInt] | None = None
+    temperature: float = 1.0
+    top_k: StrictInt = -1
+    top_p: float = 1.0
+
+
+class AsampleRequest(Message):
+    """`record_stability_info` is a hint for a later loss and is accepted unread."""
+
+    sampling_session_id: str | None = None
+    seq_id: SampleSeqId | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    num_samples: StrictInt = 1
+    prompt: ModelInput
+    sampling_params: WireSamplingParams = WireSamplingParams()
+    prompt_logprobs: Annotated[bool, NoneAsFalse] = False
+    topk_prompt_logprobs: StrictInt | None = None
+    topk_sample_logprobs: StrictInt | None = None
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: StrictInt | None = None
+    prompt_logprobs_last_n: StrictInt | None = None

@@ -1,0 +1,42 @@
+"""What a new model may be: LoRA shape and optimizer family."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.wire.models.training import LoraConfig
+from skyrl_tinker.wire.validate.limits import Limits
+from skyrl_tinker.wire.values import LoraSpec
+
+_SEEDS = 2**63
+
+
+def validate_lora_config(config: LoraConfig | None, limits: Limits) -> LoraSpec:
+    """An absent seed is drawn here, once; any other is reduced to 63 bits."""
+    if config is None:
+        raise UserError("lora_config is missing: send a rank, where 0 means full-parameter training")
+    if not 0 <= config.rank <= limits.max_lora_rank:
+        raise UserError(
+            f"lora_config.rank is {config.rank}, expected 0 (full-parameter training) to "
+            f"{limits.max_lora_rank} (the server's setting max_lora_rank)"
+        )
+    if not (config.train_mlp or config.train_attn or config.train_unembed):
+        raise UserError("lora_config trains nothing: set one of train_mlp, train_attn, train_unembed")
+    seed = secrets.randbelow(_SEEDS) if config.seed is None else config.seed % _SEEDS
+    return LoraSpec(config.rank, seed, config.train_mlp, config.train_attn, config.train_unembed)
+
+
+def validate_optimizer_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Absent means AdamW, the one family that is built."""
+    family = "adamw" if config is None else config.get("type", "adamw")
+    if family != "adamw":
+        raise NotSupportedError(
+            f"optimizer_config.type is {family!r}, expected 'adamw': no other is built yet"
+        )
+    unknown = sorted(set(config or ()) - {"type"})
+    if unknown:
+        raise UserError(
+            f"optimizer_config has the unknown key {unknown[0]!r}, expected only 'type' for adamw"
+        )
+    return {"type": "adamw"}

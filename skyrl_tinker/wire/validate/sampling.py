@@ -1,0 +1,102 @@
+"""asample: refused at once with HTTP 400, because a failed future would be told to the user later."""
+
+import math
+
+from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.wire.models.sampling import AsampleRequest, ModelInput, WireSamplingParams
+from skyrl_tinker.wire.validate.limits import Limits
+from skyrl_tinker.wire.values import SampleRequest, SamplingParams
+
+_SEEDS = 2**63
+MAX_SAMPLES = 4096
+"""Most samples of one request: each is a sequence of its own on the sampler."""
+
+
+def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
+    """`max_tokens` stays None when absent: the sampler then fills the remaining context.
+
+    Raises UserError, NotSupportedError for what is not built yet.
+    """
+    _refuse_unbuilt(request)
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise UserError(f"num_samples is {request.num_samples}, expected 1 to {MAX_SAMPLES}")
+    prompt = _prompt(request.prompt, limits.vocab_size)
+    params = _params(request.sampling_params, limits.vocab_size)
+    _check_room(len(prompt), params.max_tokens, request.prompt_logprobs, limits.context_length)
+    return SampleRequest(prompt, request.num_samples, params, request.prompt_logprobs)
+
+
+def _refuse_unbuilt(request: AsampleRequest) -> None:
+    for field in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if getattr(request, field):
+            raise NotSupportedError(f"{field} is {getattr(request, field)}, expected 0: it is not built yet")
+    for field in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
+        if getattr(request, field) is not None:
+            raise NotSupportedError(f"{field} is set, expected none: it is not built yet")
+
+
+def _prompt(prompt: ModelInput, vocab_size: int) -> tuple[int, ...]:
+    tokens: list[int] = []
+    for index, chunk in enumerate(prompt.chunks):
+        if chunk.type != "encoded_text":
+            raise NotSupportedError(
+                f"prompt chunk {index} is of kind {chunk.type}, expected encoded_text: "
+                "images and audio are not built yet"
+            )
+        if chunk.tokens is None:
+            raise UserError(f"prompt chunk {index} has no tokens")
+        tokens.extend(chunk.tokens)
+    if not tokens:
+        raise UserError("prompt is empty, expected at least one token")
+    _check_ids(tokens, "prompt", vocab_size)
+    return tuple(tokens)
+
+
+def _check_ids(ids: list[int], field: str, vocab_size: int) -> None:
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        index, found = next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise UserError(f"{field}[{index}] is {found}, expected a token id in [0, {vocab_size})")
+
+
+def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise UserError(f"max_tokens is {params.max_tokens}, expected at least 1")
+    if not 0.0 <= params.temperature < math.inf:
+        raise UserError(f"temperature is {params.temperature}, expected a finite number >= 0")
+    if not 0.0 < params.top_p <= 1.0:
+        raise UserError(f"top_p is {params.top_p}, expected a number in (0, 1]")
+    if params.top_k != -1 and params.top_k < 1:
+        raise UserError(f"top_k is {params.top_k}, expected -1 (no limit) or at least 1")
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        seed=None if params.seed is None else params.seed % _SEEDS,
+        stop=_stop(params.stop, vocab_size),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+    )
+
+
+def _stop(
+    stop: str | list[str] | list[int] | None, vocab_size: int
+) -> tuple[str, ...] | tuple[int, ...] | None:
+    """A bare string is a single stop string; [] stays empty: never stop."""
+    if stop is None:
+        return None
+    strings = [stop] if isinstance(stop, str) else [item for item in stop if isinstance(item, str)]
+    if "" in strings:
+        raise UserError("stop holds an empty string, expected strings of at least one character")
+    if strings:
+        return tuple(strings)
+    ids = [item for item in stop if isinstance(item, int)]
+    if ids:
+        _check_ids(ids, "stop", vocab_size)
+    return tuple(ids)
+
+
+def _check_room(prompt: int, max_tokens: int | None, scoring: bool, context: int) -> None:
+    """Scoring a prompt generates one token that nobody reads, so a full context can be scored."""
+    generated = 1 if max_tokens is None else max_tokens
+    spare = 1 if scoring and max_tokens == 1 else 0
+    if prompt + generated > context + spare:
+        raise UserError(f"{prompt} prompt tokens + {generated} max_tokens > {context} (the context length)")

@@ -1,0 +1,174 @@
+"""Plain values that cross module and process boundaries. No I/O, no framework types, arrays are numpy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from skyrl_tinker.errors import Category
+from skyrl_tinker.wire.ids import ModelId, ModelKey, RequestId, VersionId
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One training example of N tokens: position i predicts token i+1, so targets are already shifted."""
+
+    tokens: Int32  # [N]
+    target_tokens: Int64  # [N]
+    inputs: Mapping[str, Float32]  # each [N]; keys per wire.losses (weights | logprobs, advantages)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """A validated forward or forward_backward request."""
+
+    model_id: ModelId
+    seq_id: int
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_config: Mapping[str, float]  # as sent, defaults not filled in
+    forward_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """One AdamW step (decoupled weight decay). `grad_clip_norm` 0 = off, else the model's global L2 norm."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """rank 0 means full-parameter training; the other fields are then unused."""
+
+    rank: int
+    seed: int
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PassItem:
+    """One forward/forward_backward request as the workers see it."""
+
+    request_id: RequestId
+    model: ModelKey
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_config: Mapping[str, float]
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    request_id: RequestId
+    logprobs: tuple[Float32, ...]  # per datum, [N]
+    metrics: Mapping[str, float]  # `name:reduction`, always with loss:sum
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    request_id: RequestId
+    model: ModelKey
+    adam: AdamParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`error` set: the step was refused (non-finite gradients), weights unchanged, gradients cleared."""
+
+    request_id: RequestId
+    metrics: Mapping[str, float]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """A LoRA adapter on the host, PEFT key names (`base_model.model.<module>.lora_A.weight`), float32."""
+
+    spec: LoraSpec
+    tensors: Mapping[str, Float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    message: str
+    category: Category
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """`stop`: None = EOS, () = never stop, ints = token ids (and EOS), strings = stop strings."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | tuple[int, ...] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    prompt: tuple[int, ...]
+    num_samples: int
+    params: SamplingParams
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: tuple[float, ...] | None = None  # [len(prompt)], NaN first
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """One immutable set of sampler weights: an adapter (PEFT directory) or full parameters (safetensors)."""
+
+    id: VersionId
+    kind: Literal["lora", "full"]
+    directory: str
+
+    @property
+    def name(self) -> str:
+        """The name under which the samplers know it; new for every version, so caches never go stale."""
+        return f"v{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelFacts:
+    """What the API and the engine need to know of the base model; written to the store by `serve`."""
+
+    directory: str  # absolute
+    names: tuple[str, ...]  # names under which clients may ask for it; names[0] is the canonical one
+    architecture: str
+    vocab_size: int  # rows of the embedding: token ids are in [0, vocab_size)
+    context_length: int  # most prompt + generated tokens of one sequence
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    tied: bool
+    eos_token_ids: tuple[int, ...]
+    extra: Mapping[str, str] = field(default_factory=dict)

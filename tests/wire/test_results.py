@@ -1,0 +1,98 @@
+"""Results, decoded with the SDK's own code."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+
+from skyrl_tinker.wire import codec
+from skyrl_tinker.wire.ids import RequestId
+from skyrl_tinker.wire.values import PassOutput, SampledSequence, SampleOutput
+
+NAN = float("nan")
+
+
+def output(*logprobs: list[float], **metrics: float) -> PassOutput:
+    arrays = tuple(np.array(row, np.float32) for row in logprobs)
+    return PassOutput(
+        RequestId("r"), arrays, {"loss:sum": 1.5, **{f"{k}:sum": v for k, v in metrics.items()}}
+    )
+
+
+def test_the_sdk_reads_logprobs_per_datum_in_order() -> None:
+    got = deserialize_forward_backward_output(
+        codec.encode_forward_backward_output(output([-1.0, -2.0], [-0.5], x=NAN))
+    )
+    assert [datum["logprobs"].tolist() for datum in got.loss_fn_outputs] == [[-1.0, -2.0], [-0.5]]
+    assert [datum["logprobs"].shape for datum in got.loss_fn_outputs] == [[2], [1]]
+    assert got.loss_fn_outputs[0]["logprobs"].dtype == "float32"
+    assert got.loss_fn_output_type == "ArrayRecord"
+    assert got.metrics["loss:sum"] == 1.5
+    assert math.isnan(got.metrics["x:sum"])
+
+
+@given(
+    st.lists(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=9), min_size=1, max_size=9)
+)
+def test_logprobs_survive_to_the_bit(rows: list[list[float]]) -> None:
+    body = codec.encode_forward_backward_output(output(*rows))
+    got = deserialize_forward_backward_output(body).loss_fn_outputs
+    assert [datum["logprobs"].to_numpy().tobytes() for datum in got] == [
+        np.array(r, "<f4").tobytes() for r in rows
+    ]
+
+
+@pytest.mark.parametrize("name", ["loss", "loss:sum:x", ""])
+def test_metric_names_that_crash_the_sdk_never_leave(name: str) -> None:
+    with pytest.raises(ValueError, match="must be <name>:<reduction>"):
+        codec.encode_forward_backward_output(PassOutput(RequestId("r"), (), {name: 1.0}))
+
+
+def test_pass_output_json_for_old_sdks() -> None:
+    body = codec.encode_forward_backward_output(output([-1.0, -2.0], [-math.inf], x=NAN, y=math.inf))
+    assert codec.forward_backward_output_json(body) == {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": [
+            {"logprobs": {"data": [-1.0, -2.0], "dtype": "float32", "shape": [2]}},
+            {"logprobs": {"data": [float(np.finfo(np.float32).min)], "dtype": "float32", "shape": [1]}},
+        ],
+        "metrics": {"loss:sum": 1.5},
+    }
+
+
+SAMPLE = SampleOutput(
+    (SampledSequence((1, 70000), (-0.5, -0.25), "stop"), SampledSequence((3,), (-1.0,), "length")),
+    prompt_logprobs=(NAN, -2.0),
+    cached_tokens=16,
+)
+
+
+def test_the_sdk_reads_a_sample() -> None:
+    got = deserialize_sample_response(codec.encode_sample_response(SAMPLE))
+    assert [sequence.tokens for sequence in got.sequences] == [[1, 70000], [3]]
+    assert [sequence.logprobs for sequence in got.sequences] == [[-0.5, -0.25], [-1.0]]
+    assert [sequence.stop_reason for sequence in got.sequences] == ["stop", "length"]
+    assert got.prompt_logprobs == [None, -2.0]
+    assert got.prompt_cache_hit_tokens == 16
+    assert got.topk_prompt_logprobs is None
+
+
+def test_prompt_logprobs_are_absent_when_not_asked_for() -> None:
+    body = codec.encode_sample_response(SampleOutput(SAMPLE.sequences))
+    assert deserialize_sample_response(body).prompt_logprobs is None
+    assert "prompt_logprobs" not in codec.sample_response_json(body)
+
+
+def test_sample_json_for_old_sdks() -> None:
+    assert codec.sample_response_json(codec.encode_sample_response(SAMPLE)) == {
+        "type": "sample",
+        "sequences": [
+            {"stop_reason": "stop", "tokens": [1, 70000], "logprobs": [-0.5, -0.25]},
+            {"stop_reason": "length", "tokens": [3], "logprobs": [-1.0]},
+        ],
+        "prompt_logprobs": [None, -2.0],
+        "prompt_cache_hit_tokens": 16,
+    }
