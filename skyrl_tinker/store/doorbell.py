@@ -1,0 +1,96 @@
+"""A wake-up between processes of one server. It carries no data and may be lost: whoever waits also polls."""
+
+import asyncio
+import hashlib
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from skyrl_tinker.errors import StartupError
+
+Role = Literal["engine", "api"]
+
+
+def directory(home: Path) -> Path:
+    """Where the sockets of this home lie: short, since a socket's path has at most 107 bytes."""
+    digest = hashlib.sha256(str(home.absolute()).encode()).hexdigest()
+    return Path(f"/tmp/skyrl-tinker-{os.getuid()}") / digest[:10]
+
+
+class Doorbell:
+    """One process's own bell, and the way to ring others'."""
+
+    def __init__(self, place: Path, role: Role) -> None:
+        """Use `Doorbell.bind`."""
+        self._place = place
+        self._path = place / ("engine.sock" if role == "engine" else f"api-{os.getpid()}.sock")
+        self._rung = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(str(self._path))
+
+    @classmethod
+    def bind(cls, home: Path, role: Role) -> "Doorbell":
+        """Take this role's socket. Rings are kept from now on; `wait` needs a running loop.
+
+        Raises StartupError if the directory belongs to another user.
+        """
+        place = directory(home)
+        for path in (place.parent, place):
+            _own(path)
+        return cls(place, role)
+
+    async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109  (a timeout is an answer here)
+        """True when rung, however often, since the last `wait`; False after `timeout` seconds."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket, self._heard)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._rung.wait()
+        except TimeoutError:
+            return False
+        self._heard()
+        self._rung.clear()
+        return True
+
+    def ring(self, role: Role) -> None:
+        """Wake the engine, or every API process. Never blocks; the absent and the awake are passed over."""
+        for path in self._receivers(role):
+            try:
+                self._socket.sendto(b"\0", str(path))
+            except (BlockingIOError, FileNotFoundError):
+                continue  # it has rings to read already, or is not there
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)  # its process died: a socket that is bound never refuses
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket)
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _receivers(self, role: Role) -> Iterable[Path]:
+        return [self._place / "engine.sock"] if role == "engine" else list(self._place.glob("api-*.sock"))
+
+    def _heard(self) -> None:
+        """Take every ring off the socket: many are one."""
+        try:
+            while self._socket.recv(1):
+                self._rung.set()
+        except BlockingIOError:
+            return
+
+
+def _own(path: Path) -> None:
+    """Make the directory ours alone. /tmp is everybody's, so look before use."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if found.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
+        raise StartupError(
+            f"{path} is not a directory of this user: remove it, it stands in the server's way"
+        )
+    path.chmod(0o700)

@@ -1,0 +1,81 @@
+"""How futures end: once, with bytes that stay fetchable."""
+
+import time
+from typing import Any
+
+import orjson
+from sqlalchemy import bindparam, delete, insert, literal, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.store.tables import Future, Request, Result
+from skyrl_tinker.wire.ids import FutureStatus
+from skyrl_tinker.wire.values import Failure
+
+JSON_TYPE = "application/json"
+
+# Built once: making a statement costs more than running it.
+_END = update(Future).where(
+    Future.id == bindparam("future_id"), Future.status == literal(FutureStatus.PENDING, Future.status.type)
+)
+_END = _END.values({name: bindparam(name) for name in ("status", "finished_at", "error", "category")})
+_RESULT = insert(Result)
+_DROP_BODY = delete(Request).where(Request.future_id == bindparam("future_id"))
+
+
+async def succeed(conn: AsyncConnection, future_id: int, content_type: str, body: bytes) -> None:
+    """Finish with the bytes that the client gets. Nothing happens if it has finished already."""
+    await _finish(conn, future_id, FutureStatus.DONE, content_type, body)
+
+
+async def fail(conn: AsyncConnection, future_id: int, failure: Failure) -> None:
+    """Finish with an error. Nothing happens if it has finished already."""
+    await _finish(conn, future_id, FutureStatus.FAILED, JSON_TYPE, failure_body(failure), failure)
+
+
+async def fail_pending(conn: AsyncConnection, up_to_id: int | None, failure: Failure) -> int:
+    """Fail all that is pending (up to an id): what a dead engine left. Returns how many."""
+    pending = [Future.status == FutureStatus.PENDING]
+    if up_to_id is not None:
+        pending.append(Future.id <= up_to_id)
+    result = select(Future.id, literal(JSON_TYPE), literal(failure_body(failure))).where(*pending)
+    results = insert(Result).from_select(["future_id", "content_type", "body"], result.order_by(Future.id))
+    await conn.execute(results)
+    await conn.execute(delete(Request).where(Request.future_id.in_(select(Future.id).where(*pending))))
+    end = update(Future).where(*pending).values(_end(FutureStatus.FAILED, failure))
+    return (await conn.execute(end)).rowcount
+
+
+async def purge_results(conn: AsyncConnection, older_than: float) -> int:
+    """Drop result bytes of futures that finished before `older_than`; the futures stay, so dedupe holds."""
+    old = select(Future.id).where(Future.finished_at < older_than)
+    return (await conn.execute(delete(Result).where(Result.future_id.in_(old)))).rowcount
+
+
+def failure_body(failure: Failure) -> bytes:
+    """What a client gets that fetches a failed future."""
+    return orjson.dumps({"error": failure.message, "category": failure.category})
+
+
+async def _finish(
+    conn: AsyncConnection,
+    future_id: int,
+    status: FutureStatus,
+    content_type: str,
+    body: bytes,
+    failure: Failure | None = None,
+) -> None:
+    key = {"future_id": future_id}
+    if not (await conn.execute(_END, key | _end(status, failure))).rowcount:
+        return
+    await conn.execute(_RESULT, key | {"content_type": content_type, "body": body})
+    # Until there are snapshots to replay from, nothing needs the body of a finished request.
+    await conn.execute(_DROP_BODY, key)
+
+
+def _end(status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
+    return {
+        "status": status,
+        "finished_at": time.time(),
+        "error": failure and failure.message,
+        "category": failure and failure.category,
+    }

@@ -1,0 +1,159 @@
+"""The journal of requests: submit once, finish once, fetch any number of times."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import and_, bindparam, func, literal, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.store.finish import fail, fail_pending, failure_body, purge_results, succeed
+from skyrl_tinker.store.submit import Accepted, submit_create, submit_sample, submit_training
+from skyrl_tinker.store.tables import Future, Model, Request, Result
+from skyrl_tinker.wire.ids import (
+    FutureStatus,
+    ModelId,
+    ModelKey,
+    RequestId,
+    RequestKind,
+    SamplingSessionId,
+)
+
+__all__ = [
+    "Accepted",
+    "Outcome",
+    "QueuedRow",
+    "bodies",
+    "fail",
+    "fail_pending",
+    "failure_body",
+    "finished_after",
+    "last_result_id",
+    "max_id",
+    "outcome",
+    "purge_results",
+    "queued_after",
+    "submit_create",
+    "submit_sample",
+    "submit_training",
+    "succeed",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRow:
+    """What the engine schedules by. A failed row has nothing to run, yet its turn counts."""
+
+    id: int
+    request_id: RequestId
+    kind: RequestKind
+    model_key: ModelKey | None
+    sampling_session_id: SamplingSessionId | None
+    seq_id: int | None
+    status: FutureStatus
+    body_bytes: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`body` None: pending, or purged if `status` says finished. Failures are JSON {"error", "category"}."""
+
+    future_id: int
+    request_id: RequestId
+    kind: RequestKind
+    status: FutureStatus
+    content_type: str | None
+    body: bytes | None
+    model_id: ModelId | None
+
+
+# Statements of the hot path are built once: making one costs more than running it.
+_WAITING = or_(
+    Future.status == literal(FutureStatus.PENDING, Future.status.type),
+    and_(
+        Future.status == literal(FutureStatus.FAILED, Future.status.type),
+        Future.model_key.is_not(None),
+        Future.seq_id.is_not(None),
+    ),
+)
+_QUEUED = (
+    select(
+        Future.id,
+        Future.request_id,
+        Future.kind,
+        Future.model_key,
+        Future.sampling_session_id,
+        Future.seq_id,
+        Future.status,
+        func.coalesce(func.length(Request.body), 0),
+        Future.created_at,
+    )
+    .outerjoin(Request, Request.future_id == Future.id)
+    .where(Future.id > bindparam("cursor"), _WAITING)
+    .order_by(Future.id)
+    .limit(bindparam("most"))
+)
+_OUTCOME = (
+    select(
+        Future.id,
+        Future.request_id,
+        Future.kind,
+        Future.status,
+        Result.content_type,
+        Result.body,
+        Model.model_id,
+    )
+    .outerjoin(Result, Result.future_id == Future.id)
+    .outerjoin(Model, Model.key == Future.model_key)
+    .where(Future.request_id == bindparam("request_id"))
+)
+_FINISHED = (
+    select(Result.id, Future.request_id)
+    .join(Future, Future.id == Result.future_id)
+    .where(Result.id > bindparam("cursor"))
+    .order_by(Result.id)
+)
+
+
+async def queued_after(conn: AsyncConnection, cursor: int, limit: int = 1000) -> list[QueuedRow]:
+    """Rows with id > cursor, by id, that are pending, or failed (at the door) on a model's lane."""
+    rows = await conn.execute(_QUEUED, {"cursor": cursor, "most": limit})
+    return [QueuedRow(*row) for row in rows]
+
+
+async def bodies(conn: AsyncConnection, ids: Sequence[int]) -> dict[int, bytes]:
+    """Bodies by future id; those that finished meanwhile are left out."""
+    query = select(Request.future_id, Request.body).where(Request.future_id.in_(ids))
+    return {row.future_id: row.body for row in await conn.execute(query)}
+
+
+async def max_id(conn: AsyncConnection) -> int:
+    """The newest future's id, 0 if there is none."""
+    return await conn.scalar(select(func.max(Future.id))) or 0
+
+
+async def outcome(conn: AsyncConnection, request_id: RequestId) -> Outcome | None:
+    """None for an id that was never given out."""
+    row = (await conn.execute(_OUTCOME, {"request_id": request_id})).one_or_none()
+    if row is None:
+        return None
+    return Outcome(
+        future_id=row.id,
+        request_id=RequestId(row.request_id),
+        kind=row.kind,
+        status=row.status,
+        content_type=row.content_type,
+        body=row.body,
+        model_id=row.model_id,
+    )
+
+
+async def finished_after(conn: AsyncConnection, cursor: int) -> list[tuple[int, RequestId]]:
+    """(result id, request id) of what finished after the cursor, in that order."""
+    rows = await conn.execute(_FINISHED, {"cursor": cursor})
+    return [(row.id, RequestId(row.request_id)) for row in rows]
+
+
+async def last_result_id(conn: AsyncConnection) -> int:
+    """The cursor at which nothing newer has finished, 0 at first."""
+    return await conn.scalar(select(func.max(Result.id))) or 0

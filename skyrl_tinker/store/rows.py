@@ -1,0 +1,15 @@
+"""Two things that every module of queries needs."""
+
+from typing import Any
+
+from sqlalchemy import Insert, Row
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+AnyRow = Row[*tuple[Any, ...]]
+
+
+async def insert_id(conn: AsyncConnection, row: Insert, values: dict[str, Any]) -> int:
+    """Insert one row, return the integer primary key it got."""
+    primary_key = (await conn.execute(row, values)).inserted_primary_key
+    assert primary_key is not None
+    return int(primary_key[0])

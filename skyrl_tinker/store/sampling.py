@@ -1,0 +1,160 @@
+"""Sampling sessions and the weight versions they hold.
+
+A session holds a version until it is finished: whoever lets a silent session expire finishes it.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.errors import SeqIdReusedError
+from skyrl_tinker.store import sessions
+from skyrl_tinker.store.rows import AnyRow, insert_id
+from skyrl_tinker.store.tables import AdapterVersion, Model, SamplingSession, Session
+from skyrl_tinker.wire.ids import ModelKey, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.wire.values import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSessionRow:
+    """`version_id` None: the base model."""
+
+    sampling_session_id: SamplingSessionId
+    session_id: SessionId
+    sampling_session_seq_id: int
+    base_model: str
+    model_path: str | None
+    version_id: VersionId | None
+
+
+async def create(
+    conn: AsyncConnection,
+    session_id: SessionId,
+    sampling_session_seq_id: int,
+    *,
+    base_model: str,
+    model_path: str | None,
+    version_id: VersionId | None,
+) -> SamplingSessionId:
+    """The same again gives the same id.
+
+    Raises SeqIdReusedError if the seq id stands for another target, NotFoundError (no session), GoneError.
+    """
+    new_id = SamplingSessionId(f"{session_id}:sample:{sampling_session_seq_id}")
+    new = SamplingSessionRow(new_id, session_id, sampling_session_seq_id, base_model, model_path, version_id)
+    if (first := await get(conn, new_id)) is not None:
+        _require_same_target(first, new)
+        return new_id
+    await sessions.require_live(conn, session_id)
+    row = insert(SamplingSession).values(
+        sampling_session_id=new_id,
+        session_id=session_id,
+        sampling_session_seq_id=sampling_session_seq_id,
+        base_model=base_model,
+        model_path=model_path,
+        version_id=version_id,
+        created_at=time.time(),
+    )
+    await conn.execute(row)
+    return new_id
+
+
+async def get(conn: AsyncConnection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
+    query = select(SamplingSession.__table__).where(
+        SamplingSession.sampling_session_id == sampling_session_id
+    )
+    row = (await conn.execute(query)).one_or_none()
+    if row is None:
+        return None
+    return SamplingSessionRow(
+        SamplingSessionId(row.sampling_session_id),
+        SessionId(row.session_id),
+        row.sampling_session_seq_id,
+        row.base_model,
+        row.model_path,
+        row.version_id,
+    )
+
+
+def _require_same_target(first: SamplingSessionRow, new: SamplingSessionRow) -> None:
+    """Under a path the version may have moved on (overwritten checkpoint); the target is still the same."""
+    if first.base_model != new.base_model:
+        differs = f"base_model {first.base_model!r}", repr(new.base_model)
+    elif first.model_path != new.model_path:
+        differs = f"model_path {first.model_path!r}", repr(new.model_path)
+    elif first.model_path is None and first.version_id != new.version_id:
+        differs = f"weight version {first.version_id}", str(new.version_id)
+    else:
+        return
+    raise SeqIdReusedError(
+        f"sampling_session_seq_id {first.sampling_session_seq_id} of session {first.session_id} "
+        f"was used with {differs[0]}, now {differs[1]}"
+    )
+
+
+async def new_version(
+    conn: AsyncConnection, model_key: ModelKey, kind: Literal["lora", "full"], durable: bool
+) -> VersionId:
+    """A version that is not published yet: it has no directory."""
+    values = {"model_key": model_key, "kind": kind, "durable": durable, "created_at": time.time()}
+    return VersionId(await insert_id(conn, insert(AdapterVersion), values))
+
+
+async def set_directory(conn: AsyncConnection, version_id: VersionId, directory: str) -> None:
+    """Publish: from now on the version can be loaded from there."""
+    await conn.execute(
+        update(AdapterVersion).where(AdapterVersion.id == version_id).values(directory=directory)
+    )
+
+
+async def version(conn: AsyncConnection, version_id: VersionId) -> WeightVersion | None:
+    """None if it is unknown, not published or dropped."""
+    found = await _published(conn, AdapterVersion.id == version_id)
+    return found[0] if found else None
+
+
+async def droppable_versions(conn: AsyncConnection) -> list[WeightVersion]:
+    """Ephemeral versions that nobody can sample any more: neither the session of the model nor that of any
+    sampling session on them is live. (The model's counts, since its sampling session may be in the making.)
+    """
+    model_is_live = (
+        select(Model.key)
+        .join(Session, Session.session_id == Model.session_id)
+        .where(Model.key == AdapterVersion.model_key, Session.finished_at.is_(None))
+        .exists()
+    )
+    return await _published(
+        conn, AdapterVersion.durable.is_(False), ~or_(model_is_live, held(AdapterVersion.id))
+    )
+
+
+def held(version_id: Any) -> ColumnElement[bool]:
+    """SQL: a sampling session of a live session stands on this version column."""
+    return (
+        select(SamplingSession.sampling_session_id)
+        .join(Session, Session.session_id == SamplingSession.session_id)
+        .where(SamplingSession.version_id == version_id, Session.finished_at.is_(None))
+        .exists()
+    )
+
+
+async def drop_version(conn: AsyncConnection, version_id: VersionId) -> None:
+    await conn.execute(
+        update(AdapterVersion).where(AdapterVersion.id == version_id).values(dropped_at=time.time())
+    )
+
+
+async def _published(conn: AsyncConnection, *where: ColumnElement[bool]) -> list[WeightVersion]:
+    query = (
+        select(AdapterVersion.__table__)
+        .where(AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None), *where)
+        .order_by(AdapterVersion.id)
+    )
+    return [_version(row) for row in await conn.execute(query)]
+
+
+def _version(row: AnyRow) -> WeightVersion:
+    return WeightVersion(VersionId(row.id), row.kind, row.directory)

@@ -1,0 +1,92 @@
+"""Client sessions: alive while they heartbeat, refused once finished."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from sqlalchemy import insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.errors import GoneError, NotFoundError
+from skyrl_tinker.store.rows import AnyRow
+from skyrl_tinker.store.tables import Model, Session
+from skyrl_tinker.wire.ids import ModelState, SessionId
+
+
+async def create(
+    conn: AsyncConnection,
+    *,
+    tags: Sequence[str],
+    user_metadata: Mapping[str, Any],
+    project_id: str | None,
+    display_name: str | None,
+    sdk_version: str,
+) -> SessionId:
+    session_id = SessionId(str(uuid4()))
+    now = time.time()
+    row = insert(Session).values(
+        session_id=session_id,
+        created_at=now,
+        last_heartbeat_at=now,
+        tags=list(tags),
+        user_metadata=dict(user_metadata),
+        project_id=project_id,
+        display_name=display_name,
+        sdk_version=sdk_version,
+    )
+    await conn.execute(row)
+    return session_id
+
+
+async def heartbeat(conn: AsyncConnection, session_id: SessionId) -> None:
+    """Raises NotFoundError for an unknown session, GoneError for a finished one."""
+    beat = (
+        update(Session)
+        .where(Session.session_id == session_id, Session.finished_at.is_(None))
+        .values(last_heartbeat_at=time.time())
+    )
+    if not (await conn.execute(beat)).rowcount:
+        await require_live(conn, session_id)
+
+
+async def finish(conn: AsyncConnection, session_id: SessionId, reason: str, detail: str | None) -> None:
+    """The first reason wins. Raises NotFoundError for an unknown session."""
+    end = (
+        update(Session)
+        .where(Session.session_id == session_id, Session.finished_at.is_(None))
+        .values(finished_at=time.time(), finish_reason=reason, finish_detail=detail)
+    )
+    if not (await conn.execute(end)).rowcount:
+        await _session(conn, session_id)
+
+
+async def require_live(conn: AsyncConnection, session_id: SessionId) -> None:
+    """Raises NotFoundError for an unknown session, GoneError for a finished one."""
+    check_live(await _session(conn, session_id))
+
+
+def check_live(row: AnyRow) -> None:
+    """Raises GoneError if the row's session (session_id, finished_at, finish_reason) is finished."""
+    if row.finished_at is not None:
+        raise GoneError(f"session {row.session_id} is finished ({row.finish_reason}): create a new one")
+
+
+async def expired(conn: AsyncConnection, now: float, timeout_s: float) -> list[SessionId]:
+    """Sessions that are finished, or silent for `timeout_s`, and still have models that are not released."""
+    holds_models = (
+        select(Model.key)
+        .where(Model.session_id == Session.session_id, Model.state != ModelState.RELEASED)
+        .exists()
+    )
+    over = or_(Session.finished_at.is_not(None), Session.last_heartbeat_at < now - timeout_s)
+    rows = await conn.scalars(select(Session.session_id).where(over, holds_models))
+    return [SessionId(session_id) for session_id in rows]
+
+
+async def _session(conn: AsyncConnection, session_id: SessionId) -> AnyRow:
+    query = select(Session.session_id, Session.finished_at, Session.finish_reason)
+    row = (await conn.execute(query.where(Session.session_id == session_id))).one_or_none()
+    if row is None:
+        raise NotFoundError(f"no session {session_id}")
+    return row

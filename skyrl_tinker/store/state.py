@@ -1,0 +1,20 @@
+"""Facts that `serve` and the engine leave for the API: "base_model", "engine"."""
+
+from typing import Any
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.store.tables import ServerState
+
+
+async def put(conn: AsyncConnection, key: str, value: Any) -> None:
+    """Set `key` to any JSON value."""
+    changed = await conn.execute(update(ServerState).where(ServerState.key == key).values(value=value))
+    if not changed.rowcount:
+        await conn.execute(insert(ServerState).values(key=key, value=value))
+
+
+async def get(conn: AsyncConnection, key: str) -> Any | None:
+    """The value, or None if it was never set."""
+    return await conn.scalar(select(ServerState.value).where(ServerState.key == key))

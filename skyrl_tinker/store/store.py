@@ -1,0 +1,48 @@
+"""The store: what API and engine share. Acknowledged means committed."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.store import sqlite
+from skyrl_tinker.store.turn import Turn
+from skyrl_tinker.store.writer import Op, T, Writer
+
+READERS = 4
+
+
+class Store:
+    """Writes go through one group-commit writer; reads have their own connections and never wait for it."""
+
+    def __init__(self, path: str) -> None:
+        """Use `Store.open`."""
+        self._turn = Turn(path)
+        self._writing = sqlite.writing(path, self._turn)
+        self._reading = sqlite.reading(path, READERS)
+        self._writer = Writer(self._writing)
+
+    @classmethod
+    async def open(cls, url: str) -> "Store":
+        """Open a migrated database. Raises StartupError for a URL that is not served yet."""
+        return cls(sqlite.database(url))
+
+    async def close(self) -> None:
+        """Finish the writes already accepted, then close every connection."""
+        await self._writer.close()
+        await self._reading.dispose()
+        await self._writing.dispose()
+        self._turn.close()
+
+    async def write(self, op: Op[T]) -> T:
+        """Run `op(conn)` in the next group commit; return its value after COMMIT.
+
+        The op must await nothing but `conn`: the write lock is held meanwhile.
+        """
+        return await self._writer.write(op)
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncConnection]:
+        """A connection that sees one consistent state of the database and must not write."""
+        async with self._reading.begin() as conn:
+            yield conn

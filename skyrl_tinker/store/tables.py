@@ -1,0 +1,223 @@
+"""The schema, typed. `alembic/versions` is its only history; a test holds the two equal.
+
+Times are UTC seconds since the epoch. Client text is never a key that names a directory.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Enum,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    UniqueConstraint,
+    text,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, ModelState, RequestKind
+
+NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    "pk": "pk_%(table_name)s",
+}
+BigId = BigInteger().with_variant(Integer(), "sqlite")
+"""SQLite counts up by itself only in an INTEGER PRIMARY KEY, which has 64 bits there anyway."""
+
+
+def closed_set(values: type[StrEnum]) -> Enum:
+    """The enum's values as plain text: a new member needs no migration."""
+    return Enum(
+        values, native_enum=False, length=32, values_callable=lambda members: [m.value for m in members]
+    )
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(naming_convention=NAMES)
+    type_annotation_map = {  # noqa: RUF012  (declared so by SQLAlchemy)
+        str: String(),
+        float: Float(53),
+        bytes: LargeBinary(),
+        dict[str, Any]: JSON(),
+        list[str]: JSON(),
+        ModelState: closed_set(ModelState),
+        FutureStatus: closed_set(FutureStatus),
+        RequestKind: closed_set(RequestKind),
+        CheckpointKind: closed_set(CheckpointKind),
+    }
+
+
+class ServerState(Base):
+    __tablename__ = "server_state"
+    key: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[Any] = mapped_column(JSON)
+
+
+class ApiKey(Base):
+    __tablename__ = "api_keys"
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    name: Mapped[str]
+    hash: Mapped[bytes] = mapped_column(unique=True)
+    created_at: Mapped[float]
+    revoked_at: Mapped[float | None]
+
+
+class Session(Base):
+    __tablename__ = "sessions"
+    session_id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    last_heartbeat_at: Mapped[float]
+    finished_at: Mapped[float | None]
+    finish_reason: Mapped[str | None]
+    finish_detail: Mapped[str | None]
+    tags: Mapped[list[str]]
+    user_metadata: Mapped[dict[str, Any]]
+    project_id: Mapped[str | None]
+    display_name: Mapped[str | None]
+    sdk_version: Mapped[str]
+
+
+class Model(Base):
+    __tablename__ = "models"
+    __table_args__ = (UniqueConstraint("session_id", "model_seq_id"), {"sqlite_autoincrement": True})
+    key: Mapped[int] = mapped_column(BigId, primary_key=True)
+    model_id: Mapped[str] = mapped_column(unique=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id))
+    model_seq_id: Mapped[int] = mapped_column(BigInteger)
+    base_model: Mapped[str]
+    lora_rank: Mapped[int]
+    seed: Mapped[int] = mapped_column(BigInteger)
+    train_mlp: Mapped[bool]
+    train_attn: Mapped[bool]
+    train_unembed: Mapped[bool]
+    optimizer_config: Mapped[dict[str, Any]]
+    user_metadata: Mapped[dict[str, Any]]
+    state: Mapped[ModelState] = mapped_column(index=True)
+    state_reason: Mapped[str | None]
+    created_at: Mapped[float]
+    last_request_at: Mapped[float]
+
+
+class AdapterVersion(Base):
+    __tablename__ = "adapter_versions"
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    model_key: Mapped[int] = mapped_column(ForeignKey(Model.key), index=True)
+    kind: Mapped[str]
+    directory: Mapped[str | None]
+    durable: Mapped[bool]
+    created_at: Mapped[float]
+    dropped_at: Mapped[float | None]
+
+
+class SamplingSession(Base):
+    __tablename__ = "sampling_sessions"
+    __table_args__ = (UniqueConstraint("session_id", "sampling_session_seq_id"),)
+    sampling_session_id: Mapped[str] = mapped_column(primary_key=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id))
+    sampling_session_seq_id: Mapped[int] = mapped_column(BigInteger)
+    base_model: Mapped[str]
+    model_path: Mapped[str | None]
+    version_id: Mapped[int | None] = mapped_column(ForeignKey(AdapterVersion.id), index=True)
+    created_at: Mapped[float]
+
+
+class Future(Base):
+    """The journal. `id` is the engine's cursor."""
+
+    __tablename__ = "futures"
+    __table_args__ = (
+        UniqueConstraint("model_key", "seq_id"),
+        UniqueConstraint("sampling_session_id", "seq_id"),
+        {"sqlite_autoincrement": True},
+    )
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    request_id: Mapped[str] = mapped_column(unique=True)
+    kind: Mapped[RequestKind]
+    session_id: Mapped[str | None] = mapped_column(ForeignKey(Session.session_id))
+    model_key: Mapped[int | None] = mapped_column(ForeignKey(Model.key))
+    sampling_session_id: Mapped[str | None] = mapped_column(ForeignKey(SamplingSession.sampling_session_id))
+    seq_id: Mapped[int | None] = mapped_column(BigInteger)
+    digest: Mapped[bytes]
+    sequence_ids: Mapped[list[str]]
+    status: Mapped[FutureStatus]
+    category: Mapped[str | None]
+    error: Mapped[str | None]
+    created_at: Mapped[float]
+    finished_at: Mapped[float | None]
+
+
+class Request(Base):
+    """The body of a request that has not finished."""
+
+    __tablename__ = "requests"
+    future_id: Mapped[int] = mapped_column(ForeignKey(Future.id), primary_key=True, autoincrement=False)
+    body: Mapped[bytes]
+
+
+class Result(Base):
+    """Bytes as they go to the client. `id` is the cursor of finished futures."""
+
+    __tablename__ = "results"
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    future_id: Mapped[int] = mapped_column(ForeignKey(Future.id), unique=True)
+    content_type: Mapped[str]
+    body: Mapped[bytes]
+
+
+class Checkpoint(Base):
+    __tablename__ = "checkpoints"
+    __table_args__ = (
+        Index(
+            "uq_checkpoints_live",
+            "model_key",
+            "kind",
+            "name",
+            unique=True,
+            sqlite_where=text("deleted_at IS NULL"),
+            postgresql_where=text("deleted_at IS NULL"),
+        ),
+        {"sqlite_autoincrement": True},
+    )
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    model_key: Mapped[int] = mapped_column(ForeignKey(Model.key))
+    kind: Mapped[CheckpointKind]
+    name: Mapped[str]
+    directory: Mapped[str]
+    version_id: Mapped[int | None] = mapped_column(ForeignKey(AdapterVersion.id))
+    base_model: Mapped[str]
+    lora_rank: Mapped[int]
+    seed: Mapped[int] = mapped_column(BigInteger)
+    train_mlp: Mapped[bool]
+    train_attn: Mapped[bool]
+    train_unembed: Mapped[bool]
+    has_optimizer: Mapped[bool]
+    optimizer_config: Mapped[dict[str, Any]]
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    user_metadata: Mapped[dict[str, Any]]
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    deleted_at: Mapped[float | None]
+
+
+class Snapshot(Base):
+    """A model's state after `seq_id`: where recovery starts to replay."""
+
+    __tablename__ = "snapshots"
+    __table_args__ = (UniqueConstraint("model_key", "seq_id"), {"sqlite_autoincrement": True})
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    model_key: Mapped[int] = mapped_column(ForeignKey(Model.key))
+    seq_id: Mapped[int] = mapped_column(BigInteger)
+    directory: Mapped[str]
+    created_at: Mapped[float]

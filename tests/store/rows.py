@@ -1,0 +1,89 @@
+"""Rows in one line each."""
+
+from skyrl_tinker.store import Store, futures, models, sampling, sessions
+from skyrl_tinker.store.models import ModelRow, NewModel
+from skyrl_tinker.wire.ids import ModelKey, RequestId, RequestKind, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.wire.values import LoraSpec
+
+SPEC = LoraSpec(rank=8, seed=2**62, train_unembed=False)
+
+
+async def new_session(store: Store) -> SessionId:
+    return await store.write(
+        lambda conn: sessions.create(
+            conn,
+            tags=["a"],
+            user_metadata={"k": [1, None]},
+            project_id=None,
+            display_name=None,
+            sdk_version="0.38.0",
+        )
+    )
+
+
+async def finish_session(store: Store, session: SessionId) -> None:
+    await store.write(lambda conn: sessions.finish(conn, session, "done", None))
+
+
+async def submit_create(
+    store: Store, session: SessionId, seq_id: int = 0, digest: bytes = b"create"
+) -> futures.Accepted:
+    new = NewModel(session, seq_id, "tiny", SPEC, {"betas": [0.9]}, {"run": "x"})
+    return await store.write(
+        lambda conn: futures.submit_create(conn, RequestKind.CREATE_MODEL, new, body=b"create", digest=digest)
+    )
+
+
+async def create(store: Store, session: SessionId, seq_id: int = 0) -> ModelRow:
+    accepted = await submit_create(store, session, seq_id)
+    assert accepted.model_id is not None
+    async with store.read() as conn:
+        row = await models.by_id(conn, accepted.model_id)
+    assert row is not None
+    return row
+
+
+async def base_sampler(store: Store, session: SessionId, seq_id: int = 0) -> SamplingSessionId:
+    return await store.write(
+        lambda conn: sampling.create(
+            conn, session, seq_id, base_model="tiny", model_path=None, version_id=None
+        )
+    )
+
+
+async def step(
+    store: Store, model: ModelRow, seq_id: int, body: bytes = b"step", digest: bytes = b"digest"
+) -> futures.Accepted:
+    return await store.write(
+        lambda conn: futures.submit_training(
+            conn, RequestKind.OPTIM_STEP, model.model_id, seq_id, body=body, digest=digest
+        )
+    )
+
+
+async def sample(
+    store: Store, sampler: SamplingSessionId, seq_id: int, digest: bytes = b"digest", num_samples: int = 2
+) -> futures.Accepted:
+    return await store.write(
+        lambda conn: futures.submit_sample(
+            conn, sampler, seq_id, body=b"sample", digest=digest, num_samples=num_samples
+        )
+    )
+
+
+async def queued(store: Store, cursor: int = 0) -> list[futures.QueuedRow]:
+    async with store.read() as conn:
+        return await futures.queued_after(conn, cursor)
+
+
+async def outcome(store: Store, request_id: RequestId) -> futures.Outcome:
+    async with store.read() as conn:
+        found = await futures.outcome(conn, request_id)
+    assert found is not None
+    return found
+
+
+async def ephemeral(store: Store, model: ModelKey, directory: str = "/ram/v") -> VersionId:
+    version = await store.write(lambda conn: sampling.new_version(conn, model, "lora", durable=False))
+    await store.write(lambda conn: sampling.set_directory(conn, version, directory))
+    return version

@@ -1,0 +1,120 @@
+"""alembic's history and the tables are the same schema, from a checkout and from a wheel."""
+
+import shutil
+import sqlite3
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, create_engine
+
+import skyrl_tinker
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.store import migrate
+from skyrl_tinker.store.migrate import SCRIPTS
+from skyrl_tinker.store.tables import Base
+
+ROOT = Path(skyrl_tinker.__file__).parents[1]
+
+
+def schema(path: Path) -> dict[str, str]:
+    """Name → DDL of every table and index. Lines are sorted: the order of columns has no meaning."""
+    connection = sqlite3.connect(path)
+    rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    connection.close()
+    return {name: "\n".join(sorted(line.strip(" \t,") for line in sql.splitlines())) for name, sql in rows}
+
+
+def checkout(target: Path) -> Path:
+    """What a build needs of the repository; building writes beside its source."""
+    for name in ("skyrl_tinker", "alembic"):
+        shutil.copytree(ROOT / name, target / name, symlinks=True)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def connected(path: Path) -> Connection:
+    return create_engine(f"sqlite:///{path}").connect()
+
+
+def test_the_migrated_schema_is_that_of_the_tables(url: str, tmp_path: Path) -> None:
+    with connected(tmp_path / "store.db") as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+        connection.engine.dispose()
+
+
+def test_constraints_and_autoincrement_are_those_of_the_tables(url: str, tmp_path: Path) -> None:
+    with connected(tmp_path / "tables.db") as connection, connection.begin():
+        Base.metadata.create_all(connection)
+    connection.engine.dispose()
+    migrated = schema(tmp_path / "store.db")
+    del migrated["alembic_version"]
+    assert migrated == schema(tmp_path / "tables.db")
+
+
+def test_migrating_again_changes_nothing(url: str, tmp_path: Path) -> None:
+    before = schema(tmp_path / "store.db")
+    migrate(url)
+    assert schema(tmp_path / "store.db") == before
+
+
+def test_the_directory_of_the_database_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "50% of" / "home" / "store.db"
+    migrate(f"sqlite+aiosqlite:///{path}")
+    assert "futures" in schema(path)
+
+
+def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE snapshots (x)")  # in the way of the last step
+    connection.close()
+    with pytest.raises(Exception, match="table snapshots already exists"):
+        migrate(f"sqlite+aiosqlite:///{path}")
+    assert set(schema(path)) == {"snapshots"}
+
+
+def test_other_databases_are_refused() -> None:
+    with pytest.raises(StartupError, match="only SQLite files"):
+        migrate("postgresql+asyncpg://h/d")
+
+
+@pytest.mark.parametrize("how", [["-c", "import alembic.command"], ["-m", "alembic", "--version"]])
+def test_our_alembic_directory_does_not_hide_the_package(how: list[str]) -> None:
+    subprocess.run([sys.executable, *how], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True)
+
+
+def test_a_wheel_carries_the_migrations(tmp_path: Path) -> None:
+    source = checkout(tmp_path / "source")
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(tmp_path),
+    ]
+    subprocess.run([*build, str(source)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    unpacked = tmp_path / "unpacked"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    names = {path.name for path in SCRIPTS.glob("**/*.py")}
+    assert {path.name for path in (unpacked / "skyrl_tinker" / "migrations").glob("**/*.py")} == names
+    path = tmp_path / "new.db"
+    program = (
+        "import skyrl_tinker; from skyrl_tinker.store import migrate\n"
+        f"assert skyrl_tinker.__file__.startswith({str(unpacked)!r})\n"
+        f"migrate('sqlite+aiosqlite:///{path}')"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=unpacked, env={"PYTHONPATH": str(unpacked)}, check=True
+    )
+    assert "futures" in schema(path)

@@ -1,0 +1,130 @@
+"""Sessions live while they heartbeat; what they held is let go afterwards."""
+
+import time
+
+import pytest
+
+from skyrl_tinker.errors import GoneError, NotFoundError
+from skyrl_tinker.store import Store, models, sampling, sessions
+from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.wire.ids import ModelState, SessionId, VersionId
+from skyrl_tinker.wire.values import WeightVersion
+from tests.store.rows import create, ephemeral, finish_session, new_session
+
+NOBODY = SessionId("nobody")
+
+
+async def expired(store: Store, after_s: float, timeout_s: float = 600) -> list[SessionId]:
+    async with store.read() as conn:
+        return await sessions.expired(conn, time.time() + after_s, timeout_s)
+
+
+async def droppable(store: Store) -> list[WeightVersion]:
+    async with store.read() as conn:
+        return await sampling.droppable_versions(conn)
+
+
+async def sampler_on(store: Store, session: SessionId, version: VersionId) -> sampling.SamplingSessionId:
+    return await store.write(
+        lambda conn: sampling.create(conn, session, 0, base_model="tiny", model_path=None, version_id=version)
+    )
+
+
+async def test_a_finished_session_is_gone_and_an_unknown_one_not_found(
+    store: Store, session: SessionId
+) -> None:
+    await store.write(lambda conn: sessions.heartbeat(conn, session))
+    await finish_session(store, session)
+    with pytest.raises(GoneError, match="is finished \\(done\\)"):
+        await store.write(lambda conn: sessions.heartbeat(conn, session))
+    with pytest.raises(NotFoundError):
+        await store.write(lambda conn: sessions.heartbeat(conn, NOBODY))
+    with pytest.raises(NotFoundError):
+        await store.write(lambda conn: sessions.finish(conn, NOBODY, "done", None))
+
+
+async def test_the_first_reason_of_finishing_stands(store: Store, session: SessionId) -> None:
+    await finish_session(store, session)
+    await store.write(lambda conn: sessions.finish(conn, session, "expired", "late"))
+    with pytest.raises(GoneError, match="\\(done\\)"):
+        async with store.read() as conn:
+            await sessions.require_live(conn, session)
+
+
+async def test_a_silent_session_expires_until_its_models_are_released(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    assert await expired(store, after_s=599) == []
+    assert await expired(store, after_s=601) == [session]
+    await store.write(lambda conn: models.set_state(conn, model.key, ModelState.RELEASED))
+    assert await expired(store, after_s=601) == []
+
+
+async def test_a_heartbeat_keeps_a_session(store: Store, session: SessionId, model: ModelRow) -> None:
+    asked = time.time() + 600
+    await store.write(lambda conn: sessions.heartbeat(conn, session))
+    async with store.read() as conn:
+        assert await sessions.expired(conn, asked, 600) == []
+
+
+async def test_a_finished_session_expires_at_once(store: Store, session: SessionId, model: ModelRow) -> None:
+    other = await new_session(store)
+    await create(store, other)
+    await finish_session(store, session)
+    assert await expired(store, after_s=0) == [session]
+
+
+async def test_a_version_is_known_from_publishing_to_dropping(store: Store, model: ModelRow) -> None:
+    async def get(version_id: VersionId) -> WeightVersion | None:
+        async with store.read() as conn:
+            return await sampling.version(conn, version_id)
+
+    version = await store.write(lambda conn: sampling.new_version(conn, model.key, "full", durable=True))
+    assert await get(version) is None
+    await store.write(lambda conn: sampling.set_directory(conn, version, "/d"))
+    assert await get(version) == WeightVersion(version, "full", "/d")
+    await store.write(lambda conn: sampling.drop_version(conn, version))
+    assert await get(version) is None
+
+
+async def test_version_ids_are_never_used_again(store: Store, model: ModelRow) -> None:
+    ids = [await ephemeral(store, model.key) for _ in range(3)]
+    for version in ids:
+        await store.write(lambda conn, version=version: sampling.drop_version(conn, version))  # type: ignore[misc]
+    assert await ephemeral(store, model.key) > max(ids)
+
+
+async def test_an_ephemeral_version_goes_when_the_last_session_on_it_is_finished(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    version = await ephemeral(store, model.key, "/ram/v1")
+    assert await droppable(store) == [], "its sampling session may be in the making"
+    other = await new_session(store)
+    await sampler_on(store, session, version)
+    await sampler_on(store, other, version)
+    await finish_session(store, session)
+    assert await droppable(store) == [], "another session samples from it"
+    await finish_session(store, other)
+    assert await droppable(store) == [WeightVersion(version, "lora", "/ram/v1")]
+    await store.write(lambda conn: sampling.drop_version(conn, version))
+    assert await droppable(store) == []
+
+
+async def test_a_durable_version_is_never_droppable(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    version = await store.write(lambda conn: sampling.new_version(conn, model.key, "lora", durable=True))
+    await store.write(lambda conn: sampling.set_directory(conn, version, "/d"))
+    await finish_session(store, session)
+    assert await droppable(store) == []
+
+
+async def test_a_sampling_session_is_read_as_written(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    version = await ephemeral(store, model.key)
+    sampler = await sampler_on(store, session, version)
+    async with store.read() as conn:
+        row = await sampling.get(conn, sampler)
+        assert row == sampling.SamplingSessionRow(sampler, session, 0, "tiny", None, version)
+        assert await sampling.get(conn, sampling.SamplingSessionId("nobody")) is None
