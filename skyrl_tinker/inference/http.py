@@ -1,0 +1,99 @@
+"""JSON over pooled connections, one pool per process and event loop."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+
+from skyrl_tinker.errors import SamplerError
+
+CONNECT_TIMEOUT_S = 10.0
+RETRY_DELAYS_S = (0.05, 0.5)
+"""Before the second and third try of a call that may be repeated."""
+
+
+class HttpStatusError(Exception):
+    """The server answered with an error. Never leaves this package."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.message = message
+
+
+class JsonHttp:
+    """Picklable: the connections stay behind and are made anew."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_session": None, "_loop": None}
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        json: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        repeatable: bool = True,
+    ) -> Any:
+        """The decoded answer, None when it is not JSON.
+
+        A repeatable call is tried three times when the connection fails. SamplerError when it stays so,
+        HttpStatusError for any status from 400.
+        """
+        delays = RETRY_DELAYS_S if repeatable else ()
+        body = None if json is None else orjson.dumps(json)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        for delay in (*delays, None):
+            try:
+                return await self._once(method, url, data=body, params=params, headers=sent)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+                if delay is None:
+                    raise SamplerError(f"{method} {url} failed: {error!r}") from error
+                await asyncio.sleep(delay)
+        raise AssertionError("the last try returns or raises")
+
+    async def _once(self, method: str, url: str, **options: Any) -> Any:
+        async with self._pool().request(method, url, **options) as response:
+            content = await response.read()
+            if response.status >= 400:
+                raise HttpStatusError(response.status, _message(content))
+            return _decode(content)
+
+    def _pool(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop or self._session.closed:
+            self._loop = loop
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            )
+        return self._session
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _decode(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return None  # plain text such as "Success: LoRA adapter added"
+
+
+def _message(content: bytes) -> str:
+    """vLLM writes {"error": {"message"}}, {"error": text} or {"detail"}."""
+    payload = _decode(content)
+    if not isinstance(payload, dict):
+        return content.decode(errors="replace")[:2000]
+    error = payload.get("error", payload.get("detail", payload))
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

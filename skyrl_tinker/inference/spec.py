@@ -1,0 +1,108 @@
+"""What a sampler replica is told, and what follows: memory, flags, environment of its vLLM process."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.vllm_plugin import ENABLED_BY
+from skyrl_tinker.wire.values import BaseModelFacts
+
+MiB = 1 << 20
+BASE_MODEL = "base"
+"""The name under which every sampler serves the base model."""
+SMALLEST_KV_BYTES = 64 * MiB
+KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
+PROCESS_BYTES = 1024 * MiB  # what the two processes need beside weights and KV cache
+MAX_SEQUENCES = 256  # decoded in one step
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSpec:
+    """`max_model_len` is the context + 1: scoring a full context costs one generated token."""
+
+    model: BaseModelFacts
+    max_model_len: int
+    device: str  # "cpu" | "cuda"
+    dtype: str
+    max_lora_rank: int  # 1, 8, 16, 32, 64, 128, 256, 320 or 512
+    max_loras: int  # adapters in one batch
+    max_cpu_loras: int  # adapters kept in memory
+    log_dir: str
+    startup_s: float
+    replicas: int = 1
+
+
+def kv_bytes(spec: SamplerSpec) -> int:
+    model = spec.model
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ELEMENT_BYTES[spec.dtype]
+    return max(SMALLEST_KV_BYTES, KV_CONTEXTS * spec.max_model_len * per_token)
+
+
+def require_memory(spec: SamplerSpec, available: int | None = None) -> None:
+    """SamplerError with the numbers when a CPU replica does not fit `available` bytes (default: the free).
+
+    Weights count twice: once as loaded, once as packed for the CPU's kernels.
+    """
+    free = psutil.virtual_memory().available if available is None else available
+    weights = sum(file.stat().st_size for file in Path(spec.model.directory).glob("*.safetensors"))
+    needed = kv_bytes(spec) + 2 * weights + PROCESS_BYTES
+    if spec.device == "cpu" and needed > free:
+        raise SamplerError(
+            f"the sampler needs {needed // MiB} MiB ({kv_bytes(spec) // MiB} for the KV cache of "
+            f"{KV_CONTEXTS} x {spec.max_model_len} tokens, {2 * weights // MiB} for weights, "
+            f"{PROCESS_BYTES // MiB} for its processes) but {free // MiB} MiB are free: "
+            "set a smaller context_length or free memory"
+        )
+
+
+def flags(spec: SamplerSpec, port: int) -> list[str]:
+    """Arguments of vLLM's API server."""
+    common: dict[str, str | int] = {
+        "--model": spec.model.directory,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": spec.dtype,
+        "--max-model-len": spec.max_model_len,
+        "--max-num-seqs": MAX_SEQUENCES,
+        "--max-logprobs": -1,
+        "--generation-config": "vllm",
+        "--max-loras": spec.max_loras,
+        "--max-lora-rank": spec.max_lora_rank,
+        "--max-cpu-loras": spec.max_cpu_loras,
+        "--weight-transfer-config": '{"backend": "skyrl_shared_memory"}',
+    }
+    switches = ["--enable-scale-out", "--enable-lora", "--enable-prompt-tokens-details"]
+    quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
+    cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes(spec))] if spec.device == "cpu" else []
+    pairs = [text for flag, value in common.items() for text in (flag, str(value))]
+    return [*pairs, "--served-model-name", *_names(spec.model), *switches, *quiet, *cpu]
+
+
+def _names(model: BaseModelFacts) -> tuple[str, ...]:
+    return (BASE_MODEL, *(name for name in model.names if name != BASE_MODEL))
+
+
+def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The development routes (weights, pause) are on loopback only."""
+    common = {
+        ENABLED_BY: "1",
+        "HF_HUB_OFFLINE": "1",  # the model is always a local directory
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # context + 1: the last token is sampled, never fed
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # the default 5 s races with pooled connections
+    }
+    cpu = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine process
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    return {**inherited, **common, **(cpu if spec.device == "cpu" else {})}

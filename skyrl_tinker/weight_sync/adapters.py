@@ -1,0 +1,56 @@
+"""LoRA weights to the samplers: one immutable PEFT directory per version."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save_file
+
+from skyrl_tinker.wire.values import AdapterWeights
+
+ALPHA = 32
+"""The LoRA delta is scaled by ALPHA / rank, in the trainer and here."""
+
+
+def publish_adapter(weights: AdapterWeights, directory: Path, base_model: str) -> int:
+    """Write the adapter so that `directory` exists only complete; returns its size in bytes.
+
+    A directory that is there already, from an attempt that was not recorded, is replaced.
+    """
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file(dict(weights.tensors), temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+    (temporary / "adapter_config.json").write_text(json.dumps(_config(weights, base_model), indent=2) + "\n")
+    size = sum(file.stat().st_size for file in temporary.iterdir())
+    for path in (*temporary.iterdir(), temporary):
+        _flush(path)
+    shutil.rmtree(directory, ignore_errors=True)
+    temporary.rename(directory)
+    _flush(directory.parent)
+    return size
+
+
+def _config(weights: AdapterWeights, base_model: str) -> dict[str, Any]:
+    modules = {name.removesuffix(".weight").rsplit(".", 2)[-2] for name in weights.tensors}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": weights.spec.rank,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted(modules),
+    }
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,78 @@
+"""The translation of requests, without a server."""
+
+import pytest
+
+from skyrl_tinker.errors import SamplerError, UserError
+from skyrl_tinker.inference.sampling import Generated, body, join, parse, remainder, split
+from skyrl_tinker.inference.spec import MiB, kv_bytes, require_memory
+from skyrl_tinker.wire.values import BaseModelFacts, SampleRequest, SamplingParams
+from tests.inference.samplers import ask, spec_of
+
+EOS = (2, 1)
+
+
+def sampling_params(stop: object) -> dict[str, object]:
+    request = ask((5, 6), stop=stop)
+    params: dict[str, object] = body("base", request, eos=EOS, context=100)["sampling_params"]
+    return params
+
+
+def test_which_tokens_end_a_sequence_is_said_in_full() -> None:
+    assert sampling_params(None)["stop_token_ids"] == [2, 1]
+    assert sampling_params((7,))["stop_token_ids"] == [2, 1, 7]
+    assert "stop_token_ids" not in sampling_params(())
+    assert sampling_params(("end",))["stop"] == ["end"]
+    assert sampling_params(("end",))["stop_token_ids"] == [2, 1]
+    assert all(sampling_params(stop)["ignore_eos"] for stop in (None, (), (7,), ("end",)))
+
+
+def test_an_absent_seed_stays_unset() -> None:
+    params = body("base", ask((5,)), eos=EOS, context=100)["sampling_params"]
+    assert "seed" not in params
+
+
+def test_seeds_that_wrap_around_are_two_requests() -> None:
+    parts = split(ask((5,), num_samples=5, seed=(1 << 63) - 2, prompt_logprobs=True))
+    assert [(part.params.seed, part.num_samples) for part in parts] == [((1 << 63) - 2, 2), (0, 3)]
+    assert [part.prompt_logprobs for part in parts] == [True, False]
+
+
+def test_the_rest_of_an_aborted_sequence_continues_from_its_tokens() -> None:
+    request = ask((5, 6), num_samples=2, max_tokens=10)
+    kept, rest = remainder(request, 1, Generated((7, 8), (-1.0, -2.0), "abort"), context=100)
+    assert (rest.prompt, rest.params.max_tokens, rest.num_samples) == ((5, 6, 7, 8), 8, 1)
+    assert join(kept, Generated((9,), (-3.0,), "stop")) == Generated((7, 8, 9), (-1.0, -2.0, -3.0), "stop")
+
+
+@pytest.mark.parametrize("params", [{"seed": 3}, {"stop": ("end",)}])
+def test_seeds_and_stop_strings_start_an_aborted_sequence_over(params: dict[str, object]) -> None:
+    kept, rest = remainder(ask((5, 6), **params), 2, Generated((7,), (-1.0,), "abort"), context=100)
+    assert (kept.tokens, rest.prompt) == ((), (5, 6))
+    assert rest.params.seed == (5 if "seed" in params else None)
+
+
+def test_prompt_logprobs_of_an_early_abort_count_as_missing() -> None:
+    choice = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort"}
+    payload = {"choices": [choice], "usage": {}, "prompt_logprobs": None}
+    assert parse(payload, ask((5, 6), prompt_logprobs=True)).prompt_logprobs is None
+
+
+def test_a_full_prompt_leaves_nothing_to_sample() -> None:
+    with pytest.raises(UserError, match="3 prompt tokens leave nothing of a context of 3"):
+        body("base", SampleRequest((1, 2, 3), 1, SamplingParams()), eos=EOS, context=3)
+
+
+def facts(layers: int) -> BaseModelFacts:
+    return BaseModelFacts("/nowhere", ("m",), "Qwen3ForCausalLM", 512, 4096, layers, 8, 128, 1024, True, EOS)
+
+
+def test_kv_memory_is_four_contexts_and_at_least_64_mib(tmp_path: object) -> None:
+    small, large = (spec_of(facts(layers), tmp_path) for layers in (1, 64))  # type: ignore[arg-type]
+    assert kv_bytes(small) == 64 * MiB
+    assert kv_bytes(large) == 4 * 257 * (2 * 64 * 8 * 128 * 4)
+
+
+def test_a_sampler_that_does_not_fit_is_refused_with_the_numbers(tmp_path: object) -> None:
+    spec = spec_of(facts(64), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(SamplerError, match=r"needs 1538 MiB \(514 for the KV cache .* but 700 MiB are free"):
+        require_memory(spec, available=700 * MiB)

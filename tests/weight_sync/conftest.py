@@ -1,0 +1,3 @@
+from tests.inference.samplers import each_sampler, sampler, servers
+
+__all__ = ["each_sampler", "sampler", "servers"]
