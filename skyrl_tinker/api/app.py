@@ -1,0 +1,79 @@
+"""The API's composition root."""
+
+from asyncio import TaskGroup
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from fastapi import FastAPI
+
+from skyrl_tinker import __version__
+from skyrl_tinker.api import errors
+from skyrl_tinker.api.deps import Services, limits_of
+from skyrl_tinker.api.futures import FutureWaiter
+from skyrl_tinker.api.limits import BodyLimitMiddleware, BodyLimits
+from skyrl_tinker.api.routes import (
+    capabilities,
+    client,
+    futures,
+    health,
+    models,
+    sampling,
+    sessions,
+    telemetry,
+    training,
+    weights,
+)
+from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.values import BaseModelFacts
+
+RESOURCES = (
+    client,
+    sessions,
+    telemetry,
+    health,
+    capabilities,
+    models,
+    training,
+    weights,
+    sampling,
+    futures,
+)
+
+
+def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> FastAPI:
+    """The API over an open store and a bound doorbell; both stay the caller's to close."""
+    waiter = FutureWaiter(store, bell)
+    app = FastAPI(
+        title="skyrl-tinker",
+        version=__version__,
+        lifespan=_lifespan(waiter),
+        openapi_url="/api/v1/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.services = Services(settings, store, facts, bell, waiter, limits_of(settings, facts))
+    app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings))
+    errors.install(app)
+    app.include_router(health.root)
+    for resource in RESOURCES:
+        app.include_router(resource.router, prefix="/api/v1")
+    return app
+
+
+def _body_limits(settings: Settings) -> BodyLimits:
+    return BodyLimits(wire=settings.wire_body_mb * MiB, expanded=settings.expanded_body_mb * MiB)
+
+
+def _lifespan(waiter: FutureWaiter) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await waiter.start()
+        async with TaskGroup() as tasks:
+            running = tasks.create_task(waiter.run(), name="future-waiter")
+            yield
+            waiter.stop()
+            running.cancel()
+
+    return lifespan

@@ -1,0 +1,41 @@
+"""What every route needs, built once in the composition root and handed in by FastAPI."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from skyrl_tinker.api.futures import FutureWaiter
+from skyrl_tinker.config import Settings
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.validate import Limits
+from skyrl_tinker.wire.values import BaseModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    settings: Settings
+    store: Store
+    facts: BaseModelFacts
+    bell: Doorbell
+    waiter: FutureWaiter
+    limits: Limits
+
+
+def limits_of(settings: Settings, facts: BaseModelFacts) -> Limits:
+    return Limits(
+        vocab_size=facts.vocab_size,
+        context_length=facts.context_length,
+        max_datums=settings.max_datums,
+        base_models=facts.names,
+        max_lora_rank=settings.max_lora_rank,
+    )
+
+
+async def services_of(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+Deps = Annotated[Services, Depends(services_of)]

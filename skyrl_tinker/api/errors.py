@@ -1,0 +1,30 @@
+"""Errors on the wire: the status of their class and {"detail": message}, always with a Content-Length.
+
+The SDK takes a 400 without a Content-Length for a broken connection and sends the request again.
+"""
+
+import logging
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse
+
+from skyrl_tinker.errors import SkyrlTinkerError
+
+_log = logging.getLogger(__name__)
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(SkyrlTinkerError, _refuse)
+    app.add_exception_handler(Exception, _apologise)
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, SkyrlTinkerError)
+    if error.status >= 500:
+        _log.error("%s %s: %s", request.method, request.url.path, error)
+    return JSONResponse({"detail": str(error)}, error.status)
+
+
+async def _apologise(request: Request, error: Exception) -> JSONResponse:
+    """A fault of ours. The server raises it again behind this answer, so that it is logged with its trace."""
+    return JSONResponse({"detail": f"internal error: {type(error).__name__}; see the server's log"}, 500)

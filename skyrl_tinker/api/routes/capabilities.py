@@ -1,0 +1,18 @@
+"""What this server offers."""
+
+from fastapi import APIRouter
+
+from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.wire.models import ServerCapabilitiesResponse, SupportedModel
+
+router = APIRouter(tags=["client"])
+
+
+@router.get("/get_server_capabilities", summary="Base models under every name they are served by")
+async def get_server_capabilities(deps: Deps) -> ServerCapabilitiesResponse:
+    longest = deps.facts.context_length
+    return ServerCapabilitiesResponse(
+        supported_models=[
+            SupportedModel(model_name=name, max_context_length=longest) for name in deps.facts.names
+        ]
+    )

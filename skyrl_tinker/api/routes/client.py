@@ -1,0 +1,18 @@
+"""What the SDK asks before anything else."""
+
+from fastapi import APIRouter
+
+from skyrl_tinker.wire.models import ClientConfigResponse, DynamicConfigResponse
+
+router = APIRouter(tags=["client"])
+
+
+@router.post("/client/config", summary="Flags that the SDK reads once, at construction")
+async def client_config() -> ClientConfigResponse:
+    """The request names the SDK's version; every version gets the same answer."""
+    return ClientConfigResponse()
+
+
+@router.post("/client/dynamic_config", summary="Flags that the SDK reads again every few minutes")
+async def dynamic_config() -> DynamicConfigResponse:
+    return DynamicConfigResponse()

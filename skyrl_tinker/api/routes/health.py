@@ -1,0 +1,24 @@
+"""Whether the process lives and whether the engine can take work."""
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse
+
+from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.readiness import engine_state
+from skyrl_tinker.wire.models import HealthResponse
+
+router = APIRouter(tags=["health"])
+root = APIRouter(tags=["health"])
+
+
+@router.get("/healthz", summary="The process lives")
+@root.get("/healthz", summary="The process lives")
+async def healthz() -> HealthResponse:
+    return HealthResponse()
+
+
+@root.get("/readyz", summary="200 once the engine takes work, else 503", response_model=None)
+async def readyz(deps: Deps) -> JSONResponse:
+    engine = await engine_state(deps.store)
+    status = 200 if engine.ready else 503
+    return JSONResponse({"state": engine.state, "detail": engine.detail}, status)

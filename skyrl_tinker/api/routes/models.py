@@ -1,0 +1,103 @@
+"""Models: made anew or from a checkpoint, loaded in place, and what they are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.api import creation
+from skyrl_tinker.api.bodies import read_json, read_model
+from skyrl_tinker.api.deps import Deps, Services
+from skyrl_tinker.api.submit import announce, from_json, submit_training
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store import models
+from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.wire.ids import ModelId, RequestKind
+from skyrl_tinker.wire.models import (
+    AcceptedFuture,
+    CreateModelRequest,
+    CreateViaLoadRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoadWeightsRequest,
+    ModelData,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+    parse,
+)
+from skyrl_tinker.wire.validate import validate_load_weights
+from skyrl_tinker.wire.values import BaseModelFacts
+
+router = APIRouter(tags=["models"])
+
+
+@router.post("/create_model", summary="A new model on the base model: LoRA, or full parameters with rank 0")
+async def create_model(request: Request, deps: Deps) -> AcceptedFuture:
+    payload = await read_json(request)
+    made = creation.anew(parse(CreateModelRequest, payload), payload, deps.limits)
+    return announce(deps, await deps.store.write(made.submit), made.failure)
+
+
+@router.post("/load_weights", summary="A new model from a checkpoint, or with `model_id` a load in place")
+async def load_weights(request: Request, deps: Deps) -> AcceptedFuture:
+    payload = await read_json(request)
+    if payload.get("model_id") is None:
+        return await _create_via_load(deps, payload)
+    wanted = from_json(
+        RequestKind.LOAD_WEIGHTS,
+        payload,
+        lambda payload: validate_load_weights(parse(LoadWeightsRequest, payload)),
+    )
+    return await submit_training(deps, wanted)
+
+
+async def _create_via_load(deps: Services, payload: Mapping[str, Any]) -> AcceptedFuture:
+    wanted = parse(CreateViaLoadRequest, payload)
+
+    async def create(conn: AsyncConnection) -> tuple[creation.Creation, Accepted]:
+        made = await creation.from_checkpoint(conn, wanted, payload, deps.limits)
+        return made, await made.submit(conn)
+
+    made, accepted = await deps.store.write(create)
+    return announce(deps, accepted, made.failure)
+
+
+@router.post("/get_info", summary="What a model is made of; works from its creation on")
+async def get_info(request: Request, deps: Deps) -> GetInfoResponse:
+    wanted = await read_model(request, GetInfoRequest)
+    async with deps.store.read() as conn:
+        row = await models.by_id(conn, ModelId(wanted.model_id))
+    if row is None:
+        raise NotFoundError(f"no model {wanted.model_id}")
+    return _info(row, deps.facts)
+
+
+def _info(row: ModelRow, facts: BaseModelFacts) -> GetInfoResponse:
+    return GetInfoResponse(
+        model_id=row.model_id,
+        model_data=ModelData(
+            model_name=row.base_model, tokenizer_id=facts.directory, arch=facts.architecture
+        ),
+        is_lora=row.spec.rank > 0,
+        lora_rank=row.spec.rank or None,
+        model_name=row.base_model,
+        optimizer_config=dict(row.optimizer_config),
+    )
+
+
+@router.post("/weights_info", summary="What a checkpoint holds")
+async def weights_info(request: Request, deps: Deps) -> WeightsInfoResponse:
+    wanted = await read_model(request, WeightsInfoRequest)
+    async with deps.store.read() as conn:
+        row = await creation.find_checkpoint(conn, wanted.tinker_path)
+    return WeightsInfoResponse(
+        base_model=row.base_model,
+        is_lora=row.spec.rank > 0,
+        lora_rank=row.spec.rank or None,
+        train_unembed=row.spec.train_unembed,
+        train_mlp=row.spec.train_mlp,
+        train_attn=row.spec.train_attn,
+        optimizer_config=dict(row.optimizer_config),
+    )

@@ -1,0 +1,117 @@
+"""Sampling sessions and samples. What is wrong is refused at once: a failed future would be told too late."""
+
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.api.bodies import json_object, off_loop, read_model
+from skyrl_tinker.api.creation import find_checkpoint
+from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.submit import announce
+from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
+from skyrl_tinker.store import futures, sampling
+from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.wire import codec
+from skyrl_tinker.wire.ids import SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.wire.models import (
+    AcceptedFuture,
+    AsampleRequest,
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    parse,
+)
+from skyrl_tinker.wire.sample_codec import sample_body
+from skyrl_tinker.wire.validate import Limits, validate_base_model, validate_sample
+
+router = APIRouter(tags=["sampling"])
+
+
+@router.post("/create_sampling_session", summary="Sample from the base model or from a checkpoint")
+async def create_sampling_session(request: Request, deps: Deps) -> CreateSamplingSessionResponse:
+    wanted = await read_model(request, CreateSamplingSessionRequest)
+
+    async def create(conn: AsyncConnection) -> SamplingSessionId:
+        base_model, version_id = await _target(conn, wanted, deps.limits)
+        return await sampling.create(
+            conn,
+            SessionId(wanted.session_id),
+            wanted.sampling_session_seq_id,
+            base_model=base_model,
+            model_path=wanted.model_path,
+            version_id=version_id,
+        )
+
+    return CreateSamplingSessionResponse(sampling_session_id=await deps.store.write(create))
+
+
+async def _target(
+    conn: AsyncConnection, wanted: CreateSamplingSessionRequest, limits: Limits
+) -> tuple[str, VersionId | None]:
+    """Base model and weight version. `model_path` decides; a `base_model` beside it must be served, too."""
+    if wanted.base_model is not None:
+        validate_base_model(wanted.base_model, limits)
+    if wanted.model_path is not None:
+        row = await find_checkpoint(conn, wanted.model_path)
+        return row.base_model, _version_of(row, limits)
+    if wanted.base_model is None:
+        raise UserError("base_model and model_path are missing: expected one of them")
+    return wanted.base_model, None
+
+
+def _version_of(row: CheckpointRow, limits: Limits) -> VersionId:
+    validate_base_model(row.base_model, limits)
+    if row.version_id is None:
+        raise NotSupportedError(
+            f"model_path: found a checkpoint of kind {row.kind} without sampler weights, "
+            "expected one made by save_weights_for_sampler"
+        )
+    return row.version_id
+
+
+@router.get("/samplers/{sampler_id}", summary="What a sampling session samples from")
+async def get_sampler(sampler_id: str, deps: Deps) -> GetSamplerResponse:
+    async with deps.store.read() as conn:
+        row = await sampling.get(conn, SamplingSessionId(sampler_id))
+    if row is None:
+        raise NotFoundError(f"no sampling session {sampler_id}")
+    return GetSamplerResponse(
+        sampler_id=row.sampling_session_id, base_model=row.base_model, model_path=row.model_path
+    )
+
+
+@router.post("/asample", summary="Samples for one prompt; 400 names what is wrong with it")
+async def asample(request: Request, deps: Deps) -> AcceptedFuture:
+    body = await request.body()
+    wanted = await off_loop(len(body), lambda: _read_sample(body, deps.limits))
+    return announce(deps, await deps.store.write(wanted.submit))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    session_id: SamplingSessionId
+    seq_id: int
+    body: bytes
+    num_samples: int
+
+    async def submit(self, conn: AsyncConnection) -> Accepted:
+        return await futures.submit_sample(
+            conn,
+            self.session_id,
+            self.seq_id,
+            body=self.body,
+            digest=codec.digest(self.body),
+            num_samples=self.num_samples,
+        )
+
+
+def _read_sample(body: bytes, limits: Limits) -> _Sample:
+    """Decode, check, and put into the stored form; runs in a thread when `body` is large."""
+    wanted = parse(AsampleRequest, json_object(body))
+    if wanted.sampling_session_id is None or wanted.seq_id is None:
+        raise NotSupportedError("sampling_session_id or seq_id is missing: expected both")
+    sample = validate_sample(wanted, limits)
+    session_id = SamplingSessionId(wanted.sampling_session_id)
+    return _Sample(session_id, wanted.seq_id, sample_body(sample), sample.num_samples)

@@ -1,0 +1,50 @@
+"""Sessions: created, kept alive by heartbeats, finished."""
+
+from fastapi import APIRouter, Request
+
+from skyrl_tinker.api.bodies import read_model
+from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.store import sessions
+from skyrl_tinker.wire.ids import SessionId
+from skyrl_tinker.wire.models import (
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    HeartbeatRequest,
+    HeartbeatResponse,
+)
+
+router = APIRouter(tags=["sessions"])
+
+
+@router.post("/create_session", summary="Open a session")
+async def create_session(request: Request, deps: Deps) -> CreateSessionResponse:
+    wanted = await read_model(request, CreateSessionRequest)
+    session_id = await deps.store.write(
+        lambda conn: sessions.create(
+            conn,
+            tags=wanted.tags,
+            user_metadata=wanted.user_metadata,
+            project_id=wanted.project_id,
+            display_name=wanted.display_name,
+            sdk_version=wanted.sdk_version,
+        )
+    )
+    return CreateSessionResponse(session_id=session_id)
+
+
+@router.post("/session_heartbeat", summary="Keep a session alive; 410 once it is finished")
+async def session_heartbeat(request: Request, deps: Deps) -> HeartbeatResponse:
+    wanted = await read_model(request, HeartbeatRequest)
+    await deps.store.write(lambda conn: sessions.heartbeat(conn, SessionId(wanted.session_id)))
+    return HeartbeatResponse()
+
+
+@router.post("/sessions/{session_id}/finish", summary="Finish a session; the first reason wins")
+async def finish_session(session_id: str, request: Request, deps: Deps) -> dict[str, str]:
+    wanted = await read_model(request, FinishSessionRequest)
+    await deps.store.write(
+        lambda conn: sessions.finish(conn, SessionId(session_id), wanted.reason.type, wanted.detail)
+    )
+    deps.bell.ring("engine")  # its models can be released
+    return {}

@@ -1,0 +1,12 @@
+"""Telemetry: a slow or failing answer here delays every fatal exception of the client by up to 30 s."""
+
+from fastapi import APIRouter
+
+from skyrl_tinker.wire.models import TelemetryResponse
+
+router = APIRouter(tags=["client"])
+
+
+@router.post("/telemetry", summary="Accept telemetry unread: it may hold the client's API key")
+async def telemetry() -> TelemetryResponse:
+    return TelemetryResponse()

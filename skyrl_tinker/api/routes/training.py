@@ -1,0 +1,50 @@
+"""Work on a model's lane: passes and optimizer steps."""
+
+from fastapi import APIRouter, Request
+
+from skyrl_tinker.api.bodies import json_object, off_loop, read_json
+from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
+from skyrl_tinker.wire import codec
+from skyrl_tinker.wire.codec import RawForwardBackward
+from skyrl_tinker.wire.ids import RequestKind
+from skyrl_tinker.wire.models import AcceptedFuture, OptimStepRequest, parse
+from skyrl_tinker.wire.validate import Limits, validate_forward_backward, validate_optim_step
+
+router = APIRouter(tags=["training"])
+
+
+@router.post("/forward_backward", summary="A pass over data, with gradients or `forward_only`")
+@router.post("/forward", summary="A pass without gradients, as SDKs up to 0.24 send it")
+async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
+    body = await request.body()
+    protobuf = "protobuf" in request.headers.get("content-type", "").lower()
+    wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits))
+    return await submit_training(deps, wanted)
+
+
+@router.post("/optim_step", summary="One optimizer step over the gradients accumulated so far")
+async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
+    wanted = from_json(
+        RequestKind.OPTIM_STEP,
+        await read_json(request),
+        lambda payload: validate_optim_step(parse(OptimStepRequest, payload)),
+    )
+    return await submit_training(deps, wanted)
+
+
+def _read_pass(body: bytes, protobuf: bool, limits: Limits) -> Submission:
+    """Decode, check, and put into the stored form; runs in a thread when `body` is large."""
+    if protobuf:
+        raw = codec.decode_forward_backward(body)
+    else:
+        raw = codec.decode_forward_backward_json(json_object(body))
+    canonical = codec.canonical(raw)
+    stored, failure = body_or_failure(lambda: _checked(raw, canonical, limits))
+    kind = RequestKind.FORWARD if raw.forward_only else RequestKind.FORWARD_BACKWARD
+    return Submission(kind, raw.model_id, raw.seq_id, codec.digest(canonical), stored, failure)
+
+
+def _checked(raw: RawForwardBackward, canonical: bytes, limits: Limits) -> bytes:
+    validate_forward_backward(raw, limits)
+    return canonical

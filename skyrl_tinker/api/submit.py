@@ -1,0 +1,78 @@
+"""How a training request enters the journal. A wrong one enters too, as failed: its seq_id is taken."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skyrl_tinker.api.deps import Services
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.store import futures
+from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.wire.bodies import payload_digest
+from skyrl_tinker.wire.ids import ModelId, RequestKind
+from skyrl_tinker.wire.models import AcceptedFuture, TrainingEnvelope, parse
+from skyrl_tinker.wire.values import Failure
+
+
+class Body(Protocol):
+    def to_bytes(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One training request, checked. `failure` set: `body` is empty and never read."""
+
+    kind: RequestKind
+    model_id: ModelId
+    seq_id: int
+    digest: bytes
+    body: bytes
+    failure: Failure | None
+
+
+def from_json(
+    kind: RequestKind, payload: Mapping[str, Any], check: Callable[[Mapping[str, Any]], Body]
+) -> Submission:
+    """Check a JSON request by `check`, whose UserError becomes the failure of the future.
+
+    Raises UserError only when model_id or seq_id cannot be read.
+    """
+    envelope = parse(TrainingEnvelope, payload)
+    body, failure = body_or_failure(lambda: check(payload).to_bytes())
+    digest = payload_digest(kind, payload)
+    return Submission(kind, ModelId(envelope.model_id), envelope.seq_id, digest, body, failure)
+
+
+def body_or_failure(make: Callable[[], bytes]) -> tuple[bytes, Failure | None]:
+    try:
+        return make(), None
+    except UserError as error:
+        return b"", Failure(str(error), error.category)
+
+
+async def submit_training(services: Services, wanted: Submission) -> AcceptedFuture:
+    """Write it down and wake the engine; answers the first promise when it was here before."""
+    accepted = await services.store.write(
+        lambda conn: futures.submit_training(
+            conn,
+            wanted.kind,
+            wanted.model_id,
+            wanted.seq_id,
+            body=wanted.body,
+            digest=wanted.digest,
+            failure=wanted.failure,
+        )
+    )
+    return announce(services, accepted, wanted.failure)
+
+
+def announce(services: Services, accepted: Accepted, failure: Failure | None = None) -> AcceptedFuture:
+    """Ring after the commit: the engine for its work, the API processes when the result is there already."""
+    services.bell.ring("engine")
+    if failure is not None:
+        services.bell.ring("api")
+    return AcceptedFuture(
+        request_id=accepted.request_id,
+        model_id=accepted.model_id,
+        sample_sequence_ids=list(accepted.sequence_ids) or None,
+    )

@@ -1,0 +1,22 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.store.migrate import migrate
+
+from .world import World, running, settings_for
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    made = settings_for(tmp_path / "home")
+    migrate(made.store_url)
+    return made
+
+
+@pytest.fixture
+async def world(settings: Settings) -> AsyncIterator[World]:
+    async with running(settings) as made:
+        yield made
