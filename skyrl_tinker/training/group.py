@@ -1,0 +1,193 @@
+"""The trainer as the engine sees it: one Ray actor per rank behind one async object. No torch here."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from skyrl_tinker.errors import SkyrlTinkerError, TrainerError, UserError
+from skyrl_tinker.training.batch import TrainingInputBatch, build_batch
+from skyrl_tinker.training.manifest import read_manifest
+from skyrl_tinker.training.outputs import assemble
+from skyrl_tinker.training.spec import TrainerSpec
+from skyrl_tinker.wire.ids import ModelKey
+from skyrl_tinker.wire.values import (
+    AdapterWeights,
+    Failure,
+    LoraSpec,
+    PassItem,
+    PassOutput,
+    StepItem,
+    StepOutput,
+)
+
+__all__ = ["PreparedPass", "TrainerGroup", "TrainerSpec", "read_manifest"]
+
+STRAGGLERS_S = 2.0
+"""After one rank failed: how long the others get to tell what they saw, before they are given up."""
+
+EXIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPass:
+    batch: TrainingInputBatch
+    ref: Any  # ray.ObjectRef of the batch: serialised once, read by every rank
+
+
+class RankProcess:
+    """The actor of one rank. Collectives run in its one default thread; `ping` has a thread of its own."""
+
+    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+        from skyrl_tinker.training.worker import Worker  # torch belongs to this process, not to the engine's
+
+        self._worker = Worker(spec, rank)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*args)
+
+    def ping(self) -> int:
+        return os.getpid()
+
+
+class TrainerGroup:
+    """Every method is awaited from one event loop; units of work are awaited one after another.
+
+    A worker's failure raises TrainerError with rank and cause; the group is then broken: shut it down and
+    launch another. UserError leaves it whole.
+    """
+
+    def __init__(self, spec: TrainerSpec, actors: Sequence[Any]) -> None:
+        self.spec = spec
+        self._actors = tuple(actors)
+        self._pids: list[int] = []
+
+    @classmethod
+    def launch(cls, spec: TrainerSpec) -> "TrainerGroup":
+        """Start the actors; returns at once. Raises TrainerError when Ray is not initialised."""
+        if not ray.is_initialized():
+            raise TrainerError("call ray.init() first: Ray would otherwise start a default cluster by itself")
+        gpus = 1 if spec.device == "cuda" else 0
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "concurrency_groups": {"ctl": 1}}
+        actor: Any = ray.remote(**options)(RankProcess)
+        return cls(spec, [actor.remote(spec, rank) for rank in range(spec.ranks)])
+
+    async def ready(self) -> None:
+        """Wait until every rank has joined the process group and loaded the base model."""
+        await self.ping()
+        port = await self._call(0, "open_store")
+        await self._all("join", port)
+
+    async def create_model(self, model: ModelKey, spec: LoraSpec) -> None:
+        """Raises UserError when a full-parameter copy does not fit into memory."""
+        await self._all("create_model", model, spec)
+
+    async def prepare(self, items: Sequence[PassItem]) -> PreparedPass:
+        return await asyncio.to_thread(_prepare, tuple(items))
+
+    async def run_pass(self, prepared: PreparedPass) -> list[PassOutput | Failure]:
+        """Outputs in the order of the items. Failed requests leave no trace in any gradient."""
+        outputs = await self._all("run_pass", prepared.ref)
+        return assemble(prepared.batch, outputs)
+
+    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
+        outputs: list[list[StepOutput]] = await self._all("optim_step", tuple(steps))
+        return outputs[0]
+
+    async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
+        await self._all("zero_gradients", tuple(models))
+
+    async def capture_adapter(self, model: ModelKey) -> AdapterWeights:
+        """Host copies of a LoRA model's weights, read-only arrays."""
+        weights: AdapterWeights = await self._call(0, "capture_adapter", model)
+        return weights
+
+    async def capture_full(self, model: ModelKey, directory: str) -> None:
+        """Stream a full-parameter model's weights to directory/model.safetensors, in the trainer's dtype."""
+        await self._all("capture_full", model, directory)
+
+    async def save_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> int:
+        """Write a checkpoint directory atomically; returns its size in bytes."""
+        sizes: list[int] = await self._all("save_state", model, directory, optimizer)
+        return sizes[0]
+
+    async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
+        """In place; clears gradients. Raises UserError when the checkpoint does not fit the model."""
+        await self._all("load_state", model, directory, optimizer)
+
+    async def release(self, model: ModelKey) -> None:
+        await self._all("release", model)
+
+    async def ping(self) -> None:
+        """Answers while a step runs."""
+        calls = [actor.ping.options(concurrency_group="ctl").remote() for actor in self._actors]
+        try:
+            self._pids = list(await asyncio.gather(*calls))
+        except RayError as error:
+            raise TrainerError(f"a trainer process does not answer: {error}") from error
+
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty before `ready`."""
+        return list(self._pids)
+
+    async def shutdown(self) -> None:
+        """Kill the actors and wait until their processes are gone."""
+        for actor in self._actors:
+            ray.kill(actor)
+        await asyncio.to_thread(psutil.wait_procs, _processes(self._pids), timeout=EXIT_S)
+
+    async def _call(self, rank: int, method: str, *args: Any) -> Any:
+        try:
+            return await self._actors[rank].call.remote(method, *args)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, SkyrlTinkerError):
+                raise cause from None
+            raise TrainerError(f"rank {rank} failed in {method}: {cause!r}") from error
+        except RayError as error:
+            raise TrainerError(f"rank {rank} died in {method}: {error}") from error
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        """The same call on every rank, results by rank. One failure does not wait for peers that hang."""
+        if len(self._actors) == 1:
+            return [await self._call(0, method, *args)]
+        tasks = [asyncio.create_task(self._call(rank, method, *args)) for rank in range(len(self._actors))]
+        try:
+            _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                await asyncio.wait(pending, timeout=STRAGGLERS_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+        ended = [task for task in tasks if task.done() and not task.cancelled()]
+        errors = [error for task in ended if (error := task.exception())]
+        if errors:
+            raise _root_cause(errors)
+        return [task.result() for task in tasks]
+
+
+def _prepare(items: tuple[PassItem, ...]) -> PreparedPass:
+    batch = build_batch(items)
+    return PreparedPass(batch, ray.put(batch))
+
+
+def _processes(pids: Sequence[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def _root_cause(errors: Sequence[BaseException]) -> BaseException:
+    """A death explains its peers' broken connections, so it is told first; a UserError only if all agree."""
+    if all(isinstance(error, UserError) for error in errors):
+        return errors[0]
+    server = [error for error in errors if not isinstance(error, UserError)]
+    return next((error for error in server if " died in " in str(error)), server[0])

@@ -1,0 +1,191 @@
+"""LoRA adapters (arXiv:2106.09685) of many models beside one frozen base, outside its module tree."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.rows import Span
+from skyrl_tinker.training.state import Part, TrainableModel
+from skyrl_tinker.wire.values import LoraSpec
+
+ALPHA = 32
+PEFT_PREFIX = "base_model.model."
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A linear layer of the base that adapters may adapt; `name` is its path in the causal LM."""
+
+    name: str
+    inputs: int
+    outputs: int
+    is_head: bool
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    def wanted_by(self, spec: LoraSpec) -> bool:
+        if self.is_head:
+            return spec.train_unembed
+        return (spec.train_attn and self.leaf in ATTENTION) or (spec.train_mlp and self.leaf in MLP)
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor  # [r, in], leaf
+    b: torch.Tensor  # [out, r], leaf
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    offset: int
+    shape: tuple[int, int]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
+
+
+class LoraModel(TrainableModel):
+    """One adapter, the same on every rank. Its tensors are views of one flat buffer, and so are their
+    gradients, so that reducing, clipping and AdamW are one kernel each.
+    """
+
+    network_key = None
+
+    def __init__(self, spec: LoraSpec, targets: Sequence[Target], device: torch.device) -> None:
+        """Raises UserError when the spec selects no layer of the base."""
+        super().__init__(spec)
+        self.targets = tuple(target for target in targets if target.wanted_by(spec))
+        if not self.targets:
+            raise UserError(f"LoraConfig selects no layer of the base model: {spec}")
+        self.scale = ALPHA / spec.rank
+        self._slots = _layout(self.targets, spec.rank)
+        size = sum(math.prod(slot.shape) for slot in self._slots.values())
+        self._flat = torch.zeros(size, device=device)
+        self._gradients = torch.zeros(size, device=device)
+        self._saved: torch.Tensor | None = None
+        self._initialise()
+        self.pairs: Mapping[str, Pair] = {
+            target.name: Pair(*(self._leaf(key) for key in _keys(target))) for target in self.targets
+        }
+
+    def _initialise(self) -> None:
+        """A as PEFT does it (Kaiming-uniform, a = sqrt 5), B zero; depends on seed and layer names only."""
+        for target in self.targets:
+            generator = torch.Generator().manual_seed(_seed(self.spec.seed, target.name))
+            fresh = torch.empty(self.spec.rank, target.inputs)
+            nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
+            self._slots[_keys(target)[0]].of(self._flat).copy_(fresh)
+
+    def _leaf(self, key: str) -> torch.Tensor:
+        leaf = self._slots[key].of(self._flat).detach().requires_grad_()
+        leaf.grad = self._slots[key].of(self._gradients)
+        return leaf
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [self._flat]
+
+    def begin(self) -> None:
+        self._saved = self._gradients.clone() if self.has_gradients else None
+
+    def rollback(self) -> None:
+        if self._saved is None:
+            self._gradients.zero_()
+        else:
+            self._gradients.copy_(self._saved)
+
+    def _join_gradients(self) -> None:
+        self._saved = None  # the pass added to the accumulated ones in place
+
+    def _drop_gradients(self) -> None:
+        self._gradients.zero_()
+
+    def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
+        ranks.sum_(self._gradients)
+        return [self._gradients], torch.linalg.vector_norm(self._gradients, dtype=torch.float64)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {key: slot.shape for key, slot in self._slots.items()}
+
+    def read(self, part: Part, name: str) -> torch.Tensor:
+        return self._slots[name].of(self.local(part)[0])
+
+    def write(self, part: Part, name: str, tensor: torch.Tensor) -> None:
+        self._slots[name].of(self.local(part)[0]).copy_(tensor)
+
+
+@dataclass(slots=True)
+class Routing:
+    """Whose adapter applies to which tokens of the row that is in the network now."""
+
+    active: tuple[tuple[Span, LoraModel], ...] = field(default=())
+
+
+def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[Target, ...]:
+    return tuple(
+        Target(name, module.in_features, module.out_features, module is head)
+        for name, module in causal_lm.named_modules()
+        if isinstance(module, nn.Linear) and (module is head or name.rpartition(".")[2] in ATTENTION | MLP)
+    )
+
+
+def install(causal_lm: nn.Module, targets: Sequence[Target], routing: Routing) -> None:
+    """Hook every target but the head, whose logits are made chunk by chunk elsewhere."""
+    for target in targets:
+        if not target.is_head:
+            _hook(causal_lm.get_submodule(target.name), target.name, routing)
+
+
+def _hook(linear: nn.Module, name: str, routing: Routing) -> None:
+    def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+        return _adapted(args[0], output, name, routing)
+
+    linear.register_forward_hook(add)
+
+
+def _adapted(x: torch.Tensor, y: torch.Tensor, name: str, routing: Routing) -> torch.Tensor | None:
+    """y + scale * (x A^T) B^T on each model's tokens; x [1, T, in], y [1, T, out]. None: nothing to add."""
+    if not any(name in model.pairs for _, model in routing.active):
+        return None
+    parts = [_delta(x[0, span.part], y[0, span.part], name, model) for span, model in routing.active]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+
+def _delta(x: torch.Tensor, y: torch.Tensor, name: str, model: LoraModel) -> torch.Tensor:
+    pair = model.pairs.get(name)
+    return y if pair is None else torch.addmm(y, inner(x, pair, model.scale), pair.b.to(x.dtype).T)
+
+
+def inner(x: torch.Tensor, pair: Pair, scale: float) -> torch.Tensor:
+    """scale * x A^T, [T, r]."""
+    return (x @ pair.a.to(x.dtype).T) * scale
+
+
+def _keys(target: Target) -> tuple[str, str]:
+    return (f"{PEFT_PREFIX}{target.name}.lora_A.weight", f"{PEFT_PREFIX}{target.name}.lora_B.weight")
+
+
+def _layout(targets: Sequence[Target], rank: int) -> dict[str, _Slot]:
+    slots: dict[str, _Slot] = {}
+    offset = 0
+    for target in targets:
+        shapes = ((rank, target.inputs), (target.outputs, rank))
+        for key, shape in zip(_keys(target), shapes, strict=True):
+            slots[key] = _Slot(offset, shape)
+            offset += math.prod(shape)
+    return slots
+
+
+def _seed(seed: int, name: str) -> int:
+    """63 bits from the model's seed and the layer's name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

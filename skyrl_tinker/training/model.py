@@ -1,0 +1,117 @@
+"""The network on the workers: a transformers causal LM under FSDP2 that answers with target logprobs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training import attention, lora
+from skyrl_tinker.training.logprobs import Head, token_logprobs
+from skyrl_tinker.training.lora import LoraModel, Routing
+from skyrl_tinker.training.rows import Row, Span
+
+_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class Network(nn.Module):
+    """The root that FSDP wraps: the head's weight is used chunk by chunk inside its forward."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.routing = Routing()
+        self.targets = lora.find_targets(causal_lm, causal_lm.get_output_embeddings())
+        lora.install(causal_lm, self.targets, self.routing)
+        self._head_name = next(target.name for target in self.targets if target.is_head)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        found: nn.ModuleList = self.causal_lm.base_model.layers
+        return tuple(found)
+
+    def forward(
+        self, row: Row, adapters: tuple[tuple[Span, LoraModel], ...] = (), whole_backward: bool = False
+    ) -> torch.Tensor:
+        """Target logprobs [T] float32. The adapters' spans tile the row, or there are none.
+
+        `whole_backward`: let gradients flow down to the first layer even if no adapter needs it there, so
+        that all ranks gather the same layers in backward.
+        """
+        embedded = self.causal_lm.get_input_embeddings()(row.tokens)
+        if whole_backward and not embedded.requires_grad:
+            embedded.requires_grad_()
+        self.routing.active = adapters
+        hidden = self.causal_lm.base_model(
+            inputs_embeds=embedded,
+            position_ids=row.positions,
+            attention_mask=None,
+            use_cache=False,
+            segments=row.segments,
+        ).last_hidden_state[0]
+        self.routing.active = ()
+        weight = self.causal_lm.get_output_embeddings().weight
+        if not adapters:
+            return token_logprobs(hidden, Head(weight), row.targets)
+        parts = []
+        for span, model in adapters:
+            own = hidden[span.part]
+            parts.append(token_logprobs(own, self._head(own, weight, model), row.targets[span.part]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _head(self, hidden: torch.Tensor, weight: torch.Tensor, model: LoraModel) -> Head:
+        pair = model.pairs.get(self._head_name)
+        if pair is None:
+            return Head(weight)
+        return Head(weight, lora.inner(hidden, pair, model.scale), pair.b.to(hidden.dtype))
+
+
+def frozen_network(directory: str, dtype: str, mesh: DeviceMesh) -> Network:
+    """The base under all adapters, in the compute type."""
+    network = Network(_load(directory, getattr(torch, dtype)))
+    network.requires_grad_(False)
+    _shard(network, mesh, MixedPrecisionPolicy())
+    return network
+
+
+def trainable_network(directory: str, dtype: str, mesh: DeviceMesh) -> Network:
+    """A full copy to train: float32 weights and gradients, computed in `dtype`."""
+    network = Network(_load(directory, torch.float32))
+    compute = None if dtype == "float32" else getattr(torch, dtype)
+    _shard(network, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
+    return network
+
+
+def _shard(network: Network, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Always resharded after forward: a forward-only call otherwise leaves stale whole weights behind."""
+    for layer in network.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def _load(directory: str, dtype: torch.dtype) -> Any:
+    attention.register()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    causal_lm: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, local_files_only=True
+    )
+    causal_lm.eval()
+    _refuse_unsupported(causal_lm)
+    return causal_lm
+
+
+def _refuse_unsupported(causal_lm: Any) -> None:
+    """Raises StartupError for what packed attention and the chunked head would compute wrongly."""
+    config = causal_lm.config
+    found = [name for name in _UNSUPPORTED if getattr(config, name, None) not in (None, 1.0)]
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        found.append("layer_types other than full_attention")
+    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+        found.append("a bias of the output head")
+    if found:
+        raise StartupError(f"{config.architectures}: the trainer does not support {', '.join(found)}")

@@ -1,0 +1,63 @@
+"""What the ranks hand back from a pass, and how their shares become one answer per request. NumPy only."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_tinker.training.batch import TrainingInputBatch
+from skyrl_tinker.wire.values import Failure, Float32, PassOutput
+
+Metrics = Mapping[str, float]
+"""Keys are `name:sum`, `name:min` or `name:max`."""
+
+_REDUCERS: Mapping[str, Callable[[float, float], float]] = {"sum": lambda a, b: a + b, "min": min, "max": max}
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutput:
+    """One rank's share of a pass."""
+
+    segments: tuple[int, ...]
+    logprobs: Float32  # the segments' logprobs, end to end
+    metrics: Mapping[int, Metrics]  # by request index
+    failures: Mapping[int, Failure]  # by request index
+
+
+def merge_metrics(first: Metrics, second: Metrics) -> Metrics:
+    """Reduce key by key, as the key's suffix says; a key of one side only is kept."""
+    merged = dict(first)
+    for key, value in second.items():
+        merged[key] = _REDUCERS[key.rpartition(":")[2]](merged[key], value) if key in merged else value
+    return merged
+
+
+def assemble(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> list[PassOutput | Failure]:
+    """One output per request, in the order of the requests."""
+    failures = {index: failure for output in outputs for index, failure in output.failures.items()}
+    metrics: dict[int, Metrics] = {}
+    for output in outputs:
+        for index, found in output.metrics.items():
+            metrics[index] = merge_metrics(metrics.get(index, {}), found)
+    logprobs = _by_segment(batch, outputs)
+    return [
+        failures.get(index) or _output(batch, index, logprobs, metrics.get(index, {"loss:sum": 0.0}))
+        for index in range(len(batch.requests))
+    ]
+
+
+def _by_segment(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> dict[int, Float32]:
+    found: dict[int, Float32] = {}
+    for output in outputs:
+        start = 0
+        for segment, length in zip(output.segments, batch.lengths[list(output.segments)], strict=True):
+            found[segment] = output.logprobs[start : start + length]
+            start += length
+    return found
+
+
+def _output(
+    batch: TrainingInputBatch, index: int, logprobs: Mapping[int, Float32], metrics: Metrics
+) -> PassOutput:
+    segments = np.flatnonzero(batch.request == index).tolist()
+    return PassOutput(batch.requests[index].request_id, tuple(logprobs[s] for s in segments), metrics)

@@ -1,0 +1,88 @@
+"""What a trainable model is to the optimizer, to a pass and to a checkpoint, whether adapter or full copy."""
+
+from abc import ABC, abstractmethod
+from enum import StrEnum
+
+import torch
+
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.wire.ids import ModelKey
+from skyrl_tinker.wire.values import LoraSpec
+
+
+class Part(StrEnum):
+    """The tensors a model has per parameter, by torch.optim.AdamW's names for its state."""
+
+    WEIGHT = "weight"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+MOMENTS = (Part.EXP_AVG, Part.EXP_AVG_SQ)
+
+
+class TrainableModel(ABC):
+    """Weights, accumulated gradients and AdamW moments of one model. All float32."""
+
+    network_key: ModelKey | None
+    """None: runs on the shared frozen base; else the key of its own network."""
+
+    def __init__(self, spec: LoraSpec) -> None:
+        self.spec = spec
+        self.step = 0
+        self.has_gradients = False
+        self._moments: dict[Part, list[torch.Tensor]] = {}
+
+    def local(self, part: Part) -> list[torch.Tensor]:
+        """This rank's tensors; moments are made when first asked for."""
+        if part is Part.WEIGHT:
+            return self._weights()
+        if part not in self._moments:
+            self._moments[part] = [torch.zeros_like(weight) for weight in self._weights()]
+        return self._moments[part]
+
+    def reset_optimizer(self) -> None:
+        self.step = 0
+        self._moments.clear()
+
+    def commit(self) -> None:
+        """The pass was good: its gradients join the accumulated ones."""
+        self._join_gradients()
+        self.has_gradients = True
+
+    def clear_gradients(self) -> None:
+        self._drop_gradients()
+        self.has_gradients = False
+
+    @abstractmethod
+    def _weights(self) -> list[torch.Tensor]: ...
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Keep what is needed to undo a pass."""
+
+    @abstractmethod
+    def rollback(self) -> None:
+        """Back to the gradients at `begin`, to the last bit."""
+
+    @abstractmethod
+    def _join_gradients(self) -> None: ...
+
+    @abstractmethod
+    def _drop_gradients(self) -> None: ...
+
+    @abstractmethod
+    def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(this rank's gradients, summed over ranks; their global L2 norm, float64 scalar)."""
+
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes by checkpoint name."""
+
+    @abstractmethod
+    def read(self, part: Part, name: str) -> torch.Tensor:
+        """The whole tensor. Every rank must call it, in the same order."""
+
+    @abstractmethod
+    def write(self, part: Part, name: str, tensor: torch.Tensor) -> None:
+        """Set a whole tensor; every rank is given the same one."""

@@ -1,0 +1,84 @@
+"""The naive way: one datum at a time, whole logits, adapters merged into the weights, torch's own AdamW."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from skyrl_tinker.wire.values import Datum
+
+Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
+
+def cross_entropy(logp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    return -(x["weights"] * logp).sum()
+
+
+def importance_sampling(logp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    return -(torch.exp(logp - x["logprobs"]) * x["advantages"]).sum()
+
+
+def ppo(logp: Tensor, x: Mapping[str, Tensor], low: float = 0.8, high: float = 1.2) -> Tensor:
+    ratio = torch.exp(logp - x["logprobs"])
+    clipped = torch.clip(ratio, low, high)
+    return -torch.minimum(ratio * x["advantages"], clipped * x["advantages"]).sum()
+
+
+def cispo(logp: Tensor, x: Mapping[str, Tensor], low: float = 0.0, high: float = 4.0) -> Tensor:
+    ratio = torch.clip(torch.exp(logp - x["logprobs"]), low, high).detach()
+    return -(ratio * logp * x["advantages"]).sum()
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+}
+
+
+def load(directory: str) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.eval()
+
+
+def logprobs(model: torch.nn.Module, datum: Datum, merged: Mapping[str, Tensor] | None = None) -> Tensor:
+    tokens = torch.tensor(datum.tokens, dtype=torch.int64)[None]
+    logits = functional_call(model, dict(merged or {}), (tokens,), tie_weights=False).logits[0]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(datum.target_tokens)[:, None])[:, 0]
+
+
+def merge(model: torch.nn.Module, adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with scale * B A added, differentiable in the adapter's tensors (PEFT keys)."""
+    merged = {}
+    for key, a in adapter.items():
+        if key.endswith(".lora_A.weight"):
+            name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            b = adapter[key.replace("lora_A", "lora_B")]
+            merged[f"{name}.weight"] = model.get_submodule(name).weight.detach() + 32 / len(a) * b @ a
+    return merged
+
+
+def loss_of(
+    model: torch.nn.Module,
+    data: tuple[Datum, ...],
+    loss: Loss,
+    merged: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    total = torch.zeros(())
+    for datum in data:
+        inputs = {name: torch.tensor(array) for name, array in datum.inputs.items()}
+        total = total + loss(logprobs(model, datum, merged), inputs)
+    return total
+
+
+def adapter_gradients(
+    directory: str, adapter: Mapping[str, Tensor], data: tuple[Datum, ...], loss: Loss
+) -> tuple[float, dict[str, Tensor]]:
+    model = load(directory).requires_grad_(False)
+    leaves = {key: tensor.detach().clone().requires_grad_() for key, tensor in adapter.items()}
+    total = loss_of(model, data, loss, merge(model, leaves))
+    total.backward()
+    return total.item(), {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}

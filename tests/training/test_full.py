@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.spec import TrainerSpec
+from skyrl_tinker.training.worker import Worker
+from skyrl_tinker.wire.ids import ModelKey
+from skyrl_tinker.wire.values import AdamParams, Failure, LoraSpec, PassOutput
+from tests.training import reference
+from tests.training.conftest import MakeWorker
+from tests.training.passes import assert_close, make_data, make_item, run_one, run_pass, step
+
+FULL = LoraSpec(0, 0)
+ADAM = AdamParams(1e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.5)
+
+
+def _exported(worker: Worker, model: int, directory: Path) -> dict[str, torch.Tensor]:
+    worker.capture_full(ModelKey(model), str(directory))
+    return load_file(directory / "model.safetensors")
+
+
+def test_full_parameter_training_equals_plain_torch_training(
+    make_worker: MakeWorker, model_directory: str, tmp_path: Path
+) -> None:
+    worker = make_worker(model_directory, token_budget=64)
+    worker.create_model(ModelKey(1), FULL)
+    plain = reference.load(model_directory)
+    betas = (ADAM.beta1, ADAM.beta2)
+    optimizer = torch.optim.AdamW(plain.parameters(), ADAM.learning_rate, betas, ADAM.eps, ADAM.weight_decay)
+    for number in range(3):
+        data = make_data((40, 30, 20), number)
+        optimizer.zero_grad()
+        loss = reference.loss_of(plain, data, reference.cross_entropy)
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), ADAM.grad_clip_norm))
+        optimizer.step()
+        outputs = [run_one(worker, make_item(1, part)) for part in (data[:1], data[1:])]
+        assert sum(output.metrics["loss:sum"] for output in outputs) == pytest.approx(loss.item(), rel=1e-5)
+        assert step(worker, 1, ADAM).metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    assert_close(_exported(worker, 1, tmp_path / "w"), expected, 1e-5)
+
+
+def test_full_models_lora_models_and_the_base_do_not_touch_each_other(
+    make_worker: MakeWorker, untied_model: str
+) -> None:
+    worker = make_worker(untied_model)
+    for model, spec in ((1, FULL), (2, LoraSpec(8, 0)), (3, FULL)):
+        worker.create_model(ModelKey(model), spec)
+    data = make_data((40, 30), 1)
+    before = run_one(worker, make_item(3, data, backward=False)).logprobs
+    for output in run_pass(worker, make_item(2, data), make_item(1, data)):
+        assert isinstance(output, PassOutput)
+    step(worker, 1)
+    for model in (2, 3):
+        output = run_one(worker, make_item(model, data, backward=False))
+        for found, expected in zip(output.logprobs, before, strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    trained = run_one(worker, make_item(1, data, backward=False)).logprobs
+    assert np.abs(trained[0] - before[0]).max() > 1e-2
+
+
+def test_a_failing_request_leaves_a_full_models_gradients(
+    make_worker: MakeWorker, untied_model: str, tmp_path: Path
+) -> None:
+    weights = []
+    for number, with_failure in enumerate((True, False)):
+        worker = make_worker(untied_model)
+        worker.create_model(ModelKey(1), FULL)
+        run_one(worker, make_item(1, make_data((40, 30), 1)))
+        if with_failure:
+            data = make_data((20,), 2, "importance_sampling")
+            data[0].inputs["logprobs"][:] = -1e5
+            (output,) = run_pass(worker, make_item(1, data, "importance_sampling"))
+            assert isinstance(output, Failure)
+        step(worker, 1)
+        weights.append(_exported(worker, 1, tmp_path / str(number)))
+    assert_close(weights[0], weights[1], 0.0)
+
+
+def test_a_copy_that_does_not_fit_is_refused_with_numbers(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = psutil.virtual_memory()._replace(available=1 << 20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    with pytest.raises(UserError, match=r"parameters needs 0\.0 GB per trainer rank, 0\.0 GB are free"):
+        worker.create_model(ModelKey(1), FULL)
+
+
+def test_a_full_model_has_no_adapter(worker: Worker) -> None:
+    worker.create_model(ModelKey(1), FULL)
+    with pytest.raises(UserError, match="no adapter"):
+        worker.capture_adapter(ModelKey(1))
+
+
+@pytest.mark.parametrize("spec", [FULL, LoraSpec(8, 0)])
+def test_bfloat16_computes_near_float32_and_keeps_float32_masters(
+    ranks: Ranks, untied_model: str, tmp_path: Path, spec: LoraSpec
+) -> None:
+    worker = Worker(TrainerSpec(untied_model, 1, "cpu", "bfloat16", 1, 64), 0)
+    worker.attach(ranks)
+    worker.create_model(ModelKey(1), spec)
+    data = make_data((40, 30), 1)
+    output = run_one(worker, make_item(1, data))
+    expected = reference.logprobs(reference.load(untied_model), data[0]).detach().numpy()
+    assert output.logprobs[0].dtype == np.float32
+    assert np.abs(output.logprobs[0] - expected).max() < 0.5
+    assert step(worker, 1).error is None
+    worker.save_state(ModelKey(1), str(tmp_path / "c"), True)
+    for file in (tmp_path / "c").glob("*.safetensors"):
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
