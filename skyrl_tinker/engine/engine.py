@@ -1,0 +1,231 @@
+"""The composition root: builds the parts of the engine, starts them side by side, and ends them."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.engine import canary, recovery
+from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.intake import Intake
+from skyrl_tinker.engine.models import Models
+from skyrl_tinker.engine.publisher import Publisher
+from skyrl_tinker.engine.ray_cluster import RayCluster
+from skyrl_tinker.engine.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.samplers import Samplers
+from skyrl_tinker.engine.sessions import SessionKeeper
+from skyrl_tinker.engine.status import Status
+from skyrl_tinker.engine.trainer_driver import TrainerDriver
+from skyrl_tinker.errors import SkyrlTinkerError, StartupError, TrainerError
+from skyrl_tinker.inference.client import RemoteInferenceClient
+from skyrl_tinker.inference.group import SamplerSpec, ServerGroup
+from skyrl_tinker.places import Places
+from skyrl_tinker.store import state
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
+from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_tinker.wire.values import BaseModelFacts
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be built for
+PING_S, PING_TIMEOUT_S = 2.0, 30.0
+STOP_S = 4.0
+FAILED_S = 3.0  # how long a failed start stays visible before the process ends
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Builds all parts, starts them side by side, and ends them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        places: Places,
+        ray: RayCluster,
+        store: Store,
+        bell: Doorbell,
+        status: Status,
+    ) -> None:
+        self._settings = settings
+        self._ray = ray
+        self._places = places
+        self._store = store
+        self._bell = bell
+        self._status = status
+        self._outbox = Outbox(store, bell)
+        self._ready = False
+        self._waiting_for = {"trainer", "sampler"}
+        self._to_end: list[Callable[[], Awaitable[None]]] = []
+
+    async def run(self, stop: asyncio.Event) -> str | None:
+        """Until `stop` is set, or until something breaks that only a new engine can mend: then what."""
+        work = asyncio.create_task(self._work())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+        error = work.exception() if work.done() else None
+        if error is not None:
+            await self._report(error, stop)
+        for task in (work, stopped):
+            task.cancel()
+        await asyncio.wait((work, stopped))
+        await self._end()
+        return None if error is None else str(_cause(error))
+
+    async def _work(self) -> None:
+        facts = await self._facts()
+        trainer, samplers = await self._start(facts)
+        cursor = await self._recover()
+        await self._status.say("ready", "")
+        self._ready = True
+        _log.info("ready")
+        await self._serve(facts, trainer, samplers, cursor)
+
+    async def _facts(self) -> BaseModelFacts:
+        async with self._store.read() as conn:
+            value: Any = await state.get(conn, "base_model")
+        if value is None:
+            raise StartupError("the store names no base model: start the engine with `skyrl-tinker serve`")
+        lists = {key: tuple(each) for key, each in value.items() if isinstance(each, list)}
+        return BaseModelFacts(**(value | lists))
+
+    # Starting
+
+    async def _start(self, facts: BaseModelFacts) -> tuple[TrainerGroup, Samplers]:
+        await self._say_waiting()
+        trainer = TrainerGroup.launch(self._trainer_spec(facts))
+        self._to_end.append(trainer.shutdown)
+        servers = ServerGroup.launch(self._sampler_spec(facts))
+        self._to_end.append(servers.shutdown)
+        async with asyncio.TaskGroup() as tasks:
+            probe = tasks.create_task(self._trainer_up(trainer, facts))
+            tasks.create_task(self._up("sampler", servers.ready()))
+        client = RemoteInferenceClient(servers.urls[0], servers.urls)
+        self._to_end.append(client.close)
+        samplers = Samplers(servers, client, SharedMemoryTransport(), facts, self._settings.max_cpu_loras)
+        if (probed := probe.result()) is not None:
+            await self._compare(probed, samplers, facts)
+        return trainer, samplers
+
+    async def _trainer_up(self, trainer: TrainerGroup, facts: BaseModelFacts) -> canary.Probe | None:
+        await self._up("trainer", trainer.ready())
+        return await canary.probe(trainer, facts) if self._settings.canary else None
+
+    async def _up(self, name: str, ready: Awaitable[None]) -> None:
+        await ready
+        _log.info("the %s is up", name)
+        self._waiting_for.discard(name)
+        await self._say_waiting()
+
+    async def _say_waiting(self) -> None:
+        parts = " and ".join(sorted(self._waiting_for)) or "the comparison of trainer and sampler"
+        await self._status.say("starting", f"waiting for {parts}")
+
+    async def _compare(self, probed: canary.Probe, samplers: Samplers, facts: BaseModelFacts) -> None:
+        gap = await canary.compare(probed, samplers, facts, self._places.ephemeral_dir / "canary")
+        _log.info("logprobs of trainer and sampler differ by at most: %s", gap)
+        canary.require_agreement(gap, self._settings.trainer_dtype)
+
+    async def _recover(self) -> int:
+        """The id of the last future that is dealt with."""
+        root = self._places.checkpoint_root
+        ephemeral = self._places.ephemeral_dir
+        await asyncio.to_thread(recovery.sweep_partial, [ephemeral, *root.glob("*/*")])
+        lost = await recovery.recover(self._store, self._status.died_after)
+        if lost:
+            _log.warning("%d models of an earlier engine are lost", lost)
+        self._status.recovered()
+        return self._status.died_after
+
+    def _trainer_spec(self, facts: BaseModelFacts) -> TrainerSpec:
+        settings = self._settings
+        return TrainerSpec(
+            directory=facts.directory,
+            ranks=settings.trainer_ranks,
+            device=settings.device,
+            dtype=settings.trainer_dtype,
+            threads=settings.trainer_threads,
+            token_budget=settings.token_budget,
+        )
+
+    def _sampler_spec(self, facts: BaseModelFacts) -> SamplerSpec:
+        settings = self._settings
+        return SamplerSpec(
+            model=facts,
+            max_model_len=facts.context_length + 1,  # scoring a full context costs one generated token
+            device=settings.device,
+            dtype=settings.trainer_dtype,
+            max_lora_rank=next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank),
+            max_loras=settings.max_loras,
+            max_cpu_loras=settings.max_cpu_loras,
+            log_dir=str(self._places.log_dir),
+            startup_s=settings.sampler_startup_s,
+            replicas=settings.replicas,
+        )
+
+    # Working
+
+    async def _serve(
+        self, facts: BaseModelFacts, trainer: TrainerGroup, samplers: Samplers, cursor: int
+    ) -> None:
+        settings, store, outbox, places = self._settings, self._store, self._outbox, self._places
+        root = places.checkpoint_root
+        keeper = Models(store, trainer, facts, root, settings.max_lora_rank)
+        publisher = Publisher(store, trainer, samplers, outbox, facts, places.ephemeral_dir, root)
+        training = TrainerDriver(store, trainer, keeper, publisher, outbox, settings.unit_tokens)
+        sampling = SamplerDriver(store, samplers, outbox, settings.sample_concurrency)
+        timeout, ttl = settings.session_timeout_s, settings.result_ttl_s
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(training.run())
+            tasks.create_task(sampling.run())
+            tasks.create_task(Intake(store, self._bell, training, sampling, cursor).run())
+            tasks.create_task(SessionKeeper(store, training, sampling, samplers, timeout, ttl).run())
+            tasks.create_task(samplers.supervise(self._status))
+            tasks.create_task(_watch(trainer, self._ray))
+
+    # Ending
+
+    async def _report(self, error: BaseException, stop: asyncio.Event) -> None:
+        """Say why. A start that failed stays visible for a moment before whoever watches starts another."""
+        cause = _cause(error)
+        _log.error("the engine failed: %s", cause, exc_info=None if _foreseen(cause) else cause)
+        if not self._ready:
+            await self._status.say("failed", str(cause))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), FAILED_S)
+
+    async def _end(self) -> None:
+        """What does not end in time is killed with all other descendants."""
+        ends = [asyncio.create_task(_end_one(end)) for end in self._to_end]
+        if ends:
+            await asyncio.wait(ends, timeout=STOP_S)
+
+
+async def _end_one(end: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await end()
+    except SkyrlTinkerError as error:  # dead already: ending it is all that is wanted
+        _log.info("while ending: %s", error)
+
+
+async def _watch(trainer: TrainerGroup, ray: RayCluster) -> None:
+    """Raises TrainerError when a worker or Ray itself is gone: the models are gone with it."""
+    while True:
+        ray.require_alive()
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                await trainer.ping()
+        except TimeoutError:
+            raise TrainerError(f"a trainer process has not answered for {PING_TIMEOUT_S:.0f} s") from None
+        await asyncio.sleep(PING_S)
+
+
+def _cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _foreseen(error: BaseException) -> bool:
+    return isinstance(error, SkyrlTinkerError)

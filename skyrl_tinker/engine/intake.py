@@ -1,0 +1,49 @@
+"""Finds new requests and hands them to the drivers: woken by the doorbell, at most a second late."""
+
+import logging
+
+from sqlalchemy.exc import OperationalError
+
+from skyrl_tinker.engine.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.trainer_driver import TrainerDriver
+from skyrl_tinker.store import futures
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.ids import RequestKind
+
+FALLBACK_POLL_S = 1.0
+PAGE = 1000
+_log = logging.getLogger(__name__)
+
+
+class Intake:
+    def __init__(
+        self, store: Store, bell: Doorbell, trainer: TrainerDriver, sampler: SamplerDriver, cursor: int
+    ) -> None:
+        """`cursor`: futures up to this id are dealt with."""
+        self._store = store
+        self._bell = bell
+        self._trainer = trainer
+        self._sampler = sampler
+        self._cursor = cursor
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            try:
+                while await self._take():
+                    pass
+            except OperationalError as error:
+                # A briefly unreadable database costs one round: the cursor has not moved.
+                _log.warning("new requests could not be read, trying again: %s", error)
+            await self._bell.wait(FALLBACK_POLL_S)
+
+    async def _take(self) -> bool:
+        """One page of new rows; whether there may be more."""
+        async with self._store.read() as conn:
+            rows = await futures.queued_after(conn, self._cursor, PAGE)
+        if rows:
+            self._cursor = rows[-1].id
+            self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
+            await self._trainer.submit([row for row in rows if row.kind is not RequestKind.SAMPLE])
+        return len(rows) == PAGE

@@ -1,0 +1,125 @@
+"""Order: the requests of one model run strictly by seq_id, in whatever order they arrive. No I/O."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.wire.ids import FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.wire.values import Failure
+
+PASSES = frozenset({RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD})
+_BYTES_PER_TOKEN = 16  # a stored token: id 4, target 8, one float 4 (RL losses have two)
+
+
+def cost(row: QueuedRow) -> int:
+    """About how many tokens a pass has, known without reading its body."""
+    return max(1, row.body_bytes // _BYTES_PER_TOKEN)
+
+
+@dataclass(slots=True)
+class _Lane:
+    next_seq: int = 0  # creation is 0: everything waits for it
+    parked: dict[int, QueuedRow] = field(default_factory=dict)
+    refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> what the API found wrong
+    poison: str | None = None  # why the gradients of the current accumulation window are worth nothing
+
+
+class Lanes:
+    """One lane per model of this engine; a closed model answers everything with its failure."""
+
+    def __init__(self) -> None:
+        self._open: dict[ModelKey, _Lane] = {}
+        self._closed: dict[ModelKey, Failure] = {}
+
+    def open(self, model: ModelKey) -> None:
+        self._open[model] = _Lane()
+
+    def close(self, model: ModelKey, failure: Failure) -> list[QueuedRow]:
+        """Nothing of this model runs any more. Returns the pending rows that were waiting."""
+        self._closed[model] = failure
+        lane = self._open.pop(model, _Lane())
+        return [row for row in lane.parked.values() if row.status is FutureStatus.PENDING]
+
+    def knows(self, model: ModelKey) -> bool:
+        return model in self._open or model in self._closed
+
+    def closed_by(self, model: ModelKey) -> Failure | None:
+        return self._closed.get(model)
+
+    def add(self, row: QueuedRow, refusal: str | None = None) -> None:
+        """`refusal`: the error with which the API has failed this row already."""
+        model, seq_id = _place(row)
+        self._open[model].parked[seq_id] = row
+        if refusal is not None:
+            self._open[model].refusals[seq_id] = refusal
+
+    def runnable(self, budget: int) -> dict[ModelKey, Sequence[QueuedRow]]:
+        """Per model what may run next, in order: one barrier, or consecutive passes of about `budget` tokens.
+
+        Passes that the API refused are skipped over here; a refused forward_backward poisons its window.
+        """
+        for lane in self._open.values():
+            _skip_refused(lane)
+        heads = {model: _head(lane, budget) for model, lane in self._open.items()}
+        return {model: rows for model, rows in heads.items() if rows}
+
+    def take(self, rows: Sequence[QueuedRow]) -> None:
+        """These run now; their lanes go on behind them. Rows of one model come in order."""
+        for row in rows:
+            model, seq_id = _place(row)
+            _pop(self._open[model], seq_id)
+
+    def poison(self, model: ModelKey, why: str) -> None:
+        """The next optim_step of this model must fail with this reason; the first reason stays."""
+        lane = self._open.get(model)
+        if lane and lane.poison is None:
+            lane.poison = why
+
+    def poison_of(self, model: ModelKey) -> str | None:
+        return self._open[model].poison
+
+    def cleanse(self, model: ModelKey) -> None:
+        """A new accumulation window begins."""
+        self._open[model].poison = None
+
+
+def _place(row: QueuedRow) -> tuple[ModelKey, int]:
+    assert row.model_key is not None
+    assert row.seq_id is not None
+    return row.model_key, row.seq_id
+
+
+def _pop(lane: _Lane, seq_id: int) -> None:
+    assert seq_id == lane.next_seq, "taken out of order"
+    del lane.parked[seq_id]
+    lane.next_seq += 1
+
+
+def _skip_refused(lane: _Lane) -> None:
+    """A step that was refused stays: clearing its window is still work."""
+    while (row := lane.parked.get(lane.next_seq)) and row.status is FutureStatus.FAILED:
+        if row.kind is RequestKind.OPTIM_STEP:
+            return
+        refusal = lane.refusals.pop(lane.next_seq, "its input is wrong")
+        if row.kind is RequestKind.FORWARD_BACKWARD and lane.poison is None:
+            lane.poison = f"forward_backward with seq_id {row.seq_id} was refused: {refusal}"
+        _pop(lane, lane.next_seq)
+
+
+def _head(lane: _Lane, budget: int) -> list[QueuedRow]:
+    first = lane.parked.get(lane.next_seq)
+    if first is None:
+        return []
+    return list(_passes(lane, budget)) if first.kind in PASSES else [first]
+
+
+def _passes(lane: _Lane, budget: int) -> Iterator[QueuedRow]:
+    seq_id = lane.next_seq
+    while budget > 0 and (row := lane.parked.get(seq_id)) and row.kind in PASSES and _pending(row):
+        yield row
+        budget -= cost(row)
+        seq_id += 1
+
+
+def _pending(row: QueuedRow) -> bool:
+    return row.status is FutureStatus.PENDING

@@ -1,0 +1,53 @@
+"""The Ray cluster of one server: local and lean, or one that is there already."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import psutil
+import ray
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.errors import TrainerError
+
+OBJECT_STORE_BYTES = 256 << 20
+DAEMONS = ("gcs_server", "raylet")
+
+
+class RayCluster:
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        """Make it on the main thread, before its loop: a local cluster dies with the thread that started it.
+
+        `directory` has a short path, since Ray's sockets lie below it, and is this server's alone.
+        """
+        self._directory = directory
+        self._remove_files()
+        if settings.ray_address is None:
+            _init_local(settings.trainer_ranks + settings.replicas, directory)
+        else:
+            ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+        self._daemons = [child for child in psutil.Process().children() if child.name() in DAEMONS]
+
+    def require_alive(self) -> None:
+        """TrainerError when a local daemon died: calls to actors would hang for long before they fail."""
+        for daemon in self._daemons:
+            if not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE:
+                raise TrainerError(f"a process of Ray died (pid {daemon.pid})")
+
+    def stop(self) -> None:
+        ray.shutdown()
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _init_local(cpus: int, directory: Path) -> None:
+    ray.init(
+        num_cpus=cpus,  # bookkeeping only: our actors ask for none
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(directory),
+    )

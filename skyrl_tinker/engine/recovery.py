@@ -1,0 +1,74 @@
+"""What a dead engine left: models whose state died with it, and requests that nobody works on any more.
+
+Later this is where snapshots are restored and the journal is replayed; until then it says what is lost.
+"""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.store import checkpoints, futures, models
+from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, ModelKey, ModelState
+from skyrl_tinker.wire.paths import TinkerPath
+from skyrl_tinker.wire.values import Failure
+
+PAGE = 1000
+PARTIAL = ".*.partial"  # directories that were being written
+SAMPLE_LOST = Failure("the engine restarted while this request was in flight; send it again", "server")
+
+
+async def recover(store: Store, died_after: int) -> int:
+    """Deal with everything up to future `died_after`; later ones are new. Returns how many models died."""
+    pending = await _pending(store)
+    fresh = {row.model_key for row in pending if row.id > died_after and row.seq_id == 0}
+    async with store.read() as conn:
+        candidates = await models.in_states(conn, ModelState.READY, ModelState.CREATING)
+        lost = {model.key: await _reason(conn, model) for model in candidates if model.key not in fresh}
+    left = [row for row in pending if row.id <= died_after]
+    await store.write(lambda conn: _give_up(conn, lost, left, died_after))
+    return len(lost)
+
+
+def sweep_partial(directories: Iterable[Path]) -> None:
+    """Remove what was half written."""
+    for directory in directories:
+        for path in directory.glob(PARTIAL):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+async def _pending(store: Store) -> list[QueuedRow]:
+    found: list[QueuedRow] = []
+    cursor, page = 0, PAGE
+    async with store.read() as conn:
+        while page == PAGE:
+            rows = await futures.queued_after(conn, cursor, PAGE)
+            found += [row for row in rows if row.status is FutureStatus.PENDING]
+            page = len(rows)
+            cursor = rows[-1].id if rows else cursor
+    return found
+
+
+async def _reason(conn: AsyncConnection, model: ModelRow) -> str:
+    last = await checkpoints.last_of_model(conn, model.key, CheckpointKind.WEIGHTS)
+    advice = "it had no checkpoint: start it anew"
+    if last is not None:
+        advice = (
+            f"its last checkpoint is {TinkerPath(model.model_id, last.kind, last.name)}: resume from there"
+        )
+    return f"the engine restarted and the training state of model {model.model_id} is lost; {advice}"
+
+
+async def _give_up(
+    conn: AsyncConnection, lost: dict[ModelKey, str], left: list[QueuedRow], died_after: int
+) -> None:
+    for model, reason in lost.items():
+        await models.set_state(conn, model, ModelState.LOST, reason)
+    for row in left:
+        if row.model_key in lost:
+            await futures.fail(conn, row.id, Failure(lost[row.model_key], "server"))
+    await futures.fail_pending(conn, died_after, SAMPLE_LOST)

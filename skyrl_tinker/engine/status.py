@@ -1,0 +1,51 @@
+"""How far the engine is, for /readyz and for whoever starts the next engine."""
+
+import time
+from typing import Any, Literal
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.store import futures, state
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+
+KEY = "engine"
+Phase = Literal["starting", "ready", "restarting", "failed"]
+
+
+class Status:
+    """Writes `server_state["engine"]` and rings the API."""
+
+    def __init__(self, store: Store, bell: Doorbell, died_after: int) -> None:
+        self._store = store
+        self._bell = bell
+        self._died_after = died_after
+        self._recovered = False
+
+    @classmethod
+    async def open(cls, store: Store, bell: Doorbell) -> "Status":
+        """Learns up to which future an earlier engine may have worked; without its word, up to the newest."""
+        async with store.read() as conn:
+            left: Any = await state.get(conn, KEY)
+            newest = await futures.max_id(conn)
+        died_after = left.get("died_after") if isinstance(left, dict) else None
+        return cls(store, bell, newest if died_after is None else died_after)
+
+    @property
+    def died_after(self) -> int:
+        """Futures up to this id were an earlier engine's."""
+        return self._died_after
+
+    def recovered(self) -> None:
+        """They are dealt with: if this engine dies, the next one must ask anew how far it came."""
+        self._recovered = True
+
+    async def say(self, phase: Phase, detail: str) -> None:
+        died_after = None if self._recovered else self._died_after
+        value = {"state": phase, "detail": detail, "since": time.time(), "died_after": died_after}
+
+        async def op(conn: AsyncConnection) -> None:
+            await state.put(conn, KEY, value)
+
+        await self._store.write(op)
+        self._bell.ring("api")

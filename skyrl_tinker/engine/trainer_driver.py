@@ -1,0 +1,296 @@
+"""Training: plans units of work, has the workers run them one after another, and sees to their results."""
+
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.engine.answers import Outbox, Outcome, failure_of, json_answer
+from skyrl_tinker.engine.lanes import Lanes
+from skyrl_tinker.engine.models import Finished, Models
+from skyrl_tinker.engine.passes import PassRunner, ReadyPass, encode
+from skyrl_tinker.engine.planner import Pass, Single, Steps, Unit, next_unit
+from skyrl_tinker.engine.publisher import Publisher
+from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.store import futures, models
+from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.wire.bodies import (
+    CreateViaLoadBody,
+    LoadWeightsBody,
+    OptimStepBody,
+    SaveSamplerBody,
+    SaveWeightsBody,
+)
+from skyrl_tinker.wire.ids import FutureStatus, ModelKey, ModelState, RequestKind
+from skyrl_tinker.wire.values import Failure, PassOutput, StepItem, StepOutput
+
+
+class TrainerDriver:
+    def __init__(
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        keeper: Models,
+        publisher: Publisher,
+        outbox: Outbox,
+        unit_tokens: int,
+    ) -> None:
+        self._store = store
+        self._trainer = trainer
+        self._models = keeper
+        self._publisher = publisher
+        self._outbox = outbox
+        self._budget = unit_tokens
+        self._passes = PassRunner(store, trainer)
+        self._lanes = Lanes()
+        self._credit: dict[ModelKey, int] = {}
+        self._ahead: ReadyPass | None = None
+        self._on_workers: set[ModelKey] = set()
+        self._leaving: set[ModelKey] = set()
+        self._woken = asyncio.Event()
+        self._background = asyncio.TaskGroup()
+
+    async def submit(self, rows: Sequence[QueuedRow]) -> None:
+        """Training requests, in the order of their arrival."""
+        refused: list[tuple[int, Outcome]] = []
+        for row in rows:
+            refusal = await self._refusal(row)
+            closed = await self._closed_by(_model_of(row))
+            if closed is None:
+                self._lanes.add(row, refusal)
+            elif row.status is FutureStatus.PENDING:
+                refused.append((row.id, closed))
+        await self._outbox.send(refused)
+        self._woken.set()
+
+    def release(self, model: ModelKey) -> None:
+        """Its session is over: let go of it as soon as it has nothing left that can run."""
+        self._leaving.add(model)
+        self._woken.set()
+
+    async def run(self) -> None:
+        """For ever. TrainerError: the workers are broken, and every model with them."""
+        async with self._background:
+            while True:
+                await self._carry_out(await self._next())
+
+    async def _closed_by(self, model: ModelKey) -> Failure | None:
+        """Why nothing of this model can run. A model that nobody has seen yet gets its lane here."""
+        if not self._lanes.knows(model):
+            row = await self._row(model)
+            if row.state is ModelState.CREATING:
+                self._lanes.open(model)
+            else:
+                self._lanes.close(model, _closed(row))
+        return self._lanes.closed_by(model)
+
+    async def _refusal(self, row: QueuedRow) -> str | None:
+        """What the API found wrong with a row that arrives as failed."""
+        if row.status is not FutureStatus.FAILED:
+            return None
+        async with self._store.read() as conn:
+            found = await futures.outcome(conn, row.request_id)
+        return str(orjson.loads(found.body)["error"]) if found and found.body else None
+
+    async def _row(self, model: ModelKey) -> ModelRow:
+        async with self._store.read() as conn:
+            row = await models.by_key(conn, model)
+        assert row is not None, "futures refer to models"
+        return row
+
+    # Planning
+
+    async def _next(self) -> Unit | ReadyPass:
+        if self._ahead is not None:
+            ready, self._ahead = self._ahead, None
+            return ready
+        await self._release_idle()
+        while (unit := self._plan()) is None:
+            self._woken.clear()
+            await self._woken.wait()
+            await self._release_idle()
+        self._take(unit)
+        return unit
+
+    def _plan(self) -> Unit | None:
+        return next_unit(self._lanes.runnable(self._budget), self._credit, self._budget)
+
+    def _take(self, unit: Unit) -> None:
+        self._lanes.take(_rows(unit))
+
+    async def _look_ahead(self) -> None:
+        """Prepare the next pass while one runs, if it is full: a smaller one may still grow until then."""
+        credit = dict(self._credit)
+        unit = next_unit(self._lanes.runnable(self._budget), credit, self._budget)
+        if isinstance(unit, Pass) and unit.full:
+            self._credit = credit
+            self._take(unit)
+            self._ahead = await self._passes.prepare(unit)
+
+    async def _release_idle(self) -> None:
+        if self._leaving:
+            busy = self._lanes.runnable(1)
+            for model in [model for model in self._leaving if model not in busy]:
+                self._leaving.discard(model)
+                await self._release(model)
+
+    async def _release(self, model: ModelKey) -> None:
+        if model in self._on_workers:
+            self._on_workers.discard(model)
+            await self._trainer.release(model)
+        failure = Failure("the session of this model is finished; its training state is released", "user")
+        waiting = self._lanes.close(model, failure)
+        await self._outbox.send(
+            [(row.id, failure) for row in waiting], _state(model, ModelState.RELEASED, failure.message)
+        )
+
+    # Running
+
+    async def _carry_out(self, unit: Unit | ReadyPass) -> None:
+        try:
+            await self._execute(unit)
+        except TrainerError as error:  # fatal, but these clients shall know what their requests died of
+            await self._outbox.send([(row.id, failure_of(error)) for row in _rows(unit)])
+            raise
+
+    async def _execute(self, unit: Unit | ReadyPass) -> None:
+        match unit:
+            case ReadyPass():
+                await self._run_pass(unit)
+            case Pass():
+                await self._run_pass(await self._passes.prepare(unit))
+            case Steps(rows):
+                await self._step(rows)
+            case Single(row):
+                await self._run_single(row)
+
+    async def _run_pass(self, ready: ReadyPass) -> None:
+        outputs, _ = await asyncio.gather(self._passes.run(ready), self._look_ahead())
+        for row, output in zip(ready.rows, outputs, strict=True):
+            if isinstance(output, Failure) and row.kind is RequestKind.FORWARD_BACKWARD:
+                why = f"forward_backward with seq_id {row.seq_id} failed: {output.message}"
+                self._lanes.poison(_model_of(row), why)
+        self._background.create_task(self._answer_pass(ready.rows, outputs))
+
+    async def _answer_pass(self, rows: Sequence[QueuedRow], outputs: Sequence[PassOutput | Failure]) -> None:
+        encoded = await encode(outputs)
+        await self._outbox.send((row.id, outcome) for row, outcome in zip(rows, encoded, strict=True))
+
+    async def _step(self, rows: Sequence[QueuedRow]) -> None:
+        """Steps whose window is sound run together; the windows of the others are cleared."""
+        poison = {row.id: self._lanes.poison_of(_model_of(row)) for row in rows}
+        pending = [row for row in rows if row.status is FutureStatus.PENDING]
+        sound = [row for row in pending if poison[row.id] is None]
+        spoiled = [row for row in rows if row not in sound]
+        if spoiled:
+            await self._trainer.zero_gradients([_model_of(row) for row in spoiled])
+        outputs = await self._trainer.optim_step(await self._steps(sound)) if sound else []
+        for row in rows:
+            self._lanes.cleanse(_model_of(row))
+        answers = [(row.id, _step_answer(output)) for row, output in zip(sound, outputs, strict=True)]
+        refusals = [(row.id, _not_stepped(row, why)) for row in pending if (why := poison[row.id])]
+        self._background.create_task(self._outbox.send([*answers, *refusals]))
+
+    async def _steps(self, rows: Sequence[QueuedRow]) -> list[StepItem]:
+        async with self._store.read() as conn:
+            bodies = await futures.bodies(conn, [row.id for row in rows])
+        return [
+            StepItem(row.request_id, _model_of(row), OptimStepBody.from_bytes(bodies[row.id]).adam)
+            for row in rows
+        ]
+
+    async def _run_single(self, row: QueuedRow) -> None:
+        model = await self._row(_model_of(row))
+        async with self._store.read() as conn:
+            body = (await futures.bodies(conn, [row.id]))[row.id]
+        try:
+            await self._single(row, model, body)
+        except TrainerError:
+            raise
+        except Exception as error:  # becomes the result of this request
+            await self._single_failed(row, model, failure_of(error))
+
+    async def _single(self, row: QueuedRow, model: ModelRow, body: bytes) -> None:
+        match row.kind, row.seq_id:
+            case RequestKind.CREATE_MODEL, _:
+                await self._created(row, model, await self._models.create(model))
+            case RequestKind.LOAD_WEIGHTS, 0:
+                finished = await self._models.create_from(model, CreateViaLoadBody.from_bytes(body))
+                await self._created(row, model, finished)
+            case RequestKind.LOAD_WEIGHTS, _:
+                finished = await self._models.load(model, LoadWeightsBody.from_bytes(body))
+                self._lanes.cleanse(model.key)
+                await self._finish(row, finished)
+            case RequestKind.SAVE_WEIGHTS, _:
+                await self._finish(
+                    row, await self._models.save(model, SaveWeightsBody.from_bytes(body), row.id)
+                )
+            case RequestKind.SAVE_WEIGHTS_FOR_SAMPLER, _:
+                capture = await self._publisher.capture(row, model, SaveSamplerBody.from_bytes(body))
+                self._background.create_task(self._publisher.publish(capture))
+            case kind, _:
+                raise AssertionError(f"{kind} is no barrier")
+
+    async def _created(self, row: QueuedRow, model: ModelRow, finished: Finished) -> None:
+        self._on_workers.add(model.key)
+        await self._finish(row, finished)
+
+    async def _finish(self, row: QueuedRow, finished: Finished) -> None:
+        await self._outbox.send([(row.id, finished.outcome)], *finished.also)
+
+    async def _single_failed(self, row: QueuedRow, model: ModelRow, failure: Failure) -> None:
+        """A failed creation fails everything that waits behind it."""
+        if row.seq_id != 0:
+            await self._outbox.send([(row.id, failure)])
+            return
+        behind = Failure(f"model {model.model_id} was not created: {failure.message}", failure.category)
+        waiting = self._lanes.close(model.key, behind)
+        await self._outbox.send(
+            [(row.id, failure), *((each.id, behind) for each in waiting)],
+            _state(model.key, ModelState.FAILED, failure.message),
+        )
+
+
+def _model_of(row: QueuedRow) -> ModelKey:
+    assert row.model_key is not None, "training requests have a model"
+    return row.model_key
+
+
+def _rows(unit: Unit | ReadyPass) -> Sequence[QueuedRow]:
+    return [unit.row] if isinstance(unit, Single) else unit.rows
+
+
+def _state(model: ModelKey, state: ModelState, reason: str) -> Any:
+    async def op(conn: AsyncConnection) -> None:
+        await models.set_state(conn, model, state, reason)
+
+    return op
+
+
+def _closed(model: ModelRow) -> Failure:
+    """What a model that is not to be trained any more answers."""
+    reason = model.state_reason or f"model {model.model_id} is {model.state}"
+    return Failure(reason, "server" if model.state is ModelState.LOST else "user")
+
+
+def _step_answer(output: StepOutput) -> Outcome:
+    if output.error is not None:
+        return Failure(output.error, "user")
+    return json_answer({"metrics": _finite(output.metrics.items()), "type": "optim_step"})
+
+
+def _finite(metrics: Iterable[tuple[str, float]]) -> dict[str, float]:
+    return {name: value for name, value in metrics if math.isfinite(value)}  # JSON has no NaN
+
+
+def _not_stepped(row: QueuedRow, why: str) -> Failure:
+    return Failure(
+        f"optim_step with seq_id {row.seq_id} was not run and the gradients of its window are cleared: {why}",
+        "user",
+    )

@@ -1,0 +1,105 @@
+"""What a client would have submitted, written straight into the store."""
+
+import itertools
+from typing import Any
+
+import orjson
+
+from skyrl_tinker.store import futures, models, sessions
+from skyrl_tinker.store.futures import Accepted, Outcome
+from skyrl_tinker.store.models import ModelRow, NewModel
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire import codec
+from skyrl_tinker.wire.bodies import CreateModelBody, OptimStepBody
+from skyrl_tinker.wire.ids import FutureStatus, ModelId, ModelKey, RequestKind, SessionId
+from skyrl_tinker.wire.values import AdamParams, Failure, LoraSpec
+
+_digests = itertools.count()
+
+
+def _digest() -> bytes:
+    return str(next(_digests)).encode()
+
+
+async def new_session(store: Store) -> SessionId:
+    return await store.write(
+        lambda conn: sessions.create(
+            conn,
+            tags=[],
+            user_metadata={},
+            project_id=None,
+            display_name=None,
+            sdk_version="0.38.0",
+        )
+    )
+
+
+async def submit_create(store: Store, session: SessionId, number: int = 0) -> Accepted:
+    new = NewModel(session, number, "tiny", LoraSpec(8, 1), {"type": "adamw"}, {})
+    body = CreateModelBody().to_bytes()
+    return await store.write(
+        lambda conn: futures.submit_create(conn, RequestKind.CREATE_MODEL, new, body=body, digest=_digest())
+    )
+
+
+async def submit(
+    store: Store,
+    model: ModelId,
+    seq_id: int,
+    kind: RequestKind,
+    body: bytes = b"",
+    failure: Failure | None = None,
+) -> Accepted:
+    return await store.write(
+        lambda conn: futures.submit_training(
+            conn, kind, model, seq_id, body=body, digest=_digest(), failure=failure
+        )
+    )
+
+
+async def submit_pass(store: Store, model: ModelId, seq_id: int, *, forward_only: bool = False) -> Accepted:
+    datum = {
+        "model_input": {"chunks": [{"tokens": [1, 2, 3]}]},
+        "loss_fn_inputs": {
+            "target_tokens": {"data": [2, 3, 4], "dtype": "int64"},
+            "weights": {"data": [1.0, 1.0, 1.0], "dtype": "float32"},
+        },
+    }
+    field = "forward_input" if forward_only else "forward_backward_input"
+    payload: dict[str, Any] = {
+        "model_id": model,
+        "seq_id": seq_id,
+        field: {"data": [datum], "loss_fn": "cross_entropy"},
+    }
+    kind = RequestKind.FORWARD if forward_only else RequestKind.FORWARD_BACKWARD
+    body = codec.canonical(codec.decode_forward_backward_json(payload))
+    return await submit(store, model, seq_id, kind, body)
+
+
+async def submit_step(store: Store, model: ModelId, seq_id: int) -> Accepted:
+    return await submit(store, model, seq_id, RequestKind.OPTIM_STEP, OptimStepBody(AdamParams()).to_bytes())
+
+
+async def outcome(store: Store, accepted: Accepted) -> Outcome:
+    async with store.read() as conn:
+        found = await futures.outcome(conn, accepted.request_id)
+    assert found is not None
+    return found
+
+
+async def error_of(store: Store, accepted: Accepted) -> Failure:
+    found = await outcome(store, accepted)
+    assert found.status is FutureStatus.FAILED
+    value = orjson.loads(found.body or b"")
+    return Failure(value["error"], value["category"])
+
+
+async def model_of(store: Store, model: ModelId) -> ModelRow:
+    async with store.read() as conn:
+        row = await models.by_id(conn, model)
+    assert row is not None
+    return row
+
+
+async def key_of(store: Store, model: ModelId) -> ModelKey:
+    return (await model_of(store, model)).key
