@@ -1,10 +1,18 @@
-"""One frozen settings tree, parsed once. Sources, strongest first: arguments, SKYRL_TINKER_… , --config FILE.toml."""
+"""One frozen settings tree, parsed once.
+
+Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
+"""
 
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 MiB = 1 << 20
 

@@ -104,5 +104,6 @@ def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) ->
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine process
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1",  # the first prompt logprobs would wait many seconds for a C++ compiler
     }
     return {**inherited, **common, **(cpu if spec.device == "cpu" else {})}

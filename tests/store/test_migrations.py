@@ -1,10 +1,8 @@
-"""alembic's history and the tables are the same schema, from a checkout and from a wheel."""
+"""alembic's history and the tables are the same schema."""
 
-import shutil
 import sqlite3
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from sqlalchemy import Connection, create_engine
 import skyrl_tinker
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import migrate
-from skyrl_tinker.store.migrate import SCRIPTS
 from skyrl_tinker.store.tables import Base
 
 ROOT = Path(skyrl_tinker.__file__).parents[1]
@@ -27,15 +24,6 @@ def schema(path: Path) -> dict[str, str]:
     rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
     connection.close()
     return {name: "\n".join(sorted(line.strip(" \t,") for line in sql.splitlines())) for name, sql in rows}
-
-
-def checkout(target: Path) -> Path:
-    """What a build needs of the repository; building writes beside its source."""
-    for name in ("skyrl_tinker", "alembic"):
-        shutil.copytree(ROOT / name, target / name, symlinks=True)
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, target / name)
-    return target
 
 
 def connected(path: Path) -> Connection:
@@ -87,34 +75,3 @@ def test_other_databases_are_refused() -> None:
 @pytest.mark.parametrize("how", [["-c", "import alembic.command"], ["-m", "alembic", "--version"]])
 def test_our_alembic_directory_does_not_hide_the_package(how: list[str]) -> None:
     subprocess.run([sys.executable, *how], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True)
-
-
-def test_a_wheel_carries_the_migrations(tmp_path: Path) -> None:
-    source = checkout(tmp_path / "source")
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        str(tmp_path),
-    ]
-    subprocess.run([*build, str(source)], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    unpacked = tmp_path / "unpacked"
-    zipfile.ZipFile(wheel).extractall(unpacked)
-    names = {path.name for path in SCRIPTS.glob("**/*.py")}
-    assert {path.name for path in (unpacked / "skyrl_tinker" / "migrations").glob("**/*.py")} == names
-    path = tmp_path / "new.db"
-    program = (
-        "import skyrl_tinker; from skyrl_tinker.store import migrate\n"
-        f"assert skyrl_tinker.__file__.startswith({str(unpacked)!r})\n"
-        f"migrate('sqlite+aiosqlite:///{path}')"
-    )
-    subprocess.run(
-        [sys.executable, "-c", program], cwd=unpacked, env={"PYTHONPATH": str(unpacked)}, check=True
-    )
-    assert "futures" in schema(path)

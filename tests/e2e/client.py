@@ -1,0 +1,72 @@
+"""Short words for what the tests say to the real SDK."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import tinker
+from tinker import types
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Client:
+    url: str
+    service: tinker.ServiceClient
+    model: str = "tiny"
+
+    def new_lora(self, *, rank: int = 8, seed: int = 1, **options: Any) -> tinker.TrainingClient:
+        pending = self.service.create_lora_training_client(
+            base_model=self.model, rank=rank, seed=seed, **options
+        )
+        return pending.result()
+
+    def new_full(self) -> tinker.TrainingClient:
+        return self.new_lora(rank=0)
+
+    def base_sampler(self) -> tinker.SamplingClient:
+        return self.service.create_sampling_client(base_model=self.model).result()
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(
+            f"{self.url}/api/v1/{path}", json=body, headers={"X-API-Key": "tml-local"}, timeout=60
+        )
+
+
+def datum(tokens: Sequence[int], **inputs: Sequence[float] | Array) -> types.Datum:
+    """Tokens t[0..N]: the model reads t[:-1] and predicts t[1:]; other inputs default to weights of 1."""
+    targets = np.asarray(tokens[1:], dtype=np.int64)
+    arrays = {key: np.asarray(value, dtype=np.float32) for key, value in inputs.items()}
+    if not arrays:
+        arrays = {"weights": np.ones(len(targets), dtype=np.float32)}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(targets),
+            **{key: types.TensorData.from_numpy(value) for key, value in arrays.items()},
+        },
+    )
+
+
+def random_tokens(count: int, seed: int, vocabulary: int = 400) -> list[int]:
+    return np.random.default_rng(seed).integers(3, vocabulary, size=count).tolist()
+
+
+def logprobs_of(training: tinker.TrainingClient, tokens: Sequence[int]) -> Array:
+    output = training.forward([datum(tokens)], "cross_entropy").result()
+    return np.asarray(output.loss_fn_outputs[0]["logprobs"].to_numpy())
+
+
+def train(training: tinker.TrainingClient, tokens: Sequence[int], learning_rate: float = 1e-2) -> None:
+    """One step that visibly moves the weights."""
+    backward = training.forward_backward([datum(tokens)], "cross_entropy")
+    step = training.optim_step(types.AdamParams(learning_rate=learning_rate))
+    backward.result()
+    step.result()
+
+
+def prompt(tokens: Sequence[int]) -> types.ModelInput:
+    return types.ModelInput.from_ints(list(tokens))
