@@ -10,6 +10,7 @@
     ├── StateLostError            500  server   the model's state died with a process
     ├── TrainerError              500  server   a worker failed; its unit is failed
     ├── SamplerError              500  server   the inference plane failed
+    ├── StorageError              500  server   a disk is full or broken; models and weights are as before
     └── StartupError              500  server   the server cannot start; the message says what to change
 """
 
@@ -57,6 +58,10 @@ class TrainerError(SkyrlTinkerError):
 
 
 class SamplerError(SkyrlTinkerError):
+    pass
+
+
+class StorageError(SkyrlTinkerError):
     pass
 
 

@@ -1,0 +1,23 @@
+# docker build -f docker/cpu.Dockerfile -t skyrl-tinker:cpu .
+FROM python:3.11-slim
+
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libnuma1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 tinker \
+    && install --directory --owner tinker /app /data
+
+USER tinker
+WORKDIR /app
+COPY --chown=tinker . .
+ARG SKYRL_TINKER_TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN PIP_NO_CACHE_DIR=1 scripts/setup cpu
+
+ENV PATH=/app/.venv/bin:$PATH SKYRL_TINKER_HOME=/data
+VOLUME /data
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=180s \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/readyz')"]
+STOPSIGNAL SIGTERM
+# Whoever reaches the port may use the server: publish it on loopback or a trusted network only.
+CMD ["skyrl-tinker", "serve", "--host", "0.0.0.0", "--insecure"]

@@ -1,0 +1,54 @@
+"""A server in the background of another program, for as long as a `with` block lasts."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from skyrl_tinker import processes
+from skyrl_tinker.errors import StartupError
+
+_READY = "skyrl-tinker ready: "
+_STOP_S = 20.0
+
+
+@contextmanager
+def background_server(home: Path, *options: str) -> Iterator[str]:
+    """Run `skyrl-tinker serve --home HOME --port 0 OPTIONS…`; gives its URL once it is ready.
+
+    It ends with the block, or with this process. StartupError when it does not become ready; what was wrong
+    then stands on stderr.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "skyrl_tinker.cli", "serve", "--home", str(home), "--port", "0", *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=processes.die_with_parent,
+    )
+    try:
+        yield _wait_for_url(process)
+    finally:
+        _stop(process)
+
+
+def _wait_for_url(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(_READY):
+            return line.removeprefix(_READY).strip()
+    raise StartupError(f"the server ended while starting (exit code {process.wait()})")
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    assert process.stdout is not None
+    process.stdout.close()

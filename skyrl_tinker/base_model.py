@@ -1,0 +1,137 @@
+"""From the name of a base model to what the API and the engine must know of it. Imports no transformers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_tinker import tiny_model
+from skyrl_tinker.config import Settings
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.places import Places
+from skyrl_tinker.wire.values import BaseModelFacts
+
+DEFAULT_CONTEXT = 4096
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What the CPU attention kernels of vLLM 0.32 take; another size fails at the first forward, not at start."""
+
+
+def resolve(settings: Settings) -> BaseModelFacts:
+    """Find (or make, or download) the base model and read its facts.
+
+    Raises StartupError, with what to change, when there is no such model or it cannot be served.
+    """
+    directory = _directory(settings)
+    config = _read_json(directory / "config.json")
+    facts = _facts(settings, directory, config)
+    _check_head_dim(facts, settings.device)
+    return facts
+
+
+def _directory(settings: Settings) -> Path:
+    given = Path(settings.base_model).expanduser()
+    if settings.base_model == "tiny":
+        return _tiny(Places(settings).models_dir / "tiny")
+    if (given / "config.json").is_file():
+        return given.resolve()
+    if given.is_absolute() or given.exists() or settings.base_model.startswith("."):
+        raise StartupError(f"--base-model {settings.base_model}: no config.json in that directory")
+    return _download(settings.base_model)
+
+
+def _tiny(directory: Path) -> Path:
+    if not (directory / "config.json").is_file():
+        tiny_model.make_model(directory)
+    return directory.resolve()
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # only a hub name needs it
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise StartupError(
+            f"--base-model {name}: neither a model directory nor to be had from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
+    return Path(path).resolve()
+
+
+def _facts(settings: Settings, directory: Path, config: Mapping[str, Any]) -> BaseModelFacts:
+    return BaseModelFacts(
+        directory=str(directory),
+        names=_names(settings, directory),
+        architecture=_architecture(config),
+        vocab_size=_positive(config, "vocab_size"),
+        context_length=_context_length(settings, config),
+        num_layers=_positive(config, "num_hidden_layers"),
+        num_kv_heads=int(config.get("num_key_value_heads") or _positive(config, "num_attention_heads")),
+        head_dim=_head_dim(config),
+        hidden_size=_positive(config, "hidden_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        eos_token_ids=_eos(directory, config),
+    )
+
+
+def _names(settings: Settings, directory: Path) -> tuple[str, ...]:
+    """The canonical name first, then the directory; each once."""
+    tiny = ("tiny",) if settings.base_model == "tiny" else ()
+    names = (settings.model_name or settings.base_model, str(directory), *tiny)
+    return tuple(dict.fromkeys(names))
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    architectures = config.get("architectures") or ["none"]
+    if architectures[0] not in ARCHITECTURES:
+        raise StartupError(
+            f"architecture {architectures[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return str(architectures[0])
+
+
+def _context_length(settings: Settings, config: Mapping[str, Any]) -> int:
+    most = _positive(config, "max_position_embeddings")
+    return min(most, settings.context_length or DEFAULT_CONTEXT)
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // _positive(config, "num_attention_heads"))
+
+
+def _check_head_dim(facts: BaseModelFacts, device: str) -> None:
+    if device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
+        raise StartupError(
+            f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
+            f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
+
+
+def _eos(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """All end-of-sequence ids of generation_config.json, else of config.json."""
+    generation = directory / "generation_config.json"
+    sources = [_read_json(generation)] if generation.is_file() else []
+    for source in (*sources, config):
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+def _positive(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise StartupError(f"config.json: {key} must be a positive integer, found {value!r}")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise StartupError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} does not hold a JSON object")
+    return content

@@ -1,0 +1,164 @@
+"""The command line: serve | engine | demo | make-model | db | doctor."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from skyrl_tinker import config
+from skyrl_tinker.errors import SkyrlTinkerError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+db = typer.Typer(no_args_is_help=True, help="The server's database.")
+app.add_typer(db, name="db")
+
+Home = Annotated[Path | None, typer.Option(help="Database, logs and checkpoints [default: .skyrl-tinker]")]
+DatabaseUrl = Annotated[str | None, typer.Option(help="SQLAlchemy URL [default: SQLite under home]")]
+Config = Annotated[Path | None, typer.Option(help="A TOML file of settings", exists=True, dir_okay=False)]
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What we raise on purpose ends as one line on stderr and exit code 1; bugs keep their traceback."""
+    try:
+        yield
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        _fail(f"settings: {'; '.join(problems)}")
+    except SkyrlTinkerError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    print(f"skyrl-tinker: {message}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    base_model: Annotated[
+        str | None, typer.Option(help="'tiny', a model directory, or a hub name [default: tiny]")
+    ] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name that clients use for the base model")] = None,
+    host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="0 = any free one [default: 8000]")] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow a host open to others")] = None,
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="[default: <home>/checkpoints]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cpu]")] = None,
+    trainer_ranks: Annotated[int | None, typer.Option(help="FSDP workers [default: 1]")] = None,
+    replicas: Annotated[int | None, typer.Option(help="vLLM servers [default: 1]")] = None,
+    placement: Annotated[str | None, typer.Option(help="separate or colocated [default: separate]")] = None,
+    max_lora_rank: Annotated[int | None, typer.Option(help="[default: 64]")] = None,
+    context_length: Annotated[int | None, typer.Option(help="[default: the model's, at most 4096]")] = None,
+    ray_address: Annotated[str | None, typer.Option(help="Join a Ray cluster")] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
+    ] = None,
+) -> None:
+    """Run a server until Ctrl-C. Every setting also as SKYRL_TINKER_… and in --config FILE.toml."""
+    from skyrl_tinker import supervise  # the other commands need none of its imports
+
+    with _one_line_errors():
+        settings = config.load(
+            config_file,
+            base_model=base_model,
+            model_name=model_name,
+            host=host,
+            port=port,
+            insecure=insecure,
+            home=home,
+            database_url=database_url,
+            checkpoints=checkpoints,
+            device=device,
+            trainer_ranks=trainer_ranks,
+            replicas=replicas,
+            placement=placement,
+            max_lora_rank=max_lora_rank,
+            context_length=context_length,
+            ray_address=ray_address,
+        )
+        supervise.serve(settings, ready=_say_ready, progress=_say_progress)
+
+
+def _say_ready(url: str) -> None:
+    print(f"skyrl-tinker ready: {url}", flush=True)
+
+
+def _say_progress(news: str) -> None:
+    if sys.stderr.isatty():
+        print(news, file=sys.stderr, flush=True)
+
+
+@app.command()
+def engine(settings_file: Annotated[Path, typer.Argument(help="<home>/run/settings.json")]) -> None:
+    """Run the engine alone, as `serve` does; for debugging."""
+    os.execv(sys.executable, [sys.executable, "-m", "skyrl_tinker.engine.main", str(settings_file)])
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where reward.png and metrics.jsonl go")] = Path("demo-out"),
+    seed: int = 0,
+    steps: Annotated[int, typer.Option(min=8)] = 40,
+) -> None:
+    """Start a server, watch a policy learn on it, end it; exit code 1 if the reward did not rise."""
+    from skyrl_tinker import demo_server
+
+    with _one_line_errors():
+        learned = demo_server.run(out, seed, steps)
+    if not learned:
+        raise typer.Exit(1)
+
+
+@app.command()
+def make_model(
+    directory: Path,
+    hidden: Annotated[int, typer.Option(help="a multiple of 64")] = 192,
+    layers: int = 2,
+    vocab: Annotated[int, typer.Option(help="at least 259")] = 512,
+    untied: Annotated[bool, typer.Option("--untied", help="an lm_head of its own")] = False,
+    seed: int = 0,
+) -> None:
+    """Write a small untrained Qwen3 with its own tokenizer and chat template to DIRECTORY."""
+    from skyrl_tinker import tiny_model
+
+    with _one_line_errors():
+        tiny_model.make_model(
+            directory, hidden=hidden, layers=layers, vocab=vocab, tied=not untied, seed=seed
+        )
+    print(directory.absolute())
+
+
+@db.command()
+def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
+    """Bring the database to the newest schema; `serve` does this by itself."""
+    from skyrl_tinker.places import Places
+    from skyrl_tinker.store.migrate import migrate as upgrade
+
+    with _one_line_errors():
+        settings = config.load(config_file, home=home, database_url=database_url)
+        Places(settings).make()
+        upgrade(settings.store_url)
+    print(f"up to date: {settings.store_url}")
+
+
+@app.command()
+def doctor(home: Home = None, port: int | None = None) -> None:
+    """Check versions, memory, shared memory and ports; exit code 1 if something will not work."""
+    from skyrl_tinker import doctor as checks
+
+    with _one_line_errors():
+        healthy = checks.report(config.load(home=home, port=port))
+    if not healthy:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,211 @@
+"""Reinforcement learning on the tinker SDK, in one file to copy: a policy learns to say the next letter.
+
+The right answer to "next:C" is "d". A short warm-up on right answers makes the untrained model right now and
+then. From there on it learns from rewards alone: sample a group of answers to every prompt, reward each with
+1 or 0, and train with importance_sampling on how much better an answer was than its group.
+
+It needs `tinker`, `tqdm`, `matplotlib`, and TINKER_BASE_URL and TINKER_API_KEY in the environment.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import tinker
+from tinker import types
+from tqdm import tqdm
+
+PROMPTS = {f"next:{letter}": following for letter, following in zip("ABCDEFGHIJ", "bcdefghija", strict=True)}
+GROUP_SIZE = 32  # answers per prompt and step
+WARM_UP_UNTIL, WARM_UP_MOST, WARM_UP_REPEATS = 0.12, 60, 4  # probability of the right answer; steps; copies
+WARM_UP_LEARNING_RATE, LEARNING_RATE = 5e-3, 4e-3
+
+
+@dataclass(frozen=True)
+class Options:
+    out: Path
+    seed: int = 0
+    steps: int = 40
+    base_model: str = "tiny"
+    rank: int = 32
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of metrics.jsonl."""
+
+    step: int
+    reward: float  # mean over all answers of the step
+    loss: float  # sum over all tokens of the step
+    tokens_per_s: float  # sampled and trained
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    logprobs: list[float]  # under the policy that gave it
+    reward: float
+    advantage: float
+
+
+def main(options: Options) -> bool:
+    """Train; write metrics.jsonl and reward.png; True if the reward rose by learning."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    trainer = (
+        tinker.ServiceClient()
+        .create_lora_training_client(options.base_model, rank=options.rank, seed=options.seed)
+        .result()
+    )
+    task = Task(trainer.get_tokenizer())
+    warm_up(trainer, task)
+    steps = reinforce(trainer, task, options)
+    return report(steps, options.out)
+
+
+class Task:
+    """The prompts and their right answers as tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.answers = {
+            tuple(tokenizer.encode(prompt)): [*tokenizer.encode(answer), tokenizer.eos_token_id]
+            for prompt, answer in PROMPTS.items()
+        }
+
+    def reward(self, prompt: tuple[int, ...], answer: Sequence[int]) -> float:
+        return float(list(answer) == self.answers[prompt])
+
+
+def warm_up(trainer: tinker.TrainingClient, task: Task) -> None:
+    """Supervised steps until the right answers have a probability of WARM_UP_UNTIL."""
+    data = [
+        datum(prompt, answer, weights=[1.0] * len(answer)) for prompt, answer in task.answers.items()
+    ] * WARM_UP_REPEATS
+    bar = tqdm(range(WARM_UP_MOST), desc="warm-up", leave=False)
+    for _ in bar:
+        passed = trainer.forward_backward(data, "cross_entropy")
+        stepped = trainer.optim_step(types.AdamParams(learning_rate=WARM_UP_LEARNING_RATE))
+        result = passed.result()
+        stepped.result()
+        right = probability(result, answer_length=2)
+        bar.set_postfix_str(f"probability of the right answer {right:.2f}")
+        if right >= WARM_UP_UNTIL:
+            break
+    bar.close()
+
+
+def probability(result: types.ForwardBackwardOutput, answer_length: int) -> float:
+    """Mean probability of the whole answers, which are the last tokens of each datum."""
+    each = [sum(output["logprobs"].tolist()[-answer_length:]) for output in result.loss_fn_outputs]
+    return sum(math.exp(logprob) for logprob in each) / len(each)
+
+
+def reinforce(trainer: tinker.TrainingClient, task: Task, options: Options) -> list[Step]:
+    done: list[Step] = []
+    bar = tqdm(range(options.steps), desc="reinforce")
+    with (options.out / "metrics.jsonl").open("w") as file:
+        for number in bar:
+            step = reinforce_once(trainer, task, number, options.seed)
+            done.append(step)
+            file.write(json.dumps(asdict(step)) + "\n")
+            bar.set_postfix_str(
+                f"reward {step.reward:.2f}, loss {step.loss:.1f}, {step.tokens_per_s:.0f} tokens/s"
+            )
+    return done
+
+
+def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed: int) -> Step:
+    """Sample from the newest weights, reward, and take one step."""
+    started = time.monotonic()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    groups = sample_groups(sampler, task, seed=seed * 1_000_003 + number * 1009)
+    data = [
+        datum(
+            prompt,
+            answer.tokens,
+            logprobs=answer.logprobs,
+            advantages=[answer.advantage] * len(answer.tokens),
+        )
+        for prompt, answers in groups.items()
+        for answer in answers
+    ]
+    passed = trainer.forward_backward(data, "importance_sampling")
+    stepped = trainer.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
+    loss = passed.result().metrics["loss:sum"]
+    stepped.result()
+    answers = [answer for group in groups.values() for answer in group]
+    seconds = time.monotonic() - started
+    tokens = sum(len(answer.tokens) for answer in answers) + sum(each.model_input.length for each in data)
+    reward = sum(answer.reward for answer in answers) / len(answers)
+    return Step(number, reward, loss, tokens / seconds, seconds)
+
+
+def sample_groups(
+    sampler: tinker.SamplingClient, task: Task, seed: int
+) -> dict[tuple[int, ...], list[Answer]]:
+    """A group of answers to every prompt; all prompts are in flight together."""
+    asked = {
+        prompt: sampler.sample(
+            prompt=types.ModelInput.from_ints(list(prompt)),
+            num_samples=GROUP_SIZE,
+            sampling_params=types.SamplingParams(
+                max_tokens=len(answer), temperature=1.0, seed=seed + number * GROUP_SIZE
+            ),
+        )
+        for number, (prompt, answer) in enumerate(task.answers.items())
+    }
+    return {prompt: graded(task, prompt, future.result()) for prompt, future in asked.items()}
+
+
+def graded(task: Task, prompt: tuple[int, ...], response: types.SampleResponse) -> list[Answer]:
+    """Reward every answer; its advantage is how much better it was than the mean of its group."""
+    rewards = [task.reward(prompt, sequence.tokens) for sequence in response.sequences]
+    mean = sum(rewards) / len(rewards)
+    return [
+        Answer(list(sequence.tokens), list(sequence.logprobs or []), reward, reward - mean)
+        for sequence, reward in zip(response.sequences, rewards, strict=True)
+    ]
+
+
+def datum(prompt: Sequence[int], answer: Sequence[int], **inputs: list[float]) -> types.Datum:
+    """Position i of the input predicts target i; prompt positions count nothing (inputs are 0 there)."""
+    tokens = [*prompt, *answer]
+    padding = [0.0] * (len(prompt) - 1)
+    arrays = {name: np.array([*padding, *values], np.float32) for name, values in inputs.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(np.array(tokens[1:], np.int64)),
+            **{name: types.TensorData.from_numpy(array) for name, array in arrays.items()},
+        },
+    )
+
+
+def report(steps: Sequence[Step], out: Path) -> bool:
+    """Plot, print where things are, and judge: the end must be twice the start and 0.25 above it."""
+    rewards = [step.reward for step in steps]
+    first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
+    plot(rewards, out / "reward.png")
+    learned = first > 0 and last >= max(2 * first, first + 0.25)
+    print(f"mean reward of the first 3 steps {first:.3f}, of the last 5 steps {last:.3f}")
+    print(f"{out / 'reward.png'}\n{out / 'metrics.jsonl'}")
+    print("the policy learned" if learned else "the policy did NOT learn")
+    return learned
+
+
+def plot(rewards: Sequence[float], path: Path) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.plot(rewards, marker=".")
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="Reward while learning")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

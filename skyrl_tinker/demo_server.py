@@ -1,0 +1,33 @@
+"""`skyrl-tinker demo`: a server of its own around the loop of demo.py."""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from skyrl_tinker.background import background_server
+
+
+def run(out: Path, seed: int, steps: int) -> bool:
+    """True if the policy learned. The server's home is temporary; after a failure it stays, for its logs."""
+    home = Path(tempfile.mkdtemp(prefix="skyrl-tinker-demo-"))
+    print("starting a server (half a minute) …", file=sys.stderr)
+    try:
+        with background_server(home) as url:
+            learned = _learn(url, out, seed, steps)
+    except Exception:
+        print(f"logs: {home / 'logs'}", file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        shutil.rmtree(home)
+        raise
+    shutil.rmtree(home)
+    return learned
+
+
+def _learn(url: str, out: Path, seed: int, steps: int) -> bool:
+    os.environ.update(TINKER_BASE_URL=url, TINKER_API_KEY="tml-local")
+    from skyrl_tinker import demo  # its imports take seconds, the server is up by now
+
+    return demo.main(demo.Options(out=out, seed=seed, steps=steps))

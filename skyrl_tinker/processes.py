@@ -1,0 +1,171 @@
+"""Ends what we started: orphans come back to us, children die with us, leftovers die by pid. Linux only."""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.05
+_SAME_START_S = 1.0  # create times are rounded and move with the wall clock
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a preexec_fn must not import
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants become our children instead of init's, so that we can find and reap them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(signum: int = signal.SIGTERM) -> None:
+    """The kernel sends `signum` to this process when the *thread* that started it ends.
+
+    Works as a preexec_fn (`preexec_fn=die_with_parent`) or at the start of a child's main. Start such
+    children from the main thread, or they die with a worker thread.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def raise_open_files_limit() -> None:
+    """RLIMIT_NOFILE to its hard limit: hundreds of long polls and sampler connections need it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def descendants() -> list[psutil.Process]:
+    """All descendants, zombies included."""
+    return psutil.Process().children(recursive=True)
+
+
+def reap_orphans(known: Collection[int] = ()) -> None:
+    """Collect dead children other than `known`, whose owners wait for them themselves."""
+    for child in psutil.Process().children():
+        if child.pid not in known and _is_zombie(child):
+            _reap(child.pid)
+
+
+def kill_descendants(grace_s: float) -> list[int]:
+    """SIGTERM to every descendant, SIGKILL to those left after `grace_s` seconds; reaps them all.
+
+    Returns the pids that needed SIGKILL. Call it last: it takes exit codes away from their owners.
+    """
+    _end(descendants, signal.SIGTERM, grace_s)
+    return _end(descendants, signal.SIGKILL, 5.0)
+
+
+def end_processes(processes: Collection[psutil.Process], grace_s: float) -> None:
+    """The same for given processes, whoever their parents are."""
+
+    def alive() -> list[psutil.Process]:
+        return [process for process in processes if process.is_running()]
+
+    _end(alive, signal.SIGTERM, grace_s)
+    _end(alive, signal.SIGKILL, 5.0)
+
+
+def _end(find: Callable[[], list[psutil.Process]], signum: int, within_s: float) -> list[int]:
+    """Signal each process that `find` returns once, until it returns none or the time is over."""
+    signalled: list[int] = []
+    deadline = time.monotonic() + within_s
+    while left := _alive(find()):
+        fresh = [process for process in left if process.pid not in signalled]
+        _signal(fresh, signum)
+        signalled += [process.pid for process in fresh]
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    return signalled
+
+
+def _alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    alive = []
+    for process in processes:
+        if _is_zombie(process):
+            _reap(process.pid)
+        else:
+            alive.append(process)
+    return alive
+
+
+def _signal(processes: Iterable[psutil.Process], signum: int) -> None:
+    for process in processes:
+        try:
+            process.send_signal(signum)
+        except psutil.NoSuchProcess:
+            continue  # it ended by itself
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return  # not our child: its own parent reaps it
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process for longer than its pid may be reused."""
+
+    pid: int
+    created: float  # seconds since the epoch
+
+    def find(self) -> psutil.Process | None:
+        """The process, if it still lives."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.created) < _SAME_START_S
+        except psutil.NoSuchProcess:
+            return None
+        return process if same and not _is_zombie(process) else None
+
+
+def identities(processes: Iterable[psutil.Process]) -> set[Identity]:
+    found = set()
+    for process in processes:
+        try:
+            found.add(Identity(process.pid, process.create_time()))
+        except psutil.NoSuchProcess:
+            continue  # it ended between the listing and now
+    return found
+
+
+def write_pid_file(path: Path, running: Iterable[Identity]) -> None:
+    rows = sorted([identity.pid, identity.created] for identity in running)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(rows))
+    temporary.rename(path)
+
+
+def read_pid_file(path: Path) -> list[Identity]:
+    """What the file names; empty when there is none."""
+    if not path.exists():
+        return []
+    return [Identity(int(pid), float(created)) for pid, created in json.loads(path.read_text())]
+
+
+def end_leftovers(path: Path, grace_s: float) -> int:
+    """End what a killed predecessor left running, by its pid file; returns how many there were."""
+    left = [process for identity in read_pid_file(path) if (process := identity.find())]
+    end_processes(left, grace_s)
+    path.unlink(missing_ok=True)
+    return len(left)

@@ -1,0 +1,207 @@
+"""Writes a small untrained Qwen3 with its own byte-level BPE tokenizer: a base model without a download."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from skyrl_tinker.errors import StartupError
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
+_SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS)
+_INIT_STD = 0.02  # initializer_range of the Qwen3 family
+
+# Qwen's split: words with their leading space, single digits, punctuation, line breaks, spaces.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+_TEXT = """
+You are a helpful assistant. The user asks a question and the assistant gives the answer.
+What is the sum of these numbers? The answer is the number that comes after the equals sign.
+A policy is a model that takes an action in a state. It gets a reward when the action is right, and it learns
+from the difference between the reward and the mean reward of the group. After some steps the reward rises.
+The quick brown fox jumps over the lazy dog. Every good thing takes time, and little by little we learn what
+works. First think about the question, then write the answer in one word. Please say which letter comes next.
+Add the first number to the second number, or take the second from the first. Write the result and stop there.
+There was a small house near the river where an old man and his daughter lived with their two cats. In the
+morning they would open the window and listen to the birds. One day a stranger came along the road and asked
+them for water and bread. They gave him what they had, and he told them stories of the places he had seen.
+Language models read text as tokens. A token is a short piece of text: a word, a part of a word, a digit or a
+sign. With every step the weights change a little, so that tokens with a good result become more likely.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Dimensions of the model; head size 32, the smallest that vLLM serves on CPU."""
+
+    hidden: int
+    layers: int
+    vocab: int
+    tied: bool
+    head_dim: int = 32
+
+    def __post_init__(self) -> None:
+        if self.hidden < 64 or self.hidden % 64:
+            raise StartupError(f"--hidden must be a positive multiple of 64, found {self.hidden}")
+        if self.layers < 1:
+            raise StartupError(f"--layers must be at least 1, found {self.layers}")
+        if self.vocab < _SMALLEST_VOCAB:
+            raise StartupError(f"--vocab must be at least {_SMALLEST_VOCAB}, found {self.vocab}")
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads // 2
+
+    @property
+    def intermediate(self) -> int:
+        return 3 * self.hidden
+
+
+def make_model(
+    directory: Path,
+    *,
+    hidden: int = 192,
+    layers: int = 2,
+    vocab: int = 512,
+    tied: bool = True,
+    seed: int = 0,
+) -> None:
+    """Write config, weights and tokenizer to `directory`; the same arguments give the same bytes.
+
+    About 1M parameters by default. config.json comes last, so that a directory that has one is complete.
+    StartupError for impossible sizes.
+    """
+    shape = Shape(hidden=hidden, layers=layers, vocab=vocab, tied=tied)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(vocab)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config())
+    save_file(dict(_weights(shape, seed)), directory / "model.safetensors", metadata={"format": "pt"})
+    vocabulary = tokenizer.get_vocab()
+    eos = [vocabulary[IM_END], vocabulary[END_OF_TEXT]]
+    _write_json(directory / "generation_config.json", {"do_sample": True, "eos_token_id": eos})
+    _write_json(directory / "config.json", _config(shape, eos))
+
+
+def make_tokenizer(vocab: int) -> Tokenizer:
+    """256 bytes, the special tokens, and as many merges as `vocab` and the built-in text allow."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
+    return tokenizer
+
+
+def _weights(shape: Shape, seed: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    """Hugging Face's Qwen3 names. Matrices normal(0, 0.02), norms one, as transformers initialises them."""
+    generator = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
+        return generator.normal(0.0, _INIT_STD, (rows, columns)).astype(np.float32)
+
+    yield "model.embed_tokens.weight", matrix(shape.vocab, shape.hidden)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        for name, rows, columns in _projections(shape):
+            yield f"{prefix}.{name}.weight", matrix(rows, columns)
+        for name, size in _norms(shape):
+            yield f"{prefix}.{name}.weight", np.ones(size, np.float32)
+    yield "model.norm.weight", np.ones(shape.hidden, np.float32)
+    if not shape.tied:
+        yield "lm_head.weight", matrix(shape.vocab, shape.hidden)
+
+
+def _projections(shape: Shape) -> tuple[tuple[str, int, int], ...]:
+    """(name, outputs, inputs) of a layer's matrices."""
+    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return (
+        ("self_attn.q_proj", query, shape.hidden),
+        ("self_attn.k_proj", key_value, shape.hidden),
+        ("self_attn.v_proj", key_value, shape.hidden),
+        ("self_attn.o_proj", shape.hidden, query),
+        ("mlp.gate_proj", shape.intermediate, shape.hidden),
+        ("mlp.up_proj", shape.intermediate, shape.hidden),
+        ("mlp.down_proj", shape.hidden, shape.intermediate),
+    )
+
+
+def _norms(shape: Shape) -> tuple[tuple[str, int], ...]:
+    return (
+        ("input_layernorm", shape.hidden),
+        ("post_attention_layernorm", shape.hidden),
+        ("self_attn.q_norm", shape.head_dim),
+        ("self_attn.k_norm", shape.head_dim),
+    )
+
+
+def _config(shape: Shape, eos: list[int]) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "eos_token_id": eos[0],
+        "pad_token_id": eos[1],
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "initializer_range": _INIT_STD,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": shape.tied,
+        "torch_dtype": "float32",
+        "vocab_size": shape.vocab,
+    }
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [IM_START, IM_END],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 8192,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,213 @@
+"""`serve` ends everything that it started, however it ends, and heals whatever dies under it."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+STOP_S, HEAL_S, START_S = 15, 120, 120
+KINDS = {  # part of the command line
+    "API": "skyrl_tinker.api.main",
+    "engine": "skyrl_tinker.engine.main",
+    "trainer": "ray::RankProcess",
+    "raylet": "raylet/raylet",
+    "vLLM server": "vllm.entrypoints",
+    "vLLM engine core": "VLLM::EngineCore",
+}
+
+
+class Serve:
+    """A server as a user starts it, and every process that it was ever seen to have."""
+
+    def __init__(self, home: Path, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "skyrl_tinker.cli", "serve", "--home", str(home), "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.seen: set[psutil.Process] = set()
+        self.url = ""
+
+    def wait_ready(self) -> "Serve":
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("skyrl-tinker ready: http://127.0.0.1:"), self.process.communicate()
+        self.url = line.split()[-1]
+        self.tree()
+        return self
+
+    def tree(self) -> list[psutil.Process]:
+        root = psutil.Process(self.process.pid)
+        found = [root, *root.children(recursive=True)]
+        self.seen.update(found)
+        return found
+
+    def find(self, kind: str) -> psutil.Process | None:
+        return next((each for each in self.tree() if KINDS[kind] in command(each)), None)
+
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def left(self) -> list[str]:
+        self.process.poll()  # or it stays a zombie
+        return [f"{each.pid} {command(each)}" for each in self.seen if each.is_running()]
+
+    def close(self) -> None:
+        """Whatever a failed test left."""
+        if self.process.poll() is None:
+            self.process.kill()
+        wait_until(lambda: not self.left(), STOP_S)
+        self.process.communicate()
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+    started: list[Serve] = []
+
+    def start(*options: str) -> Serve:
+        started.append(Serve(tmp_path / "home", *options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    running = Serve(tmp_path_factory.mktemp("healing")).wait_ready()
+    yield running
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(STOP_S) == 0
+    assert not running.left()
+    running.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_heals_when_one_is_killed(server: Serve, kind: str) -> None:
+    victim = server.find(kind)
+    assert victim is not None
+    victim.kill()
+
+    def healed() -> bool:
+        found = server.find(kind)
+        return found is not None and found != victim and server.ready()
+
+    assert wait_until(healed, HEAL_S)
+    current = server.tree()
+    assert wait_until(
+        lambda: not [each for each in server.seen if each not in current and each.is_running()], 10
+    )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything_with_exit_code_0(
+    start: Callable[..., Serve], signum: signal.Signals
+) -> None:
+    serve = start().wait_ready()
+    serve.process.send_signal(signum)
+    assert serve.process.wait(STOP_S) == 0
+    assert serve.left() == []
+    assert serve.process.communicate() == ("", "")
+
+
+def test_a_signal_while_starting_ends_everything_too(start: Callable[..., Serve]) -> None:
+    serve = start()
+    assert wait_until(lambda: serve.find("raylet") is not None, START_S)
+    serve.process.send_signal(signal.SIGINT)
+    assert serve.process.wait(STOP_S) == 0
+    assert serve.left() == []
+
+
+def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Serve]) -> None:
+    serve = start()
+    assert wait_until(lambda: serve.find("raylet") is not None, START_S)
+    serve.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    serve.process.send_signal(signal.SIGINT)
+    serve.process.wait(2)
+    assert serve.left() == []
+
+
+def test_nothing_outlives_a_killed_serve(start: Callable[..., Serve]) -> None:
+    serve = start().wait_ready()
+    serve.process.kill()
+    assert wait_until(lambda: not serve.left(), STOP_S), serve.left()
+
+
+def test_a_new_server_ends_what_a_killed_one_left(start: Callable[..., Serve]) -> None:
+    first = start().wait_ready()
+    engine = first.find("engine")
+    assert engine is not None
+    engine.suspend()  # a hung engine does not hear that its parent died
+    first.process.kill()
+    first.process.wait()
+    assert engine.is_running()
+    second = start().wait_ready()
+    assert first.left() == []
+    second.process.send_signal(signal.SIGTERM)
+    assert second.process.wait(STOP_S) == 0
+
+
+def test_an_engine_that_keeps_dying_ends_the_server_with_the_reason(start: Callable[..., Serve]) -> None:
+    serve = start()
+
+    def kill_engine() -> bool:
+        if serve.process.poll() is None and (engine := serve.find("engine")):
+            engine.kill()
+        return serve.process.poll() is not None
+
+    assert wait_until(kill_engine, START_S)
+    output, errors = serve.process.communicate()
+    assert (serve.process.returncode, output) == (1, "")
+    assert errors.count("\n") == 1
+    assert "the engine died 5 times within 120 s" in errors
+    assert serve.left() == []
+
+
+def test_a_home_that_is_in_use_and_a_port_that_is_taken_are_refused_in_one_line(
+    server: Serve, tmp_path: Path
+) -> None:
+    home = server.process.args[5]  # type: ignore[index]
+    port = server.url.rsplit(":", 1)[1]
+    for options, message in (
+        (["--home", str(home), "--port", "0"], "another server"),
+        (["--home", str(tmp_path), "--port", port], "choose another --port"),
+    ):
+        refused = subprocess.run(
+            [sys.executable, "-m", "skyrl_tinker.cli", "serve", *options],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert refused.returncode == 1
+        assert message in refused.stderr
+        assert refused.stderr.count("\n") == 1
+    assert server.ready()

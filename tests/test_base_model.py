@@ -1,0 +1,91 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_tinker import base_model, config
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.tiny_model import make_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_model(tmp_path / "model", hidden=64, tied=False)
+    return tmp_path / "model"
+
+
+def change(model: Path, **values: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_tiny_is_made_on_first_use_and_kept(tmp_path: Path) -> None:
+    settings = config.load(home=tmp_path)
+    first = base_model.resolve(settings)
+    weights = Path(first.directory, "model.safetensors")
+    made = weights.stat().st_mtime_ns
+    assert base_model.resolve(settings) == first
+    assert weights.stat().st_mtime_ns == made
+    assert first.names == ("tiny", str(tmp_path / "models" / "tiny"))
+
+
+def test_facts_of_a_directory_come_from_its_files(model: Path) -> None:
+    facts = base_model.resolve(config.load(base_model=str(model)))
+    assert facts.directory == str(model)
+    assert (facts.architecture, facts.vocab_size, facts.hidden_size) == ("Qwen3ForCausalLM", 512, 64)
+    assert (facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.tied) == (2, 1, 32, False)
+    assert facts.eos_token_ids == (2, 0)
+
+
+def test_a_directory_is_served_under_its_given_name_and_its_path(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    assert base_model.resolve(config.load(base_model="model")).names == ("model", str(model))
+    named = config.load(base_model="model", model_name="Qwen/Qwen3-8B")
+    assert base_model.resolve(named).names == ("Qwen/Qwen3-8B", str(model))
+
+
+def test_the_context_is_at_most_the_model_s_and_4096_unless_set(model: Path) -> None:
+    assert base_model.resolve(config.load(base_model=str(model))).context_length == 4096
+    assert base_model.resolve(config.load(base_model=str(model), context_length=6000)).context_length == 6000
+    change(model, max_position_embeddings=512)
+    assert base_model.resolve(config.load(base_model=str(model), context_length=6000)).context_length == 512
+
+
+def test_without_generation_config_the_end_token_of_config_counts(model: Path) -> None:
+    (model / "generation_config.json").unlink()
+    assert base_model.resolve(config.load(base_model=str(model))).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"head_dim": 16}, "head_dim 16 .* one of 32, 64"),
+        ({"architectures": ["BertModel"]}, "BertModel is not supported; supported: Qwen3ForCausalLM"),
+        ({"vocab_size": "many"}, "vocab_size must be a positive integer, found 'many'"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_with_the_reason(
+    model: Path, values: dict[str, Any], message: str
+) -> None:
+    change(model, **values)
+    with pytest.raises(StartupError, match=message):
+        base_model.resolve(config.load(base_model=str(model)))
+
+
+def test_a_head_size_that_only_the_cpu_lacks_is_fine_on_cuda(model: Path) -> None:
+    change(model, head_dim=16)
+    assert base_model.resolve(config.load(base_model=str(model), device="cuda")).head_dim == 16
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"no config.json in that directory"):
+        base_model.resolve(config.load(base_model=str(tmp_path)))
+
+
+def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(StartupError, match="neither a model directory nor to be had from the hub"):
+        base_model.resolve(config.load(base_model="nobody/nothing"))

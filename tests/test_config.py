@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from skyrl_tinker import config
+
+
+def test_arguments_beat_the_environment_which_beats_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('port = 1\nhost = "file"\nbase_model = "file"\n')
+    monkeypatch.setenv("SKYRL_TINKER_PORT", "2")
+    monkeypatch.setenv("SKYRL_TINKER_HOST", "environment")
+    settings = config.load(file, port=3)
+    assert (settings.port, settings.host, settings.base_model) == (3, "environment", "file")
+
+
+def test_none_counts_as_not_given() -> None:
+    assert config.load(port=None).port == 8000
+
+
+def test_unknown_keys_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("prot = 1\n")
+    with pytest.raises(ValidationError, match="prot"):
+        config.load(file)
+
+
+def test_children_read_back_the_same_settings(tmp_path: Path) -> None:
+    settings = config.load(home=tmp_path, port=1234, context_length=128)
+    assert config.Settings.model_validate_json(settings.model_dump_json()) == settings
+
+
+def test_everything_lies_under_home_unless_said_otherwise(tmp_path: Path) -> None:
+    settings = config.load(home=tmp_path)
+    assert settings.store_url == f"sqlite+aiosqlite:///{tmp_path}/skyrl-tinker.db"
+    assert settings.checkpoint_root == tmp_path / "checkpoints"

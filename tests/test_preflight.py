@@ -1,0 +1,75 @@
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_tinker import config, preflight
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.places import Places
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"replicas": 2}, "--replicas 2"),
+        ({"placement": "colocated"}, "--placement colocated"),
+        ({"ray_address": "auto"}, "--ray-address"),
+        ({"host": "0.0.0.0"}, "no API keys; use 127.0.0.1, or add --insecure"),
+        ({"host": "my.machine"}, "no API keys"),
+    ],
+)
+def test_what_is_not_built_or_not_safe_is_refused_with_what_to_change(
+    setting: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(StartupError, match=message):
+        preflight.check_settings(config.load(**setting))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_loopback_hosts_need_no_keys(host: str) -> None:
+    preflight.check_settings(config.load(host=host))
+
+
+def test_any_host_goes_when_asked_for() -> None:
+    preflight.check_settings(config.load(host="0.0.0.0", insecure=True))
+
+
+def test_a_port_in_use_is_refused_and_port_0_finds_a_free_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=rf"127.0.0.1:{port} .*choose another --port"):
+            preflight.with_port(config.load(port=port))
+        assert preflight.with_port(config.load(port=0)).port not in (0, port)
+
+
+def test_a_home_has_one_server_at_a_time(tmp_path: Path) -> None:
+    places = Places(config.load(home=tmp_path))
+    places.make()
+    with (
+        preflight.home_lock(places),
+        pytest.raises(StartupError, match=r"another server \(pid \d+\)"),
+        preflight.home_lock(places),
+    ):
+        pass
+    with preflight.home_lock(places):
+        pass
+
+
+def test_directories_that_others_can_reach_are_ours_alone(tmp_path: Path) -> None:
+    places = Places(config.load(home=tmp_path))
+    places.make()
+    for directory in (places.bell_dir, places.ephemeral_dir):
+        assert directory.stat().st_mode & 0o077 == 0
+
+
+def test_what_a_deleted_home_left_in_shared_memory_is_freed(tmp_path: Path) -> None:
+    kept, deleted = (Places(config.load(home=tmp_path / name)) for name in ("kept", "deleted"))
+    for places in (kept, deleted):
+        places.make()
+    shutil.rmtree(deleted.home)
+    kept.sweep_forgotten()
+    assert kept.ephemeral_dir.exists()
+    assert not deleted.ephemeral_dir.exists()
+    assert not deleted.bell_dir.exists()

@@ -1,0 +1,105 @@
+"""Each case runs in a process of its own: subreaping and killing all descendants concern a whole process."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+
+from skyrl_tinker import processes
+
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import subprocess, time
+from skyrl_tinker.processes import die_with_parent
+print(subprocess.Popen(["sleep", "60"], preexec_fn=die_with_parent).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def run(script: str, *arguments: str) -> str:
+    given = [sys.executable, "-c", textwrap.dedent(script), *arguments]
+    return subprocess.run(given, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not psutil.pid_exists(pid)
+
+
+def test_orphans_come_back_and_are_killed_and_reaped() -> None:
+    output = run("""
+        import subprocess, time
+        from skyrl_tinker import processes
+        processes.become_subreaper()
+        shell = subprocess.run(["sh", "-c", "sleep 60 >&- & echo $!"], stdout=subprocess.PIPE, text=True)
+        orphan = int(shell.stdout)
+        assert [each.pid for each in processes.descendants()] == [orphan]
+        assert processes.kill_descendants(grace_s=2.0) == []
+        assert processes.descendants() == []
+        print(orphan)
+    """)
+    assert gone(int(output))
+
+
+def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
+    output = run(
+        """
+        import subprocess, sys, time
+        from skyrl_tinker import processes
+        child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+        child.stdout.readline()
+        started = time.monotonic()
+        assert processes.kill_descendants(grace_s=0.5) == [child.pid]
+        assert 0.5 <= time.monotonic() - started < 3
+        print(child.pid)
+        """,
+        STUBBORN,
+    )
+    assert gone(int(output))
+
+
+def test_a_child_dies_with_its_parent_however_that_ends() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    assert gone(child)
+
+
+def test_dead_orphans_are_collected_but_not_the_children_of_others() -> None:
+    run("""
+        import subprocess, time
+        from skyrl_tinker import processes
+        processes.become_subreaper()
+        own = subprocess.Popen(["false"])
+        subprocess.run(["sh", "-c", "sleep 0.1 &"])
+        time.sleep(0.4)
+        processes.reap_orphans(known=(own.pid,))
+        assert [each.pid for each in processes.descendants()] == [own.pid]
+        assert own.wait() == 1
+    """)
+
+
+def test_leftovers_are_ended_by_pid_and_start_time(tmp_path: Path) -> None:
+    file = tmp_path / "processes.json"
+    with subprocess.Popen(["sleep", "60"]) as left, subprocess.Popen(["sleep", "60"]) as stranger:
+        mine = processes.identities([psutil.Process(left.pid)])
+        reused = processes.Identity(stranger.pid, psutil.Process(stranger.pid).create_time() - 3600)
+        processes.write_pid_file(file, {*mine, reused})
+        assert processes.end_leftovers(file, grace_s=2.0) == 1
+        assert gone(left.pid)
+        assert stranger.poll() is None
+        stranger.kill()
+    assert not file.exists()
+    assert processes.end_leftovers(file, grace_s=2.0) == 0
