@@ -93,7 +93,7 @@ def _open_files() -> str:
 
 def _port(settings: Settings) -> str:
     try:
-        preflight.with_port(settings)
+        preflight.listen(settings.host, settings.port).close()
     except StartupError as error:
         raise CheckFailedError(str(error)) from error
     return f"{settings.host}:{settings.port} is free"

@@ -1,17 +1,17 @@
 """The error tree. Each class maps once to an HTTP status and to the category of a failed future.
 
-    SkyrlTinkerError              500  server
-    ├── UserError                 400  user     the request is wrong; the message names field, found, expected
-    │   ├── NotFoundError         404  user     no such session, model, checkpoint, future
-    │   ├── GoneError             410  user     the session is finished or expired
-    │   ├── SeqIdReusedError      422  user     the same seq_id came with another payload
-    │   ├── TooLargeError         413  user     body over the cap
-    │   └── NotSupportedError     400  user     belongs to the protocol, not built yet
-    ├── StateLostError            500  server   the model's state died with a process
-    ├── TrainerError              500  server   a worker failed; its unit is failed
-    ├── SamplerError              500  server   the inference plane failed
-    ├── StorageError              500  server   a disk is full or broken; models and weights are as before
-    └── StartupError              500  server   the server cannot start; the message says what to change
+SkyrlTinkerError              500  server
+├── UserError                 400  user     the request is wrong; the message names field, found, expected
+│   ├── NotFoundError         404  user     no such session, model, checkpoint, future
+│   ├── GoneError             410  user     the session is finished or expired
+│   ├── SeqIdReusedError      422  user     the same seq_id came with another payload
+│   ├── TooLargeError         413  user     body over the cap
+│   └── NotSupportedError     400  user     belongs to the protocol, not built yet
+├── StateLostError            500  server   the model's state died with a process
+├── TrainerError              500  server   a worker failed; its unit is failed
+├── SamplerError              500  server   the inference plane failed
+├── StorageError              500  server   a disk is full or broken; models and weights are as before
+└── StartupError              500  server   the server cannot start; the message says what to change
 """
 
 from typing import ClassVar, Literal

@@ -11,6 +11,8 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.places import Places
 
+_BACKLOG = 4096  # thousands of long polls may connect at once
+
 
 def check_settings(settings: Settings) -> None:
     """Refuse what is not built yet, and what would open the server to a network by mistake."""
@@ -55,16 +57,16 @@ def _locked(places: Places) -> str:
     return f"another server (pid {pid}) runs with --home {places.home}; stop it or choose another home"
 
 
-def with_port(settings: Settings) -> Settings:
-    """The same settings with a port that is free now; port 0 becomes a free one."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.host, settings.port))
-        except OSError as error:
-            raise StartupError(
-                f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); "
-                "choose another --port (0 = any free one)"
-            ) from error
-        return settings.model_copy(update={"port": probe.getsockname()[1]})
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket of a server; port 0 is any free one.
+
+    `serve` keeps it for its life and lends it to each API process, so that nobody else can take the port, and
+    connections made while an API is started again wait instead of being refused.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise StartupError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port (0 = any free one)"
+        ) from error

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from collections import deque
@@ -45,11 +46,13 @@ def serve(settings: Settings, ready: Say, progress: Say) -> None:
         if left := processes.end_leftovers(places.pid_file, _KILL_GRACE_S):
             progress(f"ended {left} processes that a killed server had left")
         places.sweep_forgotten()
-        settings = preflight.with_port(settings).model_copy(update={"home": places.home})
-        facts = base_model.resolve(settings)
-        migrate(settings.store_url)
-        places.settings_file.write_text(settings.model_dump_json())
-        asyncio.run(_Supervisor(settings, places, facts, ready, progress).run())
+        with preflight.listen(settings.host, settings.port) as listener:
+            update = {"home": places.home, "port": listener.getsockname()[1]}
+            settings = settings.model_copy(update=update)
+            facts = base_model.resolve(settings)
+            migrate(settings.store_url)
+            places.settings_file.write_text(settings.model_dump_json())
+            asyncio.run(_Supervisor(settings, places, facts, listener, ready, progress).run())
 
 
 @dataclass(slots=True)
@@ -62,6 +65,7 @@ class _Child:
     name: str
     module: str
     places: Places
+    listener: socket.socket | None = None  # inherited, and named by its number as the last argument
     process: asyncio.subprocess.Process | None = None
     deaths: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_DEATHS))
 
@@ -71,9 +75,11 @@ class _Child:
 
     async def run(self) -> int:
         """Start it and wait for its end; its exit code, negative for a signal."""
+        inherited = () if self.listener is None else (self.listener.fileno(),)
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self.module, str(self.places.settings_file)),
+                *(sys.executable, "-m", self.module, str(self.places.settings_file), *map(str, inherited)),
+                pass_fds=inherited,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -100,14 +106,20 @@ class _Child:
 
 class _Supervisor:
     def __init__(
-        self, settings: Settings, places: Places, facts: BaseModelFacts, ready: Say, progress: Say
+        self,
+        settings: Settings,
+        places: Places,
+        facts: BaseModelFacts,
+        listener: socket.socket,
+        ready: Say,
+        progress: Say,
     ) -> None:
         self._settings = settings
         self._places = places
         self._facts = facts
         self._ready = ready
         self._progress = progress
-        self._api = _Child("api", "skyrl_tinker.api.main", places)
+        self._api = _Child("api", "skyrl_tinker.api.main", places, listener)
         self._engine = _Child("engine", "skyrl_tinker.engine.main", places)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()

@@ -40,8 +40,9 @@ def test_a_port_in_use_is_refused_and_port_0_finds_a_free_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=rf"127.0.0.1:{port} .*choose another --port"):
-            preflight.with_port(config.load(port=port))
-        assert preflight.with_port(config.load(port=0)).port not in (0, port)
+            preflight.listen("127.0.0.1", port)
+        with preflight.listen("127.0.0.1", 0) as free:
+            assert free.getsockname()[1] not in (0, port)
 
 
 def test_a_home_has_one_server_at_a_time(tmp_path: Path) -> None:

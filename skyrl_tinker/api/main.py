@@ -1,4 +1,7 @@
-"""`python -m skyrl_tinker.api.main SETTINGS_JSON`: one API process. SIGTERM ends it within a second."""
+"""`python -m skyrl_tinker.api.main SETTINGS_JSON FD`: one API process on a listening socket that it inherits.
+
+SIGTERM ends it within a second.
+"""
 
 import asyncio
 import logging
@@ -27,24 +30,20 @@ FACTS_WITHIN_S = 60.0
 _FACTS_POLL_S = 0.1
 _KEEP_ALIVE_S = 75
 _DRAIN_S = 1
-_BACKLOG = 4096  # thousands of long polls may connect at once
 
 
 class ApiServer(uvicorn.Server):
     """Ends the long polls before it waits for connections to drain; signals are ours, not uvicorn's."""
 
-    def __init__(self, app: FastAPI, settings: Settings) -> None:
+    def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                host=settings.host,
-                port=settings.port,
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 lifespan="on",
                 ws="none",
-                backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_DRAIN_S,
             )
@@ -90,14 +89,14 @@ async def _stored_facts(store: Store) -> object:
         return await state.get(conn, "base_model")
 
 
-async def run(settings: Settings) -> None:
+async def run(settings: Settings, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT."""
     store = await Store.open(settings.store_url)
     try:
         bell = Doorbell.bind(settings.root, "api")
         try:
             facts = await read_facts(store, bell)
-            await ApiServer(create_app(settings, store, facts, bell), settings).serve()
+            await ApiServer(create_app(settings, store, facts, bell)).serve([listener])
         finally:
             bell.close()
     finally:
@@ -109,7 +108,7 @@ def main() -> None:
     raise_open_files_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
-    asyncio.run(run(settings))
+    asyncio.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))
 
 
 if __name__ == "__main__":

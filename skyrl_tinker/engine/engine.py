@@ -11,6 +11,7 @@ from skyrl_tinker.engine import canary, recovery
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.models import Models
+from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.engine.publisher import Publisher
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
@@ -22,7 +23,7 @@ from skyrl_tinker.errors import SkyrlTinkerError, StartupError, TrainerError
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.group import SamplerSpec, ServerGroup
 from skyrl_tinker.places import Places
-from skyrl_tinker.store import state
+from skyrl_tinker.store import sampling, state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
@@ -55,6 +56,7 @@ class Engine:
         self._bell = bell
         self._status = status
         self._outbox = Outbox(store, bell)
+        self._overflow = Overflow(places.ephemeral_dir, places.run_dir / "overflow")
         self._ready = False
         self._waiting_for = {"trainer", "sampler"}
         self._to_end: list[Callable[[], Awaitable[None]]] = []
@@ -132,6 +134,9 @@ class Engine:
         root = self._places.checkpoint_root
         ephemeral = self._places.ephemeral_dir
         await asyncio.to_thread(recovery.sweep_partial, [ephemeral, *root.glob("*/*")])
+        async with self._store.read() as conn:
+            versions = await sampling.ephemeral_versions(conn)
+        await asyncio.to_thread(self._overflow.sweep, {version.name for version in versions})
         lost = await recovery.recover(self._store, self._status.died_after)
         if lost:
             _log.warning("%d models of an earlier engine are lost", lost)
@@ -174,13 +179,14 @@ class Engine:
         keeper = Models(store, trainer, facts, root, settings.max_lora_rank)
         publisher = Publisher(store, trainer, samplers, outbox, facts, places.ephemeral_dir, root)
         training = TrainerDriver(store, trainer, keeper, publisher, outbox, settings.unit_tokens)
-        sampling = SamplerDriver(store, samplers, outbox, settings.sample_concurrency)
+        sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency)
         timeout, ttl = settings.session_timeout_s, settings.result_ttl_s
+        cleaner = SessionKeeper(store, training, sampler, samplers, self._overflow, timeout, ttl)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(training.run())
-            tasks.create_task(sampling.run())
-            tasks.create_task(Intake(store, self._bell, training, sampling, cursor).run())
-            tasks.create_task(SessionKeeper(store, training, sampling, samplers, timeout, ttl).run())
+            tasks.create_task(sampler.run())
+            tasks.create_task(Intake(store, self._bell, training, sampler, cursor).run())
+            tasks.create_task(cleaner.run())
             tasks.create_task(samplers.supervise(self._status))
             tasks.create_task(_watch(trainer, self._ray))
 

@@ -34,7 +34,7 @@ class Intake:
                 while await self._take():
                     pass
             except OperationalError as error:
-                # A briefly unreadable database costs one round: the cursor has not moved.
+                # A database that fails briefly costs one round: the cursor has not moved.
                 _log.warning("new requests could not be read, trying again: %s", error)
             await self._bell.wait(FALLBACK_POLL_S)
 
@@ -43,7 +43,8 @@ class Intake:
         async with self._store.read() as conn:
             rows = await futures.queued_after(conn, self._cursor, PAGE)
         if rows:
-            self._cursor = rows[-1].id
-            self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
+            # Training first: it reads the database, and where that fails it may get the same rows again.
             await self._trainer.submit([row for row in rows if row.kind is not RequestKind.SAMPLE])
+            self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
+            self._cursor = rows[-1].id
         return len(rows) == PAGE

@@ -47,8 +47,10 @@ class Lanes:
         return self._closed.get(model)
 
     def add(self, row: QueuedRow, refusal: str | None = None) -> None:
-        """`refusal`: the error with which the API has failed this row already."""
+        """`refusal`: the error with which the API has failed this row already. A row may come twice."""
         model, seq_id = _place(row)
+        if seq_id < self._open[model].next_seq:
+            return
         self._open[model].parked[seq_id] = row
         if refusal is not None:
             self._open[model].refusals[seq_id] = refusal

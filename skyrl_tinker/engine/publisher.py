@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.engine.answers import Outbox, failure_of, finish, json_answer
 from skyrl_tinker.engine.models import expiry, free_directory, require_free
 from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.errors import SamplerError, UserError
+from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, UserError
 from skyrl_tinker.store import checkpoints, sampling
 from skyrl_tinker.store.checkpoints import NewCheckpoint
 from skyrl_tinker.store.futures import QueuedRow
@@ -112,8 +112,12 @@ class Publisher:
         if model.spec.rank:
             return Capture(row, model, body, version, await self._trainer.capture_adapter(model.key))
         capture = Capture(row, model, body, version, None)
-        await asyncio.to_thread(_make_anew, capture.staging)
-        await self._trainer.capture_full(model.key, str(capture.staging))
+        try:
+            await asyncio.to_thread(_make_anew, capture.staging)
+            await self._trainer.capture_full(model.key, str(capture.staging))
+        except (SkyrlTinkerError, OSError):  # what filled the memory must not go on filling it
+            await asyncio.to_thread(shutil.rmtree, capture.staging, ignore_errors=True)
+            raise
         return capture
 
     async def _new_version(self, row: QueuedRow, model: ModelRow, body: SaveSamplerBody) -> WeightVersion:

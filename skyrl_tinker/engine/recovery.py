@@ -18,7 +18,7 @@ from skyrl_tinker.wire.paths import TinkerPath
 from skyrl_tinker.wire.values import Failure
 
 PAGE = 1000
-PARTIAL = ".*.partial"  # directories that were being written
+PARTIAL = (".*.partial", ".*.tmp")  # directories that were being written
 SAMPLE_LOST = Failure("the engine restarted while this request was in flight; send it again", "server")
 
 
@@ -37,7 +37,7 @@ async def recover(store: Store, died_after: int) -> int:
 def sweep_partial(directories: Iterable[Path]) -> None:
     """Remove what was half written."""
     for directory in directories:
-        for path in directory.glob(PARTIAL):
+        for path in (path for pattern in PARTIAL for path in directory.glob(pattern)):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -82,17 +82,20 @@ class SamplerDriver:
             if len(self._targets) >= CACHED_SESSIONS:
                 self._targets.clear()
             async with self._store.read() as conn:
-                self._targets[session] = await _target(conn, session)
+                base_model, version = await _target(conn, session)
+            self._samplers.require_served(base_model)
+            self._targets[session] = version
         return self._targets[session]
 
 
-async def _target(conn: AsyncConnection, session: SamplingSessionId) -> WeightVersion | None:
+async def _target(conn: AsyncConnection, session: SamplingSessionId) -> tuple[str, WeightVersion | None]:
+    """Base model and version."""
     row = await sampling.get(conn, session)
     if row is None:
         raise NotFoundError(f"no sampling session {session}")
     if row.version_id is None:
-        return None
+        return row.base_model, None
     version = await sampling.version(conn, row.version_id)
     if version is None:
         raise NotFoundError(f"the weights of sampling session {session} are gone: its session is finished")
-    return version
+    return row.base_model, version

@@ -4,18 +4,21 @@ import asyncio
 import hashlib
 import logging
 from array import array
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from skyrl_tinker.engine.adapters import Adapters
 from skyrl_tinker.engine.residency import Residency
 from skyrl_tinker.engine.status import Status
-from skyrl_tinker.errors import NotFoundError, SamplerError
+from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.group import ServerGroup
 from skyrl_tinker.inference.spec import BASE_MODEL
 from skyrl_tinker.weight_sync.base import WeightTransport, sync_weights
+from skyrl_tinker.wire.ids import VersionId
 from skyrl_tinker.wire.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
 
 ATTEMPTS = 3
@@ -42,6 +45,7 @@ class Samplers:
         self._facts = facts
         self._adapters = Adapters(client, adapters)
         self._residency = Residency(self._bring)
+        self._users: Counter[VersionId] = Counter()
         self._restarts = 0
         self._up = asyncio.Event()
         self._up.set()
@@ -60,7 +64,20 @@ class Samplers:
 
     async def sample(self, version: WeightVersion | None, request: SampleRequest) -> SampleOutput:
         """From an adapter, full parameters or (None) the base model; tried again when vLLM died under it."""
-        return await self._surviving(lambda: self._sample(version, request))
+        with self._counted(version):
+            return await self._surviving(lambda: self._sample(version, request))
+
+    def in_use(self, version: WeightVersion) -> bool:
+        """Whether a sample of it is under way."""
+        return version.id in self._users
+
+    def require_served(self, base_model: str) -> None:
+        """UserError for a sampling client older than a start of the server with another model."""
+        if base_model not in self._facts.names:
+            raise UserError(
+                f"this sampling client is of base model {base_model!r}, "
+                f"expected one that is served: {', '.join(self._facts.names)}"
+            )
 
     async def load(self, version: WeightVersion) -> None:
         """Before its first sample, so that this one need not wait. Full parameters come on demand."""
@@ -70,6 +87,15 @@ class Samplers:
     async def drop(self, version: WeightVersion) -> None:
         if version.kind == "lora":
             await self._adapters.drop(version)
+
+    @contextmanager
+    def _counted(self, version: WeightVersion | None) -> Iterator[None]:
+        users = Counter([version.id] if version else [])
+        self._users += users
+        try:
+            yield
+        finally:
+            self._users -= users  # drops zeros
 
     async def _sample(self, version: WeightVersion | None, request: SampleRequest) -> SampleOutput:
         key = _session_key(version, request)

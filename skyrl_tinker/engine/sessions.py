@@ -4,9 +4,13 @@ import asyncio
 import logging
 import shutil
 import time
+from contextlib import suppress
+from pathlib import Path
 
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
@@ -30,6 +34,7 @@ class SessionKeeper:
         trainer: TrainerDriver,
         sampler: SamplerDriver,
         samplers: Samplers,
+        overflow: Overflow,
         session_timeout_s: float,
         result_ttl_s: float,
     ) -> None:
@@ -37,6 +42,7 @@ class SessionKeeper:
         self._trainer = trainer
         self._sampler = sampler
         self._samplers = samplers
+        self._overflow = overflow
         self._timeout_s = session_timeout_s
         self._ttl_s = result_ttl_s
         self._started = time.time()
@@ -48,8 +54,9 @@ class SessionKeeper:
             await asyncio.sleep(SWEEP_S)
             try:
                 await self.sweep()
-            except SamplerError as error:
-                _log.info("clean-up goes on when the sampler is back: %s", error)
+            except (SamplerError, OperationalError, OSError) as error:
+                # The sampler is down, or a disk is full: nobody's work shall end because of that.
+                _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
 
     async def sweep(self) -> None:
         for session in await self._over():
@@ -57,6 +64,7 @@ class SessionKeeper:
         await self._drop_versions()
         await self._remove_checkpoints()
         await self._purge_results()
+        await self._spare_memory()
 
     async def _over(self) -> list[SessionId]:
         """Silence counts only while somebody listened: after a restart clients get the full time again."""
@@ -75,13 +83,18 @@ class SessionKeeper:
         async with self._store.read() as conn:
             versions = await sampling.droppable_versions(conn)
         for version in versions:
-            await self._drop(version)
+            if await self._retire(version):
+                await asyncio.to_thread(self._overflow.remove, version)
 
-    async def _drop(self, version: WeightVersion) -> None:
+    async def _retire(self, version: WeightVersion) -> bool:
+        """Nobody samples it from now on. False while somebody does: a server that must read the files
+        again dies when they are gone."""
+        if self._samplers.in_use(version):
+            return False
         await self._samplers.drop(version)
-        await asyncio.to_thread(shutil.rmtree, version.directory, ignore_errors=True)
         await self._store.write(lambda conn: sampling.drop_version(conn, version.id))
         self._sampler.forget_targets()
+        return True
 
     async def _remove_checkpoints(self) -> None:
         async with self._store.read() as conn:
@@ -90,11 +103,11 @@ class SessionKeeper:
             await self._remove(row)
 
     async def _remove(self, row: CheckpointRow) -> None:
+        """Forgotten first: a save may take the directory's name as soon as it is free."""
         version = await self._version(row)
-        if version is not None:
-            await self._drop(version)
-        await asyncio.to_thread(shutil.rmtree, row.directory, ignore_errors=True)
-        await self._store.write(lambda conn: checkpoints.forget(conn, row.id))
+        if version is None or await self._retire(version):
+            await self._store.write(lambda conn: checkpoints.forget(conn, row.id))
+            await asyncio.to_thread(_remove_directory, Path(row.directory), row.id)
 
     async def _version(self, row: CheckpointRow) -> WeightVersion | None:
         if row.version_id is None:
@@ -102,11 +115,29 @@ class SessionKeeper:
         async with self._store.read() as conn:
             return await sampling.version(conn, row.version_id)
 
+    async def _spare_memory(self) -> None:
+        if not await asyncio.to_thread(self._overflow.low):
+            return
+        async with self._store.read() as conn:
+            versions = await sampling.ephemeral_versions(conn)
+        for version in versions[:-1]:  # the newest is about to be sampled
+            await asyncio.to_thread(self._overflow.move, version)
+            if not await asyncio.to_thread(self._overflow.low):
+                return
+
     async def _purge_results(self) -> None:
         now = time.time()
         if now - self._purged > PURGE_S:
             self._purged = now
             await self._store.write(lambda conn: futures.purge_results(conn, now - self._ttl_s))
+
+
+def _remove_directory(directory: Path, number: int) -> None:
+    """Out of the way in one step; an engine that dies here leaves what the next one sweeps."""
+    doomed = directory.with_name(f".{directory.name}.{number}.tmp")
+    with suppress(FileNotFoundError):  # somebody removed it by hand
+        directory.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 async def _finish(conn: AsyncConnection, session: SessionId, detail: str) -> list[models.ModelRow]:

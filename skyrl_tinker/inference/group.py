@@ -1,6 +1,7 @@
 """The sampler replicas: starts them, watches them, starts dead ones again."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable
 from contextlib import suppress
@@ -21,6 +22,7 @@ STARTUP_POLL_S = 0.1
 WATCH_POLL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 8.0
+_log = logging.getLogger(__name__)
 
 
 class ServerGroup:
@@ -131,7 +133,8 @@ async def _answer(reference: Awaitable[T]) -> T:
     try:
         return await reference
     except RayActorError as error:
-        raise SamplerError(f"the sampler's actor died: {error}") from error
+        _log.error("the sampler's actor died: %s", error)  # long, with addresses: not for clients
+        raise SamplerError("the sampler's actor died") from error
     except RayTaskError as error:
         raise (
             error.cause if isinstance(error.cause, SkyrlTinkerError) else SamplerError(str(error))

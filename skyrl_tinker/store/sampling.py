@@ -131,6 +131,11 @@ async def droppable_versions(conn: AsyncConnection) -> list[WeightVersion]:
     )
 
 
+async def ephemeral_versions(conn: AsyncConnection) -> list[WeightVersion]:
+    """Those that are published and not dropped, oldest first."""
+    return await _published(conn, AdapterVersion.durable.is_(False))
+
+
 def held(version_id: Any) -> ColumnElement[bool]:
     """SQL: a sampling session of a live session stands on this version column."""
     return (

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import insert, or_, select, update
+from sqlalchemy import and_, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import GoneError, NotFoundError
@@ -73,14 +73,15 @@ def check_live(row: AnyRow) -> None:
 
 
 async def expired(conn: AsyncConnection, now: float, timeout_s: float) -> list[SessionId]:
-    """Sessions that are finished, or silent for `timeout_s`, and still have models that are not released."""
+    """Sessions to end: silent for `timeout_s`, or finished but with models that are not released yet."""
     holds_models = (
         select(Model.key)
         .where(Model.session_id == Session.session_id, Model.state != ModelState.RELEASED)
         .exists()
     )
-    over = or_(Session.finished_at.is_not(None), Session.last_heartbeat_at < now - timeout_s)
-    rows = await conn.scalars(select(Session.session_id).where(over, holds_models))
+    silent = and_(Session.finished_at.is_(None), Session.last_heartbeat_at < now - timeout_s)
+    left = and_(Session.finished_at.is_not(None), holds_models)
+    rows = await conn.scalars(select(Session.session_id).where(or_(silent, left)))
     return [SessionId(session_id) for session_id in rows]
 
 

@@ -21,16 +21,24 @@ def publish_adapter(weights: AdapterWeights, directory: Path, base_model: str) -
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(dict(weights.tensors), temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-    (temporary / "adapter_config.json").write_text(json.dumps(_config(weights, base_model), indent=2) + "\n")
-    size = sum(file.stat().st_size for file in temporary.iterdir())
-    for path in (*temporary.iterdir(), temporary):
-        _flush(path)
+    try:
+        size = _write(weights, temporary, base_model)
+    except BaseException:  # what filled the disk must not go on filling it
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)
     _flush(directory.parent)
     return size
+
+
+def _write(weights: AdapterWeights, directory: Path, base_model: str) -> int:
+    directory.mkdir(parents=True)
+    save_file(dict(weights.tensors), directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / "adapter_config.json").write_text(json.dumps(_config(weights, base_model), indent=2) + "\n")
+    for path in (*directory.iterdir(), directory):
+        _flush(path)
+    return sum(file.stat().st_size for file in directory.iterdir())
 
 
 def _config(weights: AdapterWeights, base_model: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from sqlalchemy import select
 
@@ -30,12 +31,6 @@ from .world import BASE, FACTS, settings_for, write_facts
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "ray", "transformers", "vllm", "peft"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -64,18 +59,27 @@ class Api:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    made = settings_for(tmp_path / "home", long_poll_s=20.0, port=free_port())
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+@pytest.fixture
+def settings(tmp_path: Path, listener: socket.socket) -> Settings:
+    made = settings_for(tmp_path / "home", long_poll_s=20.0, port=listener.getsockname()[1])
     migrate(made.store_url)
     return made
 
 
 @pytest.fixture
-def api(settings: Settings, tmp_path: Path) -> Iterator[Api]:
+def api(settings: Settings, listener: socket.socket, tmp_path: Path) -> Iterator[Api]:
     """Without a ready engine and, until a test writes them, without facts."""
     file = tmp_path / "settings.json"
     file.write_text(settings.model_dump_json())
-    process = subprocess.Popen([sys.executable, "-m", "skyrl_tinker.api.main", str(file)])
+    fd = listener.fileno()
+    command = [sys.executable, "-m", "skyrl_tinker.api.main", str(file), str(fd)]
+    process = subprocess.Popen(command, pass_fds=[fd])
+    listener.close()  # or connections would wait for ever once the API has ended
     try:
         yield Api(f"http://127.0.0.1:{settings.port}", process, settings)
     finally:
@@ -123,6 +127,13 @@ async def test_the_sdk_hears_at_once_what_was_wrong(api: Api, engine: Engine) ->
     assert (RequestKind.FORWARD_BACKWARD, 1) in engine.order  # failed, and its seq_id taken
 
 
+async def test_it_has_sockets_for_thousands_of_long_polls(api: Api, store: Store) -> None:
+    await write_facts(store)
+    await asyncio.to_thread(api.wait_until_up)
+    soft, hard = psutil.Process(api.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard
+
+
 async def test_sigterm_answers_long_polls_and_ends_soon(api: Api, store: Store) -> None:
     await write_facts(store)
     await asyncio.to_thread(api.wait_until_up)
@@ -165,29 +176,35 @@ class BrokenBell(Doorbell):
         raise OSError("the socket is gone")
 
 
-async def test_it_ends_rather_than_serve_without_waking_long_polls(settings: Settings, store: Store) -> None:
+async def test_it_ends_rather_than_serve_without_waking_long_polls(
+    settings: Settings, listener: socket.socket, store: Store
+) -> None:
     bell = BrokenBell.bind(settings.root, "api")
-    server = ApiServer(create_app(settings, store, FACTS, bell), settings)
-    await asyncio.wait_for(server.serve(), 10)
+    server = ApiServer(create_app(settings, store, FACTS, bell))
+    await asyncio.wait_for(server.serve([listener]), 10)
     bell.close()
 
 
-async def test_it_dies_with_its_parent(settings: Settings, store: Store, tmp_path: Path) -> None:
+async def test_it_dies_with_its_parent(
+    settings: Settings, listener: socket.socket, store: Store, tmp_path: Path
+) -> None:
     await write_facts(store)
     file = tmp_path / "settings.json"
     file.write_text(settings.model_dump_json())
-    child = await asyncio.to_thread(_start_under_a_parent_and_kill_that, settings, file)
+    child = await asyncio.to_thread(_start_under_a_parent_and_kill_that, settings, listener, file)
     await asyncio.to_thread(_wait_until_gone, child)
     assert not _alive(child)
 
 
-def _start_under_a_parent_and_kill_that(settings: Settings, file: Path) -> int:
+def _start_under_a_parent_and_kill_that(settings: Settings, listener: socket.socket, file: Path) -> int:
+    fd = listener.fileno()
     code = (
         "import subprocess, sys, time\n"
-        f"p = subprocess.Popen([sys.executable, '-m', 'skyrl_tinker.api.main', {str(file)!r}])\n"
+        f"command = [sys.executable, '-m', 'skyrl_tinker.api.main', {str(file)!r}, '{fd}']\n"
+        f"p = subprocess.Popen(command, pass_fds=[{fd}])\n"
         "print(p.pid, flush=True)\ntime.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, pass_fds=[fd])
     assert parent.stdout is not None
     with parent.stdout:
         child = int(parent.stdout.readline())

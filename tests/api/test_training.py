@@ -31,6 +31,13 @@ async def test_the_same_pass_again_gives_the_first_promise_and_runs_once(world: 
     assert len(await world.queued()) == 2
 
 
+async def test_the_idempotency_key_names_no_request(world: World) -> None:
+    model = await world.model()
+    key = {"X-Idempotency-Key": "a"}
+    answers = [(await post_pass(world, protobuf(model, seq_id), **key)).json() for seq_id in (1, 2)]
+    assert answers[0]["request_id"] != answers[1]["request_id"]
+
+
 async def test_the_same_seq_id_with_another_payload_is_422_not_a_retried_409(world: World) -> None:
     model = await world.model()
     assert (await post_pass(world, protobuf(model, 1))).status_code == 200

@@ -71,6 +71,13 @@ def test_chunks_arriving_first_last_run_in_seq_order() -> None:
     assert drain(created(row(2), row(3), row(1), row(4, STEP))) == [1, 2, 3, 4]
 
 
+def test_a_row_that_comes_again_after_it_ran_is_not_kept() -> None:
+    lanes = created(row(1))
+    assert drain(lanes) == [1]
+    lanes.add(row(1))
+    assert lanes.close(MODEL, Failure("over", "user")) == []
+
+
 def test_a_gap_parks_what_comes_after_it() -> None:
     lanes = created(row(1), row(3))
     assert drain(lanes) == [1]

@@ -1,6 +1,8 @@
 """After an engine died, every request it left is answered, and models say what became of them."""
 
-from skyrl_tinker.engine.recovery import recover
+from pathlib import Path
+
+from skyrl_tinker.engine.recovery import recover, sweep_partial
 from skyrl_tinker.engine.status import KEY, Status
 from skyrl_tinker.store import checkpoints, futures, models, state
 from skyrl_tinker.store.checkpoints import NewCheckpoint
@@ -73,3 +75,10 @@ async def test_the_mark_of_a_death_stays_until_recovery_is_done(store: Store, be
     status.recovered()
     await status.say("ready", "")
     assert (await Status.open(store, bell)).died_after == 0
+
+
+def test_what_was_half_written_goes_whoever_wrote_it(tmp_path: Path) -> None:
+    for name in (".v3.partial", "..v4.partial.tmp", ".0007.1a2b.tmp", "0007", "v2"):
+        (tmp_path / name).mkdir()
+    sweep_partial([tmp_path, tmp_path / "absent"])
+    assert {path.name for path in tmp_path.iterdir()} == {"0007", "v2"}

@@ -9,6 +9,8 @@ from typing import Any, cast
 import numpy as np
 import orjson
 import pytest
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.intake import Intake
@@ -16,8 +18,10 @@ from skyrl_tinker.engine.models import Models
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import TrainerError, UserError
+from skyrl_tinker.store import models
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import Accepted, Outcome
+from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.wire.ids import FutureStatus, ModelId, ModelKey, ModelState, RequestKind
@@ -198,6 +202,23 @@ async def test_step_metrics_are_finite_json(world: World) -> None:
     model = await world.model()
     done = await world.done(await journal.submit_step(world.store, model, 1))
     assert orjson.loads(done.body or b"") == {"metrics": {"grad_norm": 1.0}, "type": "optim_step"}
+
+
+async def test_a_database_that_fails_for_a_moment_loses_no_request(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failures = models.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
+
+    async def by_key(conn: AsyncConnection, key: ModelKey) -> ModelRow | None:
+        if failures:
+            raise failures.pop()
+        return await read(conn, key)
+
+    monkeypatch.setattr(models, "by_key", by_key)
+    model = await world.model()
+    assert failures == []
+    assert (await world.done(await journal.submit_step(world.store, model, 1))).status is FutureStatus.DONE
+    assert world.workers.names() == ["create", "step"]
 
 
 async def test_a_failed_creation_fails_what_waits_behind_it(world: World) -> None:

@@ -17,6 +17,7 @@ KINDS = {  # part of the command line
     "engine": "skyrl_tinker.engine.main",
     "trainer": "ray::RankProcess",
     "raylet": "raylet/raylet",
+    "GCS": "gcs/gcs_server",
     "vLLM server": "vllm.entrypoints",
     "vLLM engine core": "VLLM::EngineCore",
 }

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.errors import NotFoundError, SamplerError
+from skyrl_tinker.wire.ids import VersionId
+from skyrl_tinker.wire.values import WeightVersion
 from tests.inference.samplers import (
     Sampler,
     ask,
@@ -24,6 +27,19 @@ async def test_an_unloaded_adapter_is_gone_and_can_come_back(sampler: Sampler, t
     await sampler.client.unload_adapter(name)
     with pytest.raises(NotFoundError):
         await sampler(name, ask(prompt))
+    await sampler.client.load_adapter(name, str(tmp_path / name))
+    output = await sampler(name, ask(prompt))
+    assert_same_logprobs(output, reference(sampler.facts.directory, adapter), prompt)
+
+
+async def test_an_adapter_that_moved_to_disk_is_read_from_where_it_was(
+    sampler: Sampler, tmp_path: Path
+) -> None:
+    name, prompt = unique(tmp_path), prompt_of(7)
+    adapter = random_adapter(sampler.facts.directory, 8, seed=1)
+    await publish_and_load(sampler, adapter, tmp_path, name)
+    Overflow(tmp_path, tmp_path / "disk").move(WeightVersion(VersionId(1), "lora", str(tmp_path / name)))
+    await sampler.client.unload_adapter(name)
     await sampler.client.load_adapter(name, str(tmp_path / name))
     output = await sampler(name, ask(prompt))
     assert_same_logprobs(output, reference(sampler.facts.directory, adapter), prompt)

@@ -56,7 +56,16 @@ async def test_a_silent_session_expires_until_its_models_are_released(
 ) -> None:
     assert await expired(store, after_s=599) == []
     assert await expired(store, after_s=601) == [session]
+    await store.write(lambda conn: sessions.finish(conn, session, "expired", None))
+    assert await expired(store, after_s=601) == [session]
     await store.write(lambda conn: models.set_state(conn, model.key, ModelState.RELEASED))
+    assert await expired(store, after_s=601) == []
+
+
+async def test_a_silent_session_that_only_samples_expires_once(store: Store, session: SessionId) -> None:
+    assert await expired(store, after_s=599) == []
+    assert await expired(store, after_s=601) == [session]
+    await store.write(lambda conn: sessions.finish(conn, session, "expired", None))
     assert await expired(store, after_s=601) == []
 
 

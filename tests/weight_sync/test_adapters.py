@@ -1,11 +1,13 @@
 """Published adapters are PEFT directories that exist only complete."""
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
 import peft
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from skyrl_tinker.weight_sync.adapters import publish_adapter
@@ -46,3 +48,14 @@ def test_a_half_written_attempt_is_replaced_and_nothing_else_is_left(model: Path
     publish_adapter(adapter, tmp_path / "out" / "v1", "tiny")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["v1"]
     assert load_file(tmp_path / "out" / "v1" / "adapter_model.safetensors").keys() == adapter.tensors.keys()
+
+
+def test_a_full_disk_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises((OSError, SafetensorError)):
+            publish_adapter(random_adapter(model, 4, seed=1), tmp_path / "out" / "v1", "tiny")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "out").iterdir()) == []

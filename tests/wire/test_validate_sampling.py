@@ -84,6 +84,7 @@ def test_seeds_are_reduced_to_63_bits(seed: int | None, stored: int | None) -> N
         ({"params": {"max_tokens": 6}}, r"^3 prompt tokens \+ 6 max_tokens > 8 \(the context length\)$"),
         ({"prompt": [{"tokens": [1] * 8}]}, r"^8 prompt tokens \+ 1 max_tokens > 8"),
         ({"params": {"temperature": -0.1}}, "temperature is -0.1, expected a finite number >= 0"),
+        ({"params": {"temperature": 0.001}}, r"temperature is 0.001, expected 0 \(greedy\) or at least 0.01"),
         ({"params": {"temperature": float("inf")}}, "temperature is inf, expected a finite number >= 0"),
         ({"params": {"temperature": float("nan")}}, "temperature is nan, expected a finite number >= 0"),
         ({"params": {"top_p": 0.0}}, r"top_p is 0.0, expected a number in \(0, 1\]"),

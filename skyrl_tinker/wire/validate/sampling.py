@@ -7,6 +7,7 @@ from skyrl_tinker.wire.models.sampling import AsampleRequest, ModelInput, WireSa
 from skyrl_tinker.wire.validate.limits import Limits
 from skyrl_tinker.wire.values import SampleRequest, SamplingParams
 
+_LOWEST_TEMPERATURE = 0.01  # vLLM would silently sample at this one instead
 _SEEDS = 2**63
 MAX_SAMPLES = 4096
 """Most samples of one request: each is a sequence of its own on the sampler."""
@@ -63,6 +64,10 @@ def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
         raise UserError(f"max_tokens is {params.max_tokens}, expected at least 1")
     if not 0.0 <= params.temperature < math.inf:
         raise UserError(f"temperature is {params.temperature}, expected a finite number >= 0")
+    if 0.0 < params.temperature < _LOWEST_TEMPERATURE:
+        raise UserError(
+            f"temperature is {params.temperature}, expected 0 (greedy) or at least {_LOWEST_TEMPERATURE}"
+        )
     if not 0.0 < params.top_p <= 1.0:
         raise UserError(f"top_p is {params.top_p}, expected a number in (0, 1]")
     if params.top_k != -1 and params.top_k < 1:
