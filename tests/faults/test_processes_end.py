@@ -4,111 +4,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
 
-STOP_S, HEAL_S, START_S = 15, 120, 120
-KINDS = {  # part of the command line
-    "API": "skyrl_tinker.api.main",
-    "engine": "skyrl_tinker.engine.main",
-    "trainer": "ray::RankProcess",
-    "raylet": "raylet/raylet",
-    "GCS": "gcs/gcs_server",
-    "vLLM server": "vllm.entrypoints",
-    "vLLM engine core": "VLLM::EngineCore",
-}
-
-
-class Serve:
-    """A server as a user starts it, and every process that it was ever seen to have."""
-
-    def __init__(self, home: Path, *options: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "skyrl_tinker.cli", "serve", "--home", str(home), "--port", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.seen: set[psutil.Process] = set()
-        self.url = ""
-
-    def wait_ready(self) -> "Serve":
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("skyrl-tinker ready: http://127.0.0.1:"), self.process.communicate()
-        self.url = line.split()[-1]
-        self.tree()
-        return self
-
-    def tree(self) -> list[psutil.Process]:
-        root = psutil.Process(self.process.pid)
-        found = [root, *root.children(recursive=True)]
-        self.seen.update(found)
-        return found
-
-    def find(self, kind: str) -> psutil.Process | None:
-        return next((each for each in self.tree() if KINDS[kind] in command(each)), None)
-
-    def ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def left(self) -> list[str]:
-        self.process.poll()  # or it stays a zombie
-        return [f"{each.pid} {command(each)}" for each in self.seen if each.is_running()]
-
-    def close(self) -> None:
-        """Whatever a failed test left."""
-        if self.process.poll() is None:
-            self.process.kill()
-        wait_until(lambda: not self.left(), STOP_S)
-        self.process.communicate()
-
-
-def command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
-
-
-def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
-    started: list[Serve] = []
-
-    def start(*options: str) -> Serve:
-        started.append(Serve(tmp_path / "home", *options))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.close()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    running = Serve(tmp_path_factory.mktemp("healing")).wait_ready()
-    yield running
-    running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(STOP_S) == 0
-    assert not running.left()
-    running.close()
+from .serve import HEAL_S, KINDS, START_S, STOP_S, Serve, wait_until
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,8 +74,7 @@ def test_a_new_server_ends_what_a_killed_one_left(start: Callable[..., Serve]) -
     assert engine.is_running()
     second = start().wait_ready()
     assert first.left() == []
-    second.process.send_signal(signal.SIGTERM)
-    assert second.process.wait(STOP_S) == 0
+    second.stop()
 
 
 def test_an_engine_that_keeps_dying_ends_the_server_with_the_reason(start: Callable[..., Serve]) -> None:
