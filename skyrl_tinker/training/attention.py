@@ -15,7 +15,7 @@ IMPLEMENTATION = "skyrl_tinker_packed"
 class Segments:
     """Where the sequences of a packed row of T tokens lie."""
 
-    runs: tuple[tuple[int, int, int], ...]  # (start, count, length): count neighbours of equal length
+    runs: tuple[tuple[int, int], ...]  # (count, length): so many neighbours of equal length
     cu_seqlens: torch.Tensor  # [S + 1] int32
     longest: int
 
@@ -39,7 +39,9 @@ def packed_attention(
     """Returns ([1, T, H, D], None)."""
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _varlen(query, key, value, segments, scaling), None
-    outputs = [_run(query, key, value, run, scaling) for run in segments.runs]
+    sizes = [count * length for count, length in segments.runs]
+    q, k, v = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
+    outputs = [_run(*part, scaling) for part in zip(q, k, v, segments.runs, strict=True)]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined[None], None
 
@@ -48,20 +50,13 @@ def _run(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    run: tuple[int, int, int],
+    run: tuple[int, int],
     scaling: float | None,
 ) -> torch.Tensor:
-    """Segments of one length as one batch of the SDPA kernel; returns [count * length, H, D]."""
-    start, count, length = run
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:  # -> [count, heads, length, D]
-        heads = tensor.shape[1]
-        return tensor[0, :, start : start + count * length].view(heads, count, length, -1).transpose(0, 1)
-
-    out = scaled_dot_product_attention(
-        cut(query), cut(key), cut(value), is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2).reshape(count * length, query.shape[1], -1)
+    """[heads, count * length, D] each: as one batch of the SDPA kernel; returns [count * length, H, D]."""
+    q, k, v = (tensor.view(len(tensor), *run, -1).transpose(0, 1) for tensor in (query, key, value))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _varlen(

@@ -7,14 +7,15 @@ names of the base; beside them optimizer.safetensors and manifest.json.
 import json
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.lora import ALPHA, LoraModel
 from skyrl_tinker.training.manifest import (
@@ -37,27 +38,28 @@ FULL_FILE = "model.safetensors"
 def save(model: TrainableModel, directory: Path, base_model: str, *, optimizer: bool, ranks: Ranks) -> int:
     """Write a complete checkpoint; every rank calls it, rank 0 writes. Returns bytes (0 elsewhere).
 
-    Raises UserError when the directory is there already.
+    Raises UserError when the directory is there already, StorageError when it cannot be written.
     """
     writer = ranks.rank == 0
     if any(ranks.any_([writer and directory.exists()])):  # asked of one rank: soon it will exist
         raise UserError(f"a checkpoint can not be written to {directory}: it exists")
-    tensors = [(_weights_file(model), (Part.WEIGHT,)), *([(OPTIMIZER_FILE, MOMENTS)] if optimizer else [])]
+    files = [(_weights_file(model), (Part.WEIGHT,)), *([(OPTIMIZER_FILE, MOMENTS)] if optimizer else [])]
+    sources = [_read(model, parts) for _, parts in files]
     if not writer:
-        for _, parts in tensors:
-            _exhaust(_read(model, parts))
+        _exhaust(sources)
         return 0
     scratch = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
-    scratch.mkdir(parents=True)
     try:
-        for name, parts in tensors:
-            write_tensors(scratch / name, _shapes(model, parts), torch.float32, _read(model, parts))
-        _finish(model, scratch, base_model, optimizer)
-        scratch.rename(directory)
+        with _writing(sources):
+            scratch.mkdir(parents=True)
+            for (name, parts), source in zip(files, sources, strict=True):
+                write_tensors(scratch / name, _shapes(model, parts), torch.float32, source)
+            _finish(model, scratch, base_model, optimizer)
+            scratch.rename(directory)
+            sync(directory.parent)
     except BaseException:
-        shutil.rmtree(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
         raise
-    sync(directory.parent)
     return sum(file.stat().st_size for file in directory.iterdir())
 
 
@@ -78,16 +80,21 @@ def load(model: TrainableModel, directory: Path, *, optimizer: bool) -> None:
 
 
 def write_weights(model: TrainableModel, directory: Path, dtype: torch.dtype, *, writer: bool) -> None:
-    """The weights alone, to directory/model.safetensors; every rank calls it, the `writer` writes."""
+    """The weights alone, to directory/model.safetensors; every rank calls it, the `writer` writes.
+
+    Raises StorageError when they cannot be written.
+    """
     parts = (Part.WEIGHT,)
+    source = _read(model, parts)
     if not writer:
-        _exhaust(_read(model, parts))
+        _exhaust([source])
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    scratch = directory / f".{FULL_FILE}.tmp"
-    write_tensors(scratch, _shapes(model, parts), dtype, _read(model, parts))
-    scratch.replace(directory / FULL_FILE)
-    sync(directory)
+    with _writing([source]):
+        directory.mkdir(parents=True, exist_ok=True)
+        scratch = directory / f".{FULL_FILE}.tmp"
+        write_tensors(scratch, _shapes(model, parts), dtype, source)
+        scratch.replace(directory / FULL_FILE)
+        sync(directory)
 
 
 def adapter_config(model: LoraModel, base_model: str) -> dict[str, Any]:
@@ -124,10 +131,21 @@ def _read(model: TrainableModel, parts: tuple[Part, ...]) -> Iterator[torch.Tens
     return (model.read(part, name) for part in parts for name in model.shapes())
 
 
-def _exhaust(tensors: Iterator[torch.Tensor]) -> None:
+def _exhaust(sources: Iterable[Iterator[torch.Tensor]]) -> None:
     """Gathering is collective: ranks that write nothing take part all the same."""
-    for _ in tensors:
-        pass
+    for source in sources:
+        for _ in source:
+            pass
+
+
+@contextmanager
+def _writing(sources: Iterable[Iterator[torch.Tensor]]) -> Iterator[None]:
+    """A full disk fails this save alone: the peers, who gather on, are not left waiting."""
+    try:
+        yield
+    except OSError as error:
+        _exhaust(sources)
+        raise StorageError(f"the weights could not be written: {error.strerror or error}") from error
 
 
 def _finish(model: TrainableModel, scratch: Path, base_model: str, optimizer: bool) -> None:

@@ -44,6 +44,7 @@ class FullModel(TrainableModel):
     def rollback(self) -> None:
         for parameter, saved in zip(self._parameters.values(), self._saved, strict=True):
             parameter.grad = saved
+        self._saved = []
 
     def _join_gradients(self) -> None:
         for parameter, saved in zip(self._parameters.values(), self._saved, strict=True):

@@ -1,6 +1,7 @@
 """The trainer as the engine sees it: one Ray actor per rank behind one async object. No torch here."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ STRAGGLERS_S = 2.0
 """After one rank failed: how long the others get to tell what they saw, before they are given up."""
 
 EXIT_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,8 @@ class TrainerGroup:
         try:
             self._pids = list(await asyncio.gather(*calls))
         except RayError as error:
-            raise TrainerError(f"a trainer process does not answer: {error}") from error
+            _log.error("a trainer process does not answer: %s", error)
+            raise TrainerError("a trainer process died") from error
 
     def pids(self) -> list[int]:
         """Process ids by rank; empty before `ready`."""
@@ -151,7 +154,8 @@ class TrainerGroup:
                 raise cause from None
             raise TrainerError(f"rank {rank} failed in {method}: {cause!r}") from error
         except RayError as error:
-            raise TrainerError(f"rank {rank} died in {method}: {error}") from error
+            _log.error("rank %d died in %s: %s", rank, method, error)  # long, with addresses: not for clients
+            raise TrainerError(f"rank {rank} died in {method}: its process ended unexpectedly") from error
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank, results by rank. One failure does not wait for peers that hang."""

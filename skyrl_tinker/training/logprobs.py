@@ -7,6 +7,9 @@ import torch
 CHUNK = 256
 """Tokens whose logits exist at one time."""
 
+KEPT = 1 << 22
+"""Up to so many logits of a row (16 MiB) wait for backward; more are computed again."""
+
 
 class Head(NamedTuple):
     """logits = hidden @ weight.T + inner @ outer.T; the second term is there for an adapted head only."""
@@ -25,7 +28,7 @@ def token_logprobs(hidden: torch.Tensor, head: Head, targets: torch.Tensor) -> t
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps log-sum-exp, recomputes logits in backward; chunks without upstream gradient are skipped."""
+    """Keeps log-sum-exp, and logits where they are few; chunks without upstream gradient are skipped."""
 
     @staticmethod
     def forward(
@@ -38,10 +41,14 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> torch.Tensor:
         result = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(result)
+        keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT
+        ctx.kept = {}
         for part in _chunks(len(targets)):
             logits = _logits(hidden[part], weight, _cut(inner, part), outer)
             lse[part] = logits.logsumexp(-1)
             result[part] = logits.gather(-1, targets[part, None])[:, 0] - lse[part]
+            if keep:
+                ctx.kept[part.start] = logits
         ctx.save_for_backward(hidden, weight, inner, outer, targets, lse)
         return result
 
@@ -59,7 +66,9 @@ class _TokenLogprobs(torch.autograd.Function):
         ]
         for part in _chunks(len(targets)):
             if upstream[0][part].any():
-                logits = _logits(hidden[part], weight, _cut(inner, part), outer)
+                logits = ctx.kept.pop(part.start, None)  # once: _delta overwrites it
+                if logits is None:
+                    logits = _logits(hidden[part], weight, _cut(inner, part), outer)
                 delta = _delta(logits, lse[part], targets[part], upstream[0][part]).to(hidden.dtype)
                 _accumulate(grads, part, delta, (hidden, weight, inner, outer))
         _match(grads, (hidden, weight, inner, outer))

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.rows import Span
 from skyrl_tinker.training.state import Part, TrainableModel
 from skyrl_tinker.wire.values import LoraSpec
 
@@ -102,6 +101,7 @@ class LoraModel(TrainableModel):
             self._gradients.zero_()
         else:
             self._gradients.copy_(self._saved)
+        self._saved = None
 
     def _join_gradients(self) -> None:
         self._saved = None  # the pass added to the accumulated ones in place
@@ -123,51 +123,12 @@ class LoraModel(TrainableModel):
         self._slots[name].of(self.local(part)[0]).copy_(tensor)
 
 
-@dataclass(slots=True)
-class Routing:
-    """Whose adapter applies to which tokens of the row that is in the network now."""
-
-    active: tuple[tuple[Span, LoraModel], ...] = field(default=())
-
-
 def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[Target, ...]:
     return tuple(
         Target(name, module.in_features, module.out_features, module is head)
         for name, module in causal_lm.named_modules()
         if isinstance(module, nn.Linear) and (module is head or name.rpartition(".")[2] in ATTENTION | MLP)
     )
-
-
-def install(causal_lm: nn.Module, targets: Sequence[Target], routing: Routing) -> None:
-    """Hook every target but the head, whose logits are made chunk by chunk elsewhere."""
-    for target in targets:
-        if not target.is_head:
-            _hook(causal_lm.get_submodule(target.name), target.name, routing)
-
-
-def _hook(linear: nn.Module, name: str, routing: Routing) -> None:
-    def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
-        return _adapted(args[0], output, name, routing)
-
-    linear.register_forward_hook(add)
-
-
-def _adapted(x: torch.Tensor, y: torch.Tensor, name: str, routing: Routing) -> torch.Tensor | None:
-    """y + scale * (x A^T) B^T on each model's tokens; x [1, T, in], y [1, T, out]. None: nothing to add."""
-    if not any(name in model.pairs for _, model in routing.active):
-        return None
-    parts = [_delta(x[0, span.part], y[0, span.part], name, model) for span, model in routing.active]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
-
-
-def _delta(x: torch.Tensor, y: torch.Tensor, name: str, model: LoraModel) -> torch.Tensor:
-    pair = model.pairs.get(name)
-    return y if pair is None else torch.addmm(y, inner(x, pair, model.scale), pair.b.to(x.dtype).T)
-
-
-def inner(x: torch.Tensor, pair: Pair, scale: float) -> torch.Tensor:
-    """scale * x A^T, [T, r]."""
-    return (x @ pair.a.to(x.dtype).T) * scale
 
 
 def _keys(target: Target) -> tuple[str, str]:

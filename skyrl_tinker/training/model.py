@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.training import attention, lora
+from skyrl_tinker.training import adapted, attention, lora
+from skyrl_tinker.training.adapted import Routing
 from skyrl_tinker.training.logprobs import Head, token_logprobs
-from skyrl_tinker.training.lora import LoraModel, Routing
+from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.rows import Row, Span
 
 _UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
@@ -27,7 +28,7 @@ class Network(nn.Module):
         self.causal_lm = causal_lm
         self.routing = Routing()
         self.targets = lora.find_targets(causal_lm, causal_lm.get_output_embeddings())
-        lora.install(causal_lm, self.targets, self.routing)
+        adapted.install(causal_lm, self.targets, self.routing)
         self._head_name = next(target.name for target in self.targets if target.is_head)
 
     @property
@@ -53,14 +54,14 @@ class Network(nn.Module):
             attention_mask=None,
             use_cache=False,
             segments=row.segments,
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
         self.routing.active = ()
         weight = self.causal_lm.get_output_embeddings().weight
         if not adapters:
             return token_logprobs(hidden, Head(weight), row.targets)
         parts = []
-        for span, model in adapters:
-            own = hidden[span.part]
+        sizes = [span.stop - span.start for span, _ in adapters]
+        for (span, model), own in zip(adapters, torch.split(hidden, sizes), strict=True):
             parts.append(token_logprobs(own, self._head(own, weight, model), row.targets[span.part]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -68,7 +69,8 @@ class Network(nn.Module):
         pair = model.pairs.get(self._head_name)
         if pair is None:
             return Head(weight)
-        return Head(weight, lora.inner(hidden, pair, model.scale), pair.b.to(hidden.dtype))
+        inner = (hidden @ pair.a.to(hidden.dtype).T) * model.scale
+        return Head(weight, inner, pair.b.to(hidden.dtype))
 
 
 def frozen_network(directory: str, dtype: str, mesh: DeviceMesh) -> Network:
@@ -109,9 +111,24 @@ def _refuse_unsupported(causal_lm: Any) -> None:
     """Raises StartupError for what packed attention and the chunked head would compute wrongly."""
     config = causal_lm.config
     found = [name for name in _UNSUPPORTED if getattr(config, name, None) not in (None, 1.0)]
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if any(kind != "full_attention" for kind in kinds or ()):
         found.append("layer_types other than full_attention")
+    if kinds is None and window is not None and window < config.max_position_embeddings:
+        found.append(f"a sliding window of {window} tokens")
+    found += [f"rope type {kind}" for kind in ("dynamic", "longrope") if kind in _rope_types(config)]
     if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
         found.append("a bias of the output head")
     if found:
         raise StartupError(f"{config.architectures}: the trainer does not support {', '.join(found)}")
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers alike, or by layer type. Some depend on the longest sequence of the row."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return {
+        each["rope_type"]
+        for each in (found, *found.values())
+        if isinstance(each, dict) and "rope_type" in each
+    }

@@ -73,12 +73,8 @@ def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _segments(lengths: Int64, bounds: Int64, device: torch.device) -> Segments:
-    runs, number = [], 0
-    for length, group in groupby(lengths.tolist()):
-        count = sum(1 for _ in group)
-        runs.append((int(bounds[number]), count, length))
-        number += count
-    return Segments(tuple(runs), _tensor(bounds.astype(np.int32), device), int(lengths.max()))
+    runs = tuple((sum(1 for _ in group), length) for length, group in groupby(lengths.tolist()))
+    return Segments(runs, _tensor(bounds.astype(np.int32), device), int(lengths.max()))
 
 
 def _spans(owners: Int64, bounds: Int64) -> tuple[Span, ...]:

@@ -7,10 +7,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from skyrl_tinker.errors import StateLostError, TrainerError, UserError
-from skyrl_tinker.training import checkpoint, distributed
+from skyrl_tinker.training import checkpoint, distributed, memory
 from skyrl_tinker.training.batch import TrainingInputBatch
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.full import create_full
+from skyrl_tinker.training.full import FullModel, create_full
 from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.model import frozen_network
 from skyrl_tinker.training.optim import optim_step
@@ -27,6 +27,7 @@ class Worker:
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         torch.set_num_threads(spec.threads)
+        memory.keep_freed()
         self.spec = spec
         self.rank = rank
         self._models: dict[ModelKey, TrainableModel] = {}
@@ -60,7 +61,8 @@ class Worker:
         return self._runner.run(batch)
 
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
-        return [optim_step(self._model(item.model), item, self._ranks) for item in steps]
+        models = [self._model(item.model) for item in steps]  # none steps if one is lost
+        return [optim_step(model, item, self._ranks) for model, item in zip(models, steps, strict=True)]
 
     def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         for key in models:
@@ -85,8 +87,9 @@ class Worker:
         checkpoint.load(self._model(key), Path(directory), optimizer=optimizer)
 
     def release(self, key: ModelKey) -> None:
-        """Idempotent."""
-        self._models.pop(key, None)
+        """Idempotent. A full-parameter copy's memory is free again when this returns."""
+        if isinstance(self._models.pop(key, None), FullModel):
+            memory.give_back()
 
     def _model(self, key: ModelKey) -> TrainableModel:
         try:

@@ -1,4 +1,5 @@
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.training.manifest import read_manifest
 from skyrl_tinker.training.worker import Worker
 from skyrl_tinker.wire.ids import ModelKey
@@ -91,6 +92,22 @@ def test_an_existing_checkpoint_is_never_overwritten(worker: Worker, tmp_path: P
     with pytest.raises(UserError, match="it exists"):
         worker.save_state(ModelKey(1), str(tmp_path / "c"), False)
     assert [file.name for file in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("spec", [LORA, FULL])
+def test_a_full_disk_fails_the_save_and_leaves_nothing(
+    worker: Worker, tmp_path: Path, spec: LoraSpec
+) -> None:
+    worker.create_model(ModelKey(1), spec)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(StorageError, match="could not be written"):
+            worker.save_state(ModelKey(1), str(tmp_path / "c"), True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    assert worker.save_state(ModelKey(1), str(tmp_path / "c"), True) > 4096
 
 
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(worker: Worker, tmp_path: Path) -> None:

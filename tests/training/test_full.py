@@ -1,3 +1,5 @@
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +84,32 @@ def test_a_failing_request_leaves_a_full_models_gradients(
         step(worker, 1)
         weights.append(_exported(worker, 1, tmp_path / str(number)))
     assert_close(weights[0], weights[1], 0.0)
+
+
+def test_a_failing_request_keeps_no_second_set_of_gradients(worker: Worker) -> None:
+    worker.create_model(ModelKey(1), FULL)
+    run_one(worker, make_item(1, make_data((40, 30), 1)))
+    parameter = next(worker._models[ModelKey(1)].network.parameters())  # type: ignore[attr-defined]
+    gradient = weakref.ref(parameter.grad)
+    data = make_data((20,), 2, "importance_sampling")
+    data[0].inputs["logprobs"][:] = -1e5
+    run_pass(worker, make_item(1, data, "importance_sampling"))
+    assert gradient() is parameter.grad
+    step(worker, 1)
+    assert gradient() is None
+
+
+def test_a_released_copy_is_gone_at_once(worker: Worker) -> None:
+    """Its modules and hooks refer to each other; the next copy's memory check must not find it there."""
+    worker.create_model(ModelKey(1), FULL)
+    run_one(worker, make_item(1, make_data((40, 30), 1)))
+    network = weakref.ref(worker._models[ModelKey(1)].network)  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        worker.release(ModelKey(1))
+        assert network() is None
+    finally:
+        gc.enable()
 
 
 def test_a_copy_that_does_not_fit_is_refused_with_numbers(

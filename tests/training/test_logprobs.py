@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_tinker.training import logprobs
 from skyrl_tinker.training.logprobs import Head, token_logprobs
 from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import Datum, LoraSpec
@@ -53,8 +54,12 @@ def test_positions_of_weight_zero_have_logprobs_too(make_worker: MakeWorker, unt
     np.testing.assert_array_equal(quiet, loud)
 
 
+@pytest.mark.parametrize("kept", [logprobs.KEPT, 0])
 @pytest.mark.parametrize("adapted", [True, False])
-def test_chunked_logprobs_and_gradients_equal_log_softmax(adapted: bool) -> None:
+def test_chunked_logprobs_and_gradients_equal_log_softmax(
+    adapted: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "KEPT", kept)
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -71,6 +76,7 @@ def test_chunked_logprobs_and_gradients_equal_log_softmax(adapted: bool) -> None
     found = token_logprobs(hidden, head, targets)
     torch.testing.assert_close(found, expected)
     expected_gradients = torch.autograd.grad(expected, leaves, upstream)
-    found_gradients = torch.autograd.grad(found, leaves, upstream)
-    for one, other in zip(found_gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    for again in (True, False):
+        found_gradients = torch.autograd.grad(found, leaves, upstream, retain_graph=again)
+        for one, other in zip(found_gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

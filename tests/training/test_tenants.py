@@ -4,8 +4,16 @@ import torch
 
 from skyrl_tinker.errors import StateLostError
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import Datum, Failure, LoraSpec, PassItem, PassOutput
+from skyrl_tinker.wire.ids import ModelKey, RequestId
+from skyrl_tinker.wire.values import (
+    AdamParams,
+    Datum,
+    Failure,
+    LoraSpec,
+    PassItem,
+    PassOutput,
+    StepItem,
+)
 from tests.training.conftest import MakeWorker
 from tests.training.passes import (
     assert_close,
@@ -129,6 +137,18 @@ def test_a_model_without_state_fails_its_requests_only(worker: Worker) -> None:
     assert failure.category == "server"
     with pytest.raises(StateLostError, match="model 2"):
         step(worker, 2)
+
+
+def test_no_model_steps_when_another_of_the_same_call_is_lost(worker: Worker) -> None:
+    """The call fails as a whole: what had stepped would be told that it had not."""
+    _with_models(worker, 1)
+    run_one(worker, _item(1, 1))
+    weights, gradients = weights_of(worker, 1), gradients_of(worker, 1)
+    steps = [StepItem(RequestId("s"), ModelKey(model), AdamParams(1e-2)) for model in (1, 2)]
+    with pytest.raises(StateLostError, match="model 2"):
+        worker.optim_step(steps)
+    assert_equal(weights_of(worker, 1), weights)
+    assert_equal(gradients_of(worker, 1), gradients)
 
 
 @pytest.mark.parametrize(
