@@ -10,14 +10,13 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.lora import ALPHA, LoraModel
+from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.manifest import (
     FILE_NAME,
     Manifest,
@@ -28,10 +27,9 @@ from skyrl_tinker.training.manifest import (
 )
 from skyrl_tinker.training.state import MOMENTS, Part, TrainableModel
 from skyrl_tinker.training.tensor_file import sync, write_tensors
+from skyrl_tinker.wire.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 FULL_FILE = "model.safetensors"
 
 
@@ -97,24 +95,6 @@ def write_weights(model: TrainableModel, directory: Path, dtype: torch.dtype, *,
         sync(directory)
 
 
-def adapter_config(model: LoraModel, base_model: str) -> dict[str, Any]:
-    """PEFT's adapter_config.json."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": model.spec.rank,
-        "lora_alpha": ALPHA,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted({target.leaf for target in model.targets}),
-        "modules_to_save": None,
-        "use_rslora": False,
-        "use_dora": False,
-        "inference_mode": True,
-    }
-
-
 def _weights_file(model: TrainableModel) -> str:
     return ADAPTER_FILE if isinstance(model, LoraModel) else FULL_FILE
 
@@ -150,7 +130,7 @@ def _writing(sources: Iterable[Iterator[torch.Tensor]]) -> Iterator[None]:
 
 def _finish(model: TrainableModel, scratch: Path, base_model: str, optimizer: bool) -> None:
     if isinstance(model, LoraModel):
-        text = json.dumps(adapter_config(model, base_model), indent=1)
+        text = json.dumps(adapter_config(model.shapes(), model.spec.rank, base_model), indent=1)
         (scratch / ADAPTER_CONFIG_FILE).write_text(text + "\n")
     files = {file.name: entry_of(file) for file in sorted(scratch.iterdir())}
     write_manifest(scratch, Manifest(base_model, model.spec, model.step, optimizer, files))

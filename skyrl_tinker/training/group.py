@@ -34,13 +34,16 @@ STRAGGLERS_S = 2.0
 """After one rank failed: how long the others get to tell what they saw, before they are given up."""
 
 EXIT_S = 5.0
+
+INLINE_TOKENS = 2048
+"""Ray carries up to 100 KB in a call itself, which is quicker; more is serialised once for all ranks."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPass:
     batch: TrainingInputBatch
-    ref: Any  # ray.ObjectRef of the batch: serialised once, read by every rank
+    argument: Any  # what the ranks are called with: the batch, or if large its ray.ObjectRef
 
 
 class RankProcess:
@@ -95,7 +98,7 @@ class TrainerGroup:
 
     async def run_pass(self, prepared: PreparedPass) -> list[PassOutput | Failure]:
         """Outputs in the order of the items. Failed requests leave no trace in any gradient."""
-        outputs = await self._all("run_pass", prepared.ref)
+        outputs = await self._all("run_pass", prepared.argument)
         return assemble(prepared.batch, outputs)
 
     async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
@@ -178,7 +181,8 @@ class TrainerGroup:
 
 def _prepare(items: tuple[PassItem, ...]) -> PreparedPass:
     batch = build_batch(items)
-    return PreparedPass(batch, ray.put(batch))
+    large = len(batch.tokens) > INLINE_TOKENS
+    return PreparedPass(batch, ray.put(batch) if large else batch)
 
 
 def _processes(pids: Sequence[int]) -> list[psutil.Process]:

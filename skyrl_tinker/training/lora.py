@@ -12,10 +12,9 @@ from torch import nn
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.state import Part, TrainableModel
+from skyrl_tinker.wire.peft import ALPHA, KEY_PREFIX
 from skyrl_tinker.wire.values import LoraSpec
 
-ALPHA = 32
-PEFT_PREFIX = "base_model.model."
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
@@ -132,7 +131,7 @@ def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[Target, ...]:
 
 
 def _keys(target: Target) -> tuple[str, str]:
-    return (f"{PEFT_PREFIX}{target.name}.lora_A.weight", f"{PEFT_PREFIX}{target.name}.lora_B.weight")
+    return (f"{KEY_PREFIX}{target.name}.lora_A.weight", f"{KEY_PREFIX}{target.name}.lora_B.weight")
 
 
 def _layout(targets: Sequence[Target], rank: int) -> dict[str, _Slot]:

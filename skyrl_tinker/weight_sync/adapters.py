@@ -4,14 +4,11 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from safetensors.numpy import save_file
 
+from skyrl_tinker.wire.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
 from skyrl_tinker.wire.values import AdapterWeights
-
-ALPHA = 32
-"""The LoRA delta is scaled by ALPHA / rank, in the trainer and here."""
 
 
 def publish_adapter(weights: AdapterWeights, directory: Path, base_model: str) -> int:
@@ -34,26 +31,12 @@ def publish_adapter(weights: AdapterWeights, directory: Path, base_model: str) -
 
 def _write(weights: AdapterWeights, directory: Path, base_model: str) -> int:
     directory.mkdir(parents=True)
-    save_file(dict(weights.tensors), directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    (directory / "adapter_config.json").write_text(json.dumps(_config(weights, base_model), indent=2) + "\n")
+    save_file(dict(weights.tensors), directory / ADAPTER_FILE, metadata={"format": "pt"})
+    config = adapter_config(weights.tensors, weights.spec.rank, base_model)
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=1))
     for path in (*directory.iterdir(), directory):
         _flush(path)
     return sum(file.stat().st_size for file in directory.iterdir())
-
-
-def _config(weights: AdapterWeights, base_model: str) -> dict[str, Any]:
-    modules = {name.removesuffix(".weight").rsplit(".", 2)[-2] for name in weights.tensors}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": weights.spec.rank,
-        "lora_alpha": ALPHA,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-        "target_modules": sorted(modules),
-    }
 
 
 def _flush(path: Path) -> None:

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.group import SamplerSpec, ServerGroup
 from skyrl_tinker.tiny_model import make_model
-from skyrl_tinker.weight_sync.adapters import ALPHA, publish_adapter
+from skyrl_tinker.weight_sync.adapters import publish_adapter
+from skyrl_tinker.wire.peft import ALPHA
 from skyrl_tinker.wire.values import (
     AdapterWeights,
     BaseModelFacts,
