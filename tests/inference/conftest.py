@@ -1,3 +1,3 @@
-from tests.inference.samplers import each_sampler, sampler, servers
+from tests.inference.samplers import each_sampler, sampler
 
-__all__ = ["each_sampler", "sampler", "servers"]
+__all__ = ["each_sampler", "sampler"]

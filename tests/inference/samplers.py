@@ -1,19 +1,13 @@
-"""Two real vLLM servers, tied and untied, and a plain Hugging Face reference. Nothing here imports vllm.
+"""Words for real vLLM servers, and a plain Hugging Face reference. Nothing here imports vllm."""
 
-The servers are started once per session, by whichever directory of tests asks first.
-"""
-
-import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -33,7 +27,6 @@ from skyrl_tinker.wire.values import (
 )
 
 CONTEXT = 256
-SERVERS = pytest.StashKey[dict[str, "Served"]]()
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -97,34 +90,9 @@ def spec_of(facts: BaseModelFacts, log_dir: Path) -> SamplerSpec:
     )
 
 
-def start_ray(config: pytest.Config) -> None:
-    """Once per session; it ends with the session."""
-    if not ray.is_initialized():
-        quiet = {"include_dashboard": False, "configure_logging": False, "log_to_driver": False}
-        ray.init(address="local", num_cpus=1, **quiet)
-        config.add_cleanup(ray.shutdown)
-
-
-def shared_servers(request: pytest.FixtureRequest) -> dict[str, Served]:
-    config = request.config
-    if SERVERS not in config.stash:
-        start_ray(config)
-        root = request.getfixturevalue("tmp_path_factory").mktemp("samplers")
-        config.stash[SERVERS] = {name: _launch(root, name) for name in ("tied", "untied")}
-        for served in config.stash[SERVERS].values():
-            config.add_cleanup(partial(asyncio.run, served.group.shutdown()))
-            asyncio.run(served.group.ready())
-    return config.stash[SERVERS]
-
-
-def _launch(root: Path, name: str) -> Served:
+def launch(root: Path, name: str) -> Served:
     facts = write_model(root / name, tied=name == "tied")
     return Served(facts, ServerGroup.launch(spec_of(facts, root / f"{name}-logs")))
-
-
-@pytest.fixture(scope="session")
-def servers(request: pytest.FixtureRequest) -> dict[str, Served]:
-    return shared_servers(request)
 
 
 @pytest.fixture(params=["untied", "tied"])

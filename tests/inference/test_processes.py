@@ -13,7 +13,7 @@ import pytest
 from skyrl_tinker.errors import NotSupportedError, SamplerError
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.group import ServerGroup
-from tests.inference.samplers import Sampler, ask, prompt_of, spec_of, start_ray, write_model
+from tests.inference.samplers import Sampler, ask, prompt_of, spec_of, write_model
 
 
 def gone(pids: list[int], within_s: float) -> bool:
@@ -29,8 +29,7 @@ def family(pid: int) -> list[int]:
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
-async def test_dead_servers_are_noticed_and_replaced(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    start_ray(request.config)
+async def test_dead_servers_are_noticed_and_replaced(ray_cluster: None, tmp_path: Path) -> None:
     group = ServerGroup.launch(spec_of(facts := write_model(tmp_path / "model", tied=True), tmp_path))
     await group.ready()
     client = RemoteInferenceClient(group.urls[0], group.urls)
@@ -68,8 +67,7 @@ async def _engine_process_is_killed(group: ServerGroup) -> None:
         await asyncio.wait_for(watching, 3.0)
 
 
-async def test_a_server_that_cannot_start_says_why(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    start_ray(request.config)
+async def test_a_server_that_cannot_start_says_why(ray_cluster: None, tmp_path: Path) -> None:
     facts = write_model(tmp_path / "model", tied=True)
     (tmp_path / "model" / "config.json").write_text("{}")
     group = ServerGroup.launch(spec_of(facts, tmp_path))
@@ -78,10 +76,7 @@ async def test_a_server_that_cannot_start_says_why(request: pytest.FixtureReques
     await group.shutdown()
 
 
-async def test_a_sampler_too_large_for_the_memory_is_refused(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    start_ray(request.config)
+async def test_a_sampler_too_large_for_the_memory_is_refused(ray_cluster: None, tmp_path: Path) -> None:
     huge = replace(write_model(tmp_path / "model", tied=True), num_layers=10_000, num_kv_heads=1_000)
     group = ServerGroup.launch(spec_of(huge, tmp_path))
     with pytest.raises(SamplerError, match=r"the sampler needs .* MiB are free"):

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import ray
 
 from skyrl_tinker.errors import StorageError, TrainerError, UserError
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
@@ -25,26 +24,7 @@ SPECS = {A: LoraSpec(8, 1), B: LoraSpec(4, 2, train_mlp=False, train_attn=False)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """No idle workers, no dashboard, no token file in the home directory."""
-    small = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**small, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}.items():
-            patch.setenv(name, value)
-        ray.init(
-            include_dashboard=False,
-            num_cpus=2,
-            object_store_memory=256 << 20,
-            log_to_driver=False,
-            logging_level="error",
-            _node_ip_address="127.0.0.1",
-        )
-        yield
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def groups(cluster: None, tied_model: str) -> Iterator[tuple[TrainerGroup, TrainerGroup]]:
+def groups(ray_cluster: None, tied_model: str) -> Iterator[tuple[TrainerGroup, TrainerGroup]]:
     """Of one rank and of two, started side by side."""
     both = tuple(TrainerGroup.launch(_spec(tied_model, ranks)) for ranks in (1, 2))
     for group in both:
@@ -190,7 +170,7 @@ async def test_a_released_model_has_no_state(one: TrainerGroup) -> None:
     assert output.category == "server"
 
 
-async def test_a_killed_rank_raises_at_once_and_names_itself(cluster: None, tied_model: str) -> None:
+async def test_a_killed_rank_raises_at_once_and_names_itself(ray_cluster: None, tied_model: str) -> None:
     group = TrainerGroup.launch(_spec(tied_model, 2))
     await group.ready()
     await group.create_model(A, SPECS[A])
@@ -204,7 +184,7 @@ async def test_a_killed_rank_raises_at_once_and_names_itself(cluster: None, tied
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-async def test_a_missing_base_model_names_rank_and_cause(cluster: None, tmp_path: Path) -> None:
+async def test_a_missing_base_model_names_rank_and_cause(ray_cluster: None, tmp_path: Path) -> None:
     group = TrainerGroup.launch(_spec(str(tmp_path / "nothing"), 1))
     with pytest.raises(TrainerError, match="rank 0 failed in join: OSError"):
         await group.ready()
