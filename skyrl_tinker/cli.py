@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +11,31 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from skyrl_tinker import config
+from skyrl_tinker import __version__, config
 from skyrl_tinker.errors import SkyrlTinkerError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-db = typer.Typer(no_args_is_help=True, help="The server's database.")
+# no markup: it would take "[default: 8000]" for a style and swallow it
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+db = typer.Typer(no_args_is_help=True, help="The server's database.", rich_markup_mode=None)
 app.add_typer(db, name="db")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"skyrl-tinker {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """An open server that speaks the Tinker API."""
+
 
 Home = Annotated[Path | None, typer.Option(help="Database, logs and checkpoints [default: .skyrl-tinker]")]
 DatabaseUrl = Annotated[str | None, typer.Option(help="SQLAlchemy URL [default: SQLite under home]")]
@@ -30,6 +50,8 @@ def _one_line_errors() -> Iterator[None]:
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         _fail(f"settings: {'; '.join(problems)}")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        _fail(f"--config: not a TOML file: {error}")
     except SkyrlTinkerError as error:
         _fail(str(error))
 
@@ -97,7 +119,11 @@ def _say_progress(news: str) -> None:
 
 
 @app.command()
-def engine(settings_file: Annotated[Path, typer.Argument(help="<home>/run/settings.json")]) -> None:
+def engine(
+    settings_file: Annotated[
+        Path, typer.Argument(help="<home>/run/settings.json", exists=True, dir_okay=False)
+    ],
+) -> None:
     """Run the engine alone, as `serve` does; for debugging."""
     os.execv(sys.executable, [sys.executable, "-m", "skyrl_tinker.engine.main", str(settings_file)])
 

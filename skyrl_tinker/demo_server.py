@@ -6,7 +6,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from skyrl_tinker import config
 from skyrl_tinker.background import background_server
+from skyrl_tinker.places import Places
 
 
 def run(out: Path, seed: int, steps: int) -> bool:
@@ -20,10 +22,15 @@ def run(out: Path, seed: int, steps: int) -> bool:
         print(f"logs: {home / 'logs'}", file=sys.stderr)
         raise
     except KeyboardInterrupt:
-        shutil.rmtree(home)
+        _delete(home)
         raise
-    shutil.rmtree(home)
+    _delete(home)
     return learned
+
+
+def _delete(home: Path) -> None:
+    shutil.rmtree(home)
+    Places(config.load(home=home)).forget_everything()
 
 
 def _learn(url: str, out: Path, seed: int, steps: int) -> bool:

@@ -48,12 +48,25 @@ class Places:
         """Sockets and temporary files of processes that have ended."""
         shutil.rmtree(self.bell_dir, ignore_errors=True)
 
+    def forget_everything(self) -> None:
+        """All that lies outside the home; for a home that is deleted."""
+        self.forget_temporary()
+        shutil.rmtree(self.ephemeral_dir, ignore_errors=True)
+
     def sweep_forgotten(self) -> None:
         """Free what servers left outside their homes when those have been deleted since."""
         for note in self.ephemeral_dir.parent.glob(f"*/{_HOME}"):
-            if not Path(note.read_text()).exists():
+            if not _home_in(note).exists():
                 shutil.rmtree(self.bell_dir.parent / note.parent.name, ignore_errors=True)
                 shutil.rmtree(note.parent, ignore_errors=True)
+
+
+def _home_in(note: Path) -> Path:
+    """The note itself, and so nothing that exists, when another server has swept it since."""
+    try:
+        return Path(note.read_text())
+    except FileNotFoundError:
+        return note
 
 
 def _private_name(shared: Path) -> Path:

@@ -67,6 +67,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
+        why = os.strerror(error.errno or 0)
         raise StartupError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port (0 = any free one)"
+            f"cannot listen on {host}:{port} ({why}); choose another --port (0 = any free one)"
         ) from error

@@ -95,6 +95,8 @@ class Engine:
     # Starting
 
     async def _start(self, facts: BaseModelFacts) -> tuple[TrainerGroup, Samplers]:
+        if self._settings.device == "cuda":
+            self._ray.require_gpus(self._settings.trainer_ranks + self._settings.replicas)
         await self._say_waiting()
         trainer = TrainerGroup.launch(self._trainer_spec(facts))
         self._to_end.append(trainer.shutdown)

@@ -8,7 +8,7 @@ import psutil
 import ray
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.errors import StartupError, TrainerError
 
 OBJECT_STORE_BYTES = 256 << 20
 DAEMONS = ("gcs_server", "raylet")
@@ -33,6 +33,14 @@ class RayCluster:
         for daemon in self._daemons:
             if not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE:
                 raise TrainerError(f"a process of Ray died (pid {daemon.pid})")
+
+    def require_gpus(self, needed: int) -> None:
+        """StartupError when there are fewer: actors would wait for them for ever."""
+        found = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+        if found < needed:
+            raise StartupError(
+                f"--device cuda needs {needed} GPUs (one per trainer rank and one per sampler), found {found}"
+            )
 
     def stop(self) -> None:
         ray.shutdown()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.inference.spec import MAX_SEQUENCES
 from skyrl_tinker.wire.values import SampledSequence, SampleOutput, SampleRequest, SamplingParams
 
 SEEDS = 1 << 63
@@ -29,17 +30,19 @@ class Answer:
 
 
 def split(request: SampleRequest) -> list[SampleRequest]:
-    """Requests that vLLM can serve with consecutive seeds: two where seed + i wraps around 2^63, else one.
+    """Requests that vLLM can serve, with consecutive seeds: cut at MAX_SEQUENCES and where seed + i wraps.
 
-    At temperature 0 all samples are the same, so one is asked for.
+    At temperature 0 all samples are the same, so one is asked for. The first part scores the prompt.
     """
-    params = replace(request.params, seed=_seed(request.params, 0))
-    count = 1 if params.temperature == 0 else request.num_samples
-    before_wrap = count if params.seed is None else min(count, SEEDS - params.seed)
-    parts = [replace(request, params=params, num_samples=before_wrap)]
-    if before_wrap < count:
-        rest = replace(params, seed=0)
-        parts.append(SampleRequest(request.prompt, count - before_wrap, rest))
+    count = 1 if request.params.temperature == 0 else request.num_samples
+    parts: list[SampleRequest] = []
+    start = 0
+    while start < count:
+        seed = _seed(request.params, start)
+        size = min(count - start, MAX_SEQUENCES, SEEDS if seed is None else SEEDS - seed)
+        params = replace(request.params, seed=seed)
+        parts.append(SampleRequest(request.prompt, size, params, request.prompt_logprobs and start == 0))
+        start += size
     return parts
 
 

@@ -17,7 +17,7 @@ BASE_MODEL = "base"
 SMALLEST_KV_BYTES = 64 * MiB
 KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
 PROCESS_BYTES = 1024 * MiB  # what the two processes need beside weights and KV cache
-MAX_SEQUENCES = 256  # decoded in one step
+MAX_SEQUENCES = 256  # decoded in one step, and so most of one call
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -49,6 +49,11 @@ def test_a_stop_token_stays_in_the_output_with_its_logprob(client: Client) -> No
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
 
 
+def test_a_group_larger_than_the_samplers_batch_comes_back_whole(client: Client) -> None:
+    sequences = sample(client.base_sampler(), 300, max_tokens=2, stop=[])
+    assert [len(sequence.tokens) for sequence in sequences] == [2] * 300
+
+
 def test_greedy_samples_are_copies(client: Client) -> None:
     first, second = sample(client.base_sampler(), 2, temperature=0.0)
     assert first.tokens == second.tokens

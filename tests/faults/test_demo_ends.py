@@ -5,9 +5,15 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 
-def test_ctrl_c_in_the_demo_leaves_no_process(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    before = server_directories()
     with subprocess.Popen(
         [sys.executable, "-m", "skyrl_tinker.cli", "demo", "--out", str(tmp_path)],
         stdout=subprocess.DEVNULL,
@@ -18,6 +24,13 @@ def test_ctrl_c_in_the_demo_leaves_no_process(tmp_path: Path) -> None:
         demo.send_signal(signal.SIGINT)
         assert demo.wait(20) != 0
     assert not [each for each in started if each.is_running()]
+    assert not list((tmp_path / "tmp").iterdir())
+    assert server_directories() <= before
+
+
+def server_directories() -> set[Path]:
+    """What servers keep outside their homes: sockets and ephemeral weights."""
+    return {path for root in ("/tmp", "/dev/shm") for path in Path(root).glob("skyrl-tinker-*/*")}
 
 
 def started_processes(pid: int) -> list[psutil.Process]:

@@ -37,6 +37,11 @@ def test_seeds_that_wrap_around_are_two_requests() -> None:
     assert [part.prompt_logprobs for part in parts] == [True, False]
 
 
+def test_more_samples_than_vllm_runs_at_once_are_several_requests() -> None:
+    parts = split(ask((5,), num_samples=600, seed=7))
+    assert [(part.params.seed, part.num_samples) for part in parts] == [(7, 256), (263, 256), (519, 88)]
+
+
 def test_the_rest_of_an_aborted_sequence_continues_from_its_tokens() -> None:
     request = ask((5, 6), num_samples=2, max_tokens=10)
     kept, rest = remainder(request, 1, Generated((7, 8), (-1.0, -2.0), "abort"), context=100)

@@ -1,0 +1,15 @@
+from collections.abc import Callable
+
+import pytest
+
+from .serve import Serve
+
+
+def test_cuda_without_gpus_is_refused_with_how_many_it_takes(
+    start: Callable[..., Serve], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    server = start("--device", "cuda", "--trainer-ranks", "2")
+    _, said = server.process.communicate(timeout=60)
+    assert server.process.returncode == 1
+    assert "--device cuda needs 3 GPUs (one per trainer rank and one per sampler), found 0" in said

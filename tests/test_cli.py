@@ -1,0 +1,43 @@
+"""What a user sees who asks for help or mistypes a setting."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from skyrl_tinker import __version__
+from skyrl_tinker.cli import app
+
+
+def test_help_names_the_defaults() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
+    for default in ("[default: 8000]", "[default: cpu]", "[default: the model's, at most 4096]"):
+        assert default in shown
+
+
+def test_it_tells_its_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"skyrl-tinker {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"port = = 1\n", "--config: not a TOML file: Invalid value (at line 1, column 8)"),
+        (b"\xff\xfe", "--config: not a TOML file: "),
+        (b"prot = 1\n", "settings: prot: "),
+        (b"port = -1\n", "settings: port: "),
+    ],
+)
+def test_a_bad_config_file_ends_with_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_bytes(content)
+    result = CliRunner().invoke(app, ["serve", "--config", str(file)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"skyrl-tinker: {message}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_engine_alone_wants_a_settings_file(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["engine", str(tmp_path / "none.json")])
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
