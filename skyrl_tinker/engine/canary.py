@@ -104,7 +104,7 @@ async def _forward(trainer: TrainerGroup, tokens: Sequence[int], *, backward: bo
         {"weights": np.ones(count, np.float32)},
     )
     item = PassItem(REQUEST, MODEL, (datum,), "cross_entropy", {}, backward)
-    (output,) = await trainer.run_pass(await trainer.prepare([item]))
+    (output,) = await trainer.run_pass(trainer.prepare([item]))
     if isinstance(output, Failure):
         raise StartupError(f"the trainer failed its first pass: {output.message}")
     return output.logprobs[0]

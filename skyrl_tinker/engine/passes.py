@@ -1,8 +1,9 @@
 """Forward and forward_backward: stored bodies in, response protobufs out. Heavy parts run in threads."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from skyrl_tinker.engine.answers import Answer, Outcome, failure_of
 from skyrl_tinker.engine.planner import Pass
@@ -13,6 +14,9 @@ from skyrl_tinker.training.group import PreparedPass, TrainerGroup
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.ids import RequestKind
 from skyrl_tinker.wire.values import Failure, PassItem, PassOutput
+
+SMALL_BYTES = 64 << 10
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,10 @@ class PassRunner:
         """Needs no worker, so it may run while they are busy with the unit before."""
         async with self._store.read() as conn:
             bodies = await futures.bodies(conn, [row.id for row in unit.rows])
+        size = sum(map(len, bodies.values()))
         try:
-            items = await asyncio.to_thread(_items, unit.rows, bodies)
-            return ReadyPass(unit.rows, await self._trainer.prepare(items))
+            batch = await _off_loop(size, lambda: self._trainer.prepare(_items(unit.rows, bodies)))
+            return ReadyPass(unit.rows, batch)
         except Exception as error:  # becomes the result of these requests
             return ReadyPass(unit.rows, failure_of(error))
 
@@ -46,7 +51,15 @@ class PassRunner:
 
 
 async def encode(outputs: Sequence[PassOutput | Failure]) -> list[Outcome]:
-    return await asyncio.to_thread(lambda: [_encode(output) for output in outputs])
+    size = sum(
+        logprobs.nbytes for each in outputs if isinstance(each, PassOutput) for logprobs in each.logprobs
+    )
+    return await _off_loop(size, lambda: [_encode(output) for output in outputs])
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    """In a thread, unless it is so little (in bytes) that going there takes longer."""
+    return work() if size <= SMALL_BYTES else await asyncio.to_thread(work)
 
 
 def _encode(output: PassOutput | Failure) -> Outcome:

@@ -62,7 +62,7 @@ class RankProcess:
 
 
 class TrainerGroup:
-    """Every method is awaited from one event loop; units of work are awaited one after another.
+    """Methods are awaited from one event loop; units of work are awaited one after another.
 
     A worker's failure raises TrainerError with rank and cause; the group is then broken: shut it down and
     launch another. UserError leaves it whole.
@@ -93,8 +93,11 @@ class TrainerGroup:
         """Raises UserError when a full-parameter copy does not fit into memory."""
         await self._all("create_model", model, spec)
 
-    async def prepare(self, items: Sequence[PassItem]) -> PreparedPass:
-        return await asyncio.to_thread(_prepare, tuple(items))
+    def prepare(self, items: Sequence[PassItem]) -> PreparedPass:
+        """Call it from a thread when there is much data."""
+        batch = build_batch(items)
+        large = len(batch.tokens) > INLINE_TOKENS
+        return PreparedPass(batch, ray.put(batch) if large else batch)
 
     async def run_pass(self, prepared: PreparedPass) -> list[PassOutput | Failure]:
         """Outputs in the order of the items. Failed requests leave no trace in any gradient."""
@@ -177,12 +180,6 @@ class TrainerGroup:
         if errors:
             raise _root_cause(errors)
         return [task.result() for task in tasks]
-
-
-def _prepare(items: tuple[PassItem, ...]) -> PreparedPass:
-    batch = build_batch(items)
-    large = len(batch.tokens) > INLINE_TOKENS
-    return PreparedPass(batch, ray.put(batch) if large else batch)
 
 
 def _processes(pids: Sequence[int]) -> list[psutil.Process]:

@@ -65,7 +65,7 @@ class Workers:
     async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         await self._tell("zero", tuple(models))
 
-    async def prepare(self, items: Sequence[PassItem]) -> Sequence[PassItem]:
+    def prepare(self, items: Sequence[PassItem]) -> Sequence[PassItem]:
         return items
 
     async def run_pass(self, items: Sequence[PassItem]) -> list[PassOutput | Failure]:
