@@ -99,9 +99,9 @@ async def test_two_ranks_equal_one(one: TrainerGroup, two: TrainerGroup, tmp_pat
     for output, other in zip(outputs, outputs2, strict=True):
         assert output.metrics == pytest.approx(other.metrics, rel=1e-5, abs=1e-3)
         for found, expected in zip(output.logprobs, other.logprobs, strict=True):
-            np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+            np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
     for one_step, two_step in zip(metrics, metrics2, strict=True):
-        assert one_step == pytest.approx(two_step, rel=1e-4)
+        assert one_step == pytest.approx(two_step, rel=1e-5)
     assert adapter.keys() == adapter2.keys()
     for name, array in adapter.items():
         np.testing.assert_allclose(adapter2[name], array, atol=1e-5, rtol=0, err_msg=name)
@@ -117,7 +117,7 @@ async def test_a_checkpoint_of_two_ranks_loads_on_one(
     await one.load_state(FULL, str(tmp_path / "state"), optimizer=True)
     (after,) = await _pass(one, probe)
     for found, expected in zip(after.logprobs, before.logprobs, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
 
 
 async def test_a_request_failing_on_one_rank_is_dropped_on_all(two: TrainerGroup) -> None:
