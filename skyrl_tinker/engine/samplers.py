@@ -158,7 +158,7 @@ class Samplers:
             except SamplerError as error:
                 _log.error("the sampler did not start, trying again in %.0f s: %s", RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
-        self._client.retarget(self._servers.urls)
+        self._client.retarget(self._servers.urls[0], self._servers.urls)
         self._adapters.forget_all()
         self._residency.forget()
         self._restarts += 1

@@ -38,7 +38,7 @@ async def test_dead_servers_are_noticed_and_replaced(ray_cluster: None, tmp_path
     first_url = group.urls
     await group.restart_dead()
     assert group.urls != first_url
-    client.retarget(group.urls)
+    client.retarget(group.urls[0], group.urls)
     assert (await Sampler(client, facts)("base", ask(prompt_of(5)))).sequences
 
     await _engine_process_is_killed(group)
