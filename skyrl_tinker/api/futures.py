@@ -1,20 +1,23 @@
-"""Long polls: one task per process learns which futures finished and wakes those who wait for them."""
+"""Long polls: one task per process learns which futures finished and answers those who wait for them."""
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.store import futures as future_rows
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Outcome
+from skyrl_tinker.store.futures import Finished, Outcome
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire.ids import FutureStatus, RequestId
 
 _FALLBACK_POLL_S = 1.0
+_SMALL_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
+
+_Wait = asyncio.Future[Outcome | None]  # None: the process is shutting down
 
 
 class FutureWaiter:
@@ -24,7 +27,7 @@ class FutureWaiter:
         self._store = store
         self._bell = bell
         self._cursor = 0  # results.id: everything up to here has been announced
-        self._waiting: dict[RequestId, set[asyncio.Event]] = {}
+        self._waiting: dict[RequestId, set[_Wait]] = {}
         self._stopped = False
 
     async def start(self) -> None:
@@ -32,7 +35,7 @@ class FutureWaiter:
             self._cursor = await future_rows.last_result_id(conn)
 
     async def run(self) -> None:
-        """Wake waiters on each ring, and each second in case a ring was lost. Ends by cancellation."""
+        """Answer waits on each ring, and each second in case a ring was lost. Ends by cancellation."""
         while True:
             await self._bell.wait(_FALLBACK_POLL_S)
             try:
@@ -42,49 +45,68 @@ class FutureWaiter:
                 _log.warning("finished futures could not be read, trying again: %s", error)
 
     async def announce(self) -> None:
-        """Wake everybody whose future finished since the last call."""
+        """Answer everybody whose future finished since the last call; one query reads all their results."""
         async with self._store.read() as conn:
             finished = await future_rows.finished_after(conn, self._cursor)
-        for cursor, request_id in finished:
-            self._cursor = max(self._cursor, cursor)
-            for event in self._waiting.get(request_id, ()):
-                event.set()
+        wanted = [each for each in finished if each.request_id in self._waiting]
+        for outcome in await self._read(wanted):
+            for wait in self._waiting.get(outcome.request_id, ()):
+                _answer(wait, outcome)
+        if finished:
+            self._cursor = finished[-1].cursor
 
     def stop(self) -> None:
         """End every wait now, and those to come at once: the process is shutting down."""
         self._stopped = True
-        for events in self._waiting.values():
-            for event in events:
-                event.set()
+        for waits in self._waiting.values():
+            for wait in waits:
+                _answer(wait, None)
 
     @property
     def waiting(self) -> int:
         """How many long polls are held."""
-        return sum(len(events) for events in self._waiting.values())
+        return sum(len(waits) for waits in self._waiting.values())
 
     async def wait(self, request_id: RequestId, timeout_s: float) -> Outcome | None:
         """The outcome, still pending after `timeout_s` seconds or at shutdown; None for an unknown id."""
         with self._registered(request_id) as finished:
-            outcome = await self._read(request_id)  # after registering, so that no finish falls between
+            outcome = await self._look(request_id)  # after registering, so that no finish falls between
             if outcome is None or outcome.status is not FutureStatus.PENDING or self._stopped:
                 return outcome
             try:
-                await asyncio.wait_for(finished.wait(), timeout_s)
+                return await asyncio.wait_for(finished, timeout_s) or outcome
             except TimeoutError:
                 return outcome
-        return outcome if self._stopped else await self._read(request_id)
 
     @contextmanager
-    def _registered(self, request_id: RequestId) -> Iterator[asyncio.Event]:
-        event = asyncio.Event()
-        self._waiting.setdefault(request_id, set()).add(event)
+    def _registered(self, request_id: RequestId) -> Iterator[_Wait]:
+        wait: _Wait = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(request_id, set()).add(wait)
         try:
-            yield event
+            yield wait
         finally:
-            self._waiting[request_id].discard(event)
+            self._waiting[request_id].discard(wait)
             if not self._waiting[request_id]:
                 del self._waiting[request_id]
 
-    async def _read(self, request_id: RequestId) -> Outcome | None:
+    async def _look(self, request_id: RequestId) -> Outcome | None:
+        """Most are pending when they are first asked for, so a large result is left for a second look."""
         async with self._store.read() as conn:
-            return await future_rows.outcome(conn, request_id)
+            outcome = await future_rows.outcome(conn, request_id, _SMALL_BYTES)
+        if outcome is None or not outcome.withheld:
+            return outcome
+        return await self._store.fetch(lambda conn: future_rows.outcome(conn, request_id))
+
+    async def _read(self, finished: Sequence[Finished]) -> Sequence[Outcome]:
+        if not finished:
+            return ()
+        ids = [each.request_id for each in finished]
+        if sum(each.size for each in finished) > _SMALL_BYTES:
+            return await self._store.fetch(lambda conn: future_rows.outcomes(conn, ids))
+        async with self._store.read() as conn:
+            return await future_rows.outcomes(conn, ids)
+
+
+def _answer(wait: _Wait, outcome: Outcome | None) -> None:
+    if not wait.done():
+        wait.set_result(outcome)

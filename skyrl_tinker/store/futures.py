@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from sqlalchemy import and_, bindparam, func, literal, or_, select
+from sqlalchemy import and_, bindparam, case, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.store.finish import fail, fail_pending, failure_body, purge_results, succeed
@@ -20,6 +21,7 @@ from skyrl_tinker.wire.ids import (
 
 __all__ = [
     "Accepted",
+    "Finished",
     "Outcome",
     "QueuedRow",
     "bodies",
@@ -30,6 +32,7 @@ __all__ = [
     "last_result_id",
     "max_id",
     "outcome",
+    "outcomes",
     "purge_results",
     "queued_after",
     "submit_create",
@@ -37,6 +40,9 @@ __all__ = [
     "submit_training",
     "succeed",
 ]
+
+
+ANY_SIZE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,15 @@ class Outcome:
     content_type: str | None
     body: bytes | None
     model_id: ModelId | None
+    withheld: bool | None = None  # there is a body, larger than what was asked for
+
+
+class Finished(NamedTuple):
+    """`cursor`: results.id; `size`: bytes of the result."""
+
+    cursor: int
+    request_id: RequestId
+    size: int
 
 
 # Statements of the hot path are built once: making one costs more than running it.
@@ -93,22 +108,23 @@ _QUEUED = (
     .order_by(Future.id)
     .limit(bindparam("most"))
 )
-_OUTCOME = (
+_OUTCOMES = (
     select(
         Future.id,
         Future.request_id,
         Future.kind,
         Future.status,
         Result.content_type,
-        Result.body,
+        case((func.length(Result.body) <= bindparam("most"), Result.body)).label("body"),
         Model.model_id,
+        (func.length(Result.body) > bindparam("most")).label("withheld"),
     )
     .outerjoin(Result, Result.future_id == Future.id)
     .outerjoin(Model, Model.key == Future.model_key)
-    .where(Future.request_id == bindparam("request_id"))
+    .where(Future.request_id.in_(bindparam("request_ids", expanding=True)))
 )
 _FINISHED = (
-    select(Result.id, Future.request_id)
+    select(Result.id, Future.request_id, func.length(Result.body).label("size"))
     .join(Future, Future.id == Result.future_id)
     .where(Result.id > bindparam("cursor"))
     .order_by(Result.id)
@@ -132,26 +148,23 @@ async def max_id(conn: AsyncConnection) -> int:
     return await conn.scalar(select(func.max(Future.id))) or 0
 
 
-async def outcome(conn: AsyncConnection, request_id: RequestId) -> Outcome | None:
-    """None for an id that was never given out."""
-    row = (await conn.execute(_OUTCOME, {"request_id": request_id})).one_or_none()
-    if row is None:
-        return None
-    return Outcome(
-        future_id=row.id,
-        request_id=RequestId(row.request_id),
-        kind=row.kind,
-        status=row.status,
-        content_type=row.content_type,
-        body=row.body,
-        model_id=row.model_id,
-    )
+async def outcome(conn: AsyncConnection, request_id: RequestId, most_bytes: int = ANY_SIZE) -> Outcome | None:
+    """None for an id that was never given out. A result above `most_bytes` is withheld."""
+    found = await outcomes(conn, [request_id], most_bytes)
+    return found[0] if found else None
 
 
-async def finished_after(conn: AsyncConnection, cursor: int) -> list[tuple[int, RequestId]]:
-    """(result id, request id) of what finished after the cursor, in that order."""
-    rows = await conn.execute(_FINISHED, {"cursor": cursor})
-    return [(row.id, RequestId(row.request_id)) for row in rows]
+async def outcomes(
+    conn: AsyncConnection, request_ids: Sequence[RequestId], most_bytes: int = ANY_SIZE
+) -> list[Outcome]:
+    """Of the ids that were given out, in no particular order."""
+    rows = await conn.execute(_OUTCOMES, {"request_ids": request_ids, "most": most_bytes})
+    return [Outcome(*row) for row in rows]
+
+
+async def finished_after(conn: AsyncConnection, cursor: int) -> list[Finished]:
+    """What finished after the cursor, in that order."""
+    return [Finished(*row) for row in await conn.execute(_FINISHED, {"cursor": cursor})]
 
 
 async def last_result_id(conn: AsyncConnection) -> int:

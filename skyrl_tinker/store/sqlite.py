@@ -1,19 +1,21 @@
 """SQLite as the store wants it: WAL, durable commits, foreign keys, transactions that we begin ourselves.
 
-aiosqlite crosses to its thread for every cursor, execute, fetch and close; `_Cursor` crosses once per
-statement, and BEGIN goes with the first of them, which takes a third off the time of a small write.
+SQLAlchemy's asyncio driver for SQLite gives each connection a thread and crosses to it for every statement,
+which costs more than most statements do. Here a connection works in whatever thread drives it: reads of a few
+rows on the event loop, transactions that write or read much as a whole in a thread of their own (`drive`).
 """
 
 import sqlite3
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
-import aiosqlite
-from sqlalchemy import AsyncAdaptedQueuePool, Connection, event, make_url
+from sqlalchemy import Connection, NullPool, event, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.turn import Turn
+
+T = TypeVar("T")
 
 BUSY_TIMEOUT_S = 30.0
 DRIVER = "sqlite+aiosqlite"
@@ -39,20 +41,34 @@ def database(url: str) -> str:
 
 def connect(path: str) -> sqlite3.Connection:
     """Python's driver must not begin or commit by itself: that breaks SAVEPOINT and BEGIN IMMEDIATE."""
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     for pragma in _PRAGMAS:
         connection.execute(pragma)
     return connection
 
 
 def writing(path: str, turn: Turn) -> AsyncEngine:
-    """One connection, whose transactions hold the write lock from the start, in turn with other processes."""
-    return _engine(lambda: _WritingConnection(path, turn), BEGIN_WRITE, connections=1)
+    """Transactions hold the write lock from the start, in turn with other processes."""
+    return _engine(lambda: _WritingConnection(path, turn), BEGIN_WRITE)
 
 
-def reading(path: str, connections: int) -> AsyncEngine:
-    """Connections whose transactions see the state of their first statement."""
-    return _engine(lambda: _Connection(path), BEGIN_READ, connections)
+def reading(path: str) -> AsyncEngine:
+    """Transactions see the state of their first statement."""
+    return _engine(lambda: _Connection(path), BEGIN_READ)
+
+
+def drive(work: Coroutine[Any, Any, T]) -> T:
+    """Run, in any thread, a coroutine that awaits nothing but connections of these engines.
+
+    RuntimeError when it awaits something else: there is no event loop to wait on.
+    """
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    work.close()
+    raise RuntimeError("a database operation may await nothing but its connection")
 
 
 def starts_with(begin: str) -> Callable[[Connection], None]:
@@ -64,59 +80,51 @@ def starts_with(begin: str) -> Callable[[Connection], None]:
     return began
 
 
-def _engine(connection: Callable[[], "_Connection"], begin: str, connections: int) -> AsyncEngine:
-    async def connected() -> aiosqlite.Connection:
-        return await connection()
+def _engine(connection: Callable[[], "_Connection"], begin: str) -> AsyncEngine:
+    """No pool: who reads or writes keeps its connections."""
 
-    made = create_async_engine(
-        f"{DRIVER}://",
-        async_creator=connected,
-        poolclass=AsyncAdaptedQueuePool,
-        pool_size=connections,
-        max_overflow=0,
-        pool_timeout=BUSY_TIMEOUT_S,
-    )
+    async def connected() -> Any:
+        return connection()
+
+    made = create_async_engine(f"{DRIVER}://", async_creator=connected, poolclass=NullPool)
     event.listen(made.sync_engine, "begin", starts_with(begin))
     return made
 
 
-class _Connection(aiosqlite.Connection):
-    def __init__(self, path: str) -> None:
-        super().__init__(lambda: connect(path), iter_chunk_size=64)
-        self._thread.daemon = True  # as SQLAlchemy does: a connection never keeps the process alive
-        self.begin: str | None = None  # asked for, and run with the statement that comes next
+class _Connection:
+    """The part of an asyncio DBAPI connection that SQLAlchemy uses. Nothing here ever waits."""
 
-    def cursor(self) -> "_Cursor":  # type: ignore[override]
+    def __init__(self, path: str) -> None:
+        self._connection: sqlite3.Connection | None = connect(path)  # the name that SQLAlchemy looks for
+
+    @property
+    def raw(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise sqlite3.OperationalError("connection closed")
+        return self._connection
+
+    def cursor(self) -> "_Cursor":
         return _Cursor(self)
 
-    async def on_thread(self, function: Callable[..., None], *arguments: Any) -> None:
-        await self._execute(function, *arguments)  # type: ignore[no-untyped-call]
+    def begin(self, sql: str) -> None:
+        self.raw.execute(sql)
 
-    def run(self, method: str, sql: str, parameters: Sequence[Any]) -> sqlite3.Cursor:
-        """On the thread: `execute` or `executemany`."""
-        if self.begin is not None:
-            begin, self.begin = self.begin, None
-            self.run_begin(begin)
-        cursor: sqlite3.Cursor = getattr(self._conn, method)(sql, parameters)
-        return cursor
-
-    def run_begin(self, begin: str) -> None:
-        self._conn.execute(begin)
+    async def create_function(self, *args: Any, **kwargs: Any) -> None:
+        self.raw.create_function(*args, **kwargs)
 
     async def commit(self) -> None:
-        await self._end(self._conn.commit)
+        self.raw.commit()
 
     async def rollback(self) -> None:
-        await self._end(self._conn.rollback)
+        self.raw.rollback()
 
-    async def _end(self, end: Callable[[], None]) -> None:
-        if self.begin is not None:  # nothing was asked: there is no transaction to end
-            self.begin = None
-        else:
-            await self.on_thread(self.run_end, end)
+    async def close(self) -> None:
+        self.stop()
 
-    def run_end(self, end: Callable[[], None]) -> None:
-        end()
+    def stop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
 
 class _WritingConnection(_Connection):
@@ -126,19 +134,33 @@ class _WritingConnection(_Connection):
         super().__init__(path)
         self._turn = turn
 
-    def run_begin(self, begin: str) -> None:
+    def begin(self, sql: str) -> None:
         self._turn.take()
-        super().run_begin(begin)
-
-    def run_end(self, end: Callable[[], None]) -> None:
         try:
-            end()
+            super().begin(sql)
+        except BaseException:
+            self._turn.give()
+            raise
+
+    async def commit(self) -> None:
+        try:
+            await super().commit()
         finally:
+            self._give()
+
+    async def rollback(self) -> None:
+        try:
+            await super().rollback()
+        finally:
+            self._give()
+
+    def _give(self) -> None:
+        if not self.raw.in_transaction:
             self._turn.give()
 
 
 class _Cursor:
-    """The part of a DBAPI cursor that SQLAlchemy's asyncio adapter uses."""
+    """The part of an asyncio DBAPI cursor that SQLAlchemy uses."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
@@ -153,12 +175,12 @@ class _Cursor:
 
     async def execute(self, sql: str, parameters: Sequence[Any] = ()) -> None:
         if sql in (BEGIN_READ, BEGIN_WRITE):
-            self._connection.begin = sql
-            return
-        await self._connection.on_thread(self._run, "execute", sql, parameters)
+            self._connection.begin(sql)
+        else:
+            self._keep(self._connection.raw.execute(sql, parameters))
 
     async def executemany(self, sql: str, parameters: Sequence[Sequence[Any]]) -> None:
-        await self._connection.on_thread(self._run, "executemany", sql, parameters)
+        self._keep(self._connection.raw.executemany(sql, parameters))
 
     async def fetchall(self) -> list[Any]:
         return self._rows
@@ -166,9 +188,7 @@ class _Cursor:
     async def close(self) -> None:
         """Nothing is open between statements."""
 
-    def _run(self, method: str, sql: str, parameters: Sequence[Any]) -> None:
-        """On the connection's thread: execute, fetch, close."""
-        cursor = self._connection.run(method, sql, parameters)
+    def _keep(self, cursor: sqlite3.Cursor) -> None:
         self.description = cursor.description
         self.rowcount = cursor.rowcount
         self.lastrowid = cursor.lastrowid

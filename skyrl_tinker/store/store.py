@@ -1,5 +1,6 @@
 """The store: what API and engine share. Acknowledged means committed."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,8 +10,6 @@ from skyrl_tinker.store import sqlite
 from skyrl_tinker.store.turn import Turn
 from skyrl_tinker.store.writer import Op, T, Writer
 
-READERS = 4
-
 
 class Store:
     """Writes go through one group-commit writer; reads have their own connections and never wait for it."""
@@ -19,7 +18,8 @@ class Store:
         """Use `Store.open`."""
         self._turn = Turn(path)
         self._writing = sqlite.writing(path, self._turn)
-        self._reading = sqlite.reading(path, READERS)
+        self._reading = sqlite.reading(path)
+        self._idle: list[AsyncConnection] = []
         self._writer = Writer(self._writing)
 
     @classmethod
@@ -30,19 +30,28 @@ class Store:
     async def close(self) -> None:
         """Finish the writes already accepted, then close every connection."""
         await self._writer.close()
-        await self._reading.dispose()
-        await self._writing.dispose()
+        while self._idle:
+            await self._idle.pop().close()
         self._turn.close()
 
     async def write(self, op: Op[T]) -> T:
         """Run `op(conn)` in the next group commit; return its value after COMMIT.
 
-        The op must await nothing but `conn`: the write lock is held meanwhile.
+        The op must await nothing but `conn`: it runs in the writer's thread, with the write lock held.
         """
         return await self._writer.write(op)
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
-        """A connection that sees one consistent state of the database and must not write."""
-        async with self._reading.begin() as conn:
-            yield conn
+        """For rows: a connection that sees one consistent state of the database and must not write."""
+        conn = self._idle.pop() if self._idle else await self._reading.connect()
+        try:
+            async with conn.begin():
+                yield conn
+        finally:
+            self._idle.append(conn)
+
+    async def fetch(self, op: Op[T]) -> T:
+        """For bodies, which may be large: `op(conn)` reads in a thread, and must await nothing but `conn`."""
+        async with self.read() as conn:
+            return await asyncio.to_thread(lambda: sqlite.drive(op(conn)))

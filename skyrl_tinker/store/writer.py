@@ -1,7 +1,10 @@
 """Group commit: what many callers write at once goes to disk in one transaction."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -9,9 +12,10 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.store.sqlite import drive
 
 T = TypeVar("T")
-Op = Callable[[AsyncConnection], Awaitable[T]]
+Op = Callable[[AsyncConnection], Coroutine[Any, Any, T]]
 
 MAX_OPS = 256
 MAX_HOLD_S = 0.02
@@ -37,11 +41,14 @@ class _Write:
 
 
 class Writer:
-    """One task, one connection. The ops of one process run in the order in which they came."""
+    """One thread, one connection. The ops of one process run in the order in which they came."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._queue: asyncio.Queue[_Write | None] = asyncio.Queue()
+        self._conn: AsyncConnection | None = None
+        self._thread = ThreadPoolExecutor(1, "store-writer")
+        self._queue: deque[_Write] = deque()
+        self._arrived = asyncio.Event()
         self._closed = False
         self._task = asyncio.create_task(self._run(), name="store-writer")
 
@@ -54,63 +61,74 @@ class Writer:
         if self._closed:
             raise _closed()
         write = _Write(op, asyncio.get_running_loop().create_future())
-        self._queue.put_nowait(write)
+        self._queue.append(write)
+        self._arrived.set()
         result: T = await write.done
         return result
 
     async def close(self) -> None:
         """Write what was accepted, then stop."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put_nowait(None)
+        self._closed = True
+        self._arrived.set()
         await self._task
 
     async def _run(self) -> None:
         try:
-            while (first := await self._queue.get()) is not None:
-                if not first.done.done():
-                    await self._commit(first)
+            while self._queue or not self._closed:
+                if self._queue:
+                    await self._commit()
+                else:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+            await self._on_thread(self._disconnect)
         finally:  # nothing is left here unless this task itself is cancelled
             self._closed = True
-            while (left := self._next()) is not None:
+            self._thread.shutdown(wait=False)
+            for left in self._queue:
                 left.settle(_closed())
 
-    async def _commit(self, first: _Write) -> None:
-        batch = [first]
+    async def _commit(self) -> None:
+        """One transaction, as a whole in the thread: crossing to it costs more than a statement."""
+        begun: list[_Write] = []
         error: Exception | None = _closed()  # holds if this task is cancelled
         try:
-            await self._transact(first, batch)
+            await self._on_thread(self._transact, begun)
             error = None
-        except Exception as raised:  # of `first`, then alone, or of the transaction: all is undone
+        except Exception as raised:  # of the first op, then alone, or of the transaction: all is undone
             error = raised
         finally:
-            for write in batch:
+            for write in begun:
                 write.settle(error)
 
-    async def _transact(self, first: _Write, batch: list[_Write]) -> None:
-        """Run `first` and what has arrived meanwhile in one transaction.
+    async def _on_thread(self, work: Callable[..., None], *arguments: Any) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-        `first` needs no SAVEPOINT: if it fails, the transaction holds nothing else yet.
+    def _transact(self, begun: list[_Write]) -> None:
+        drive(self._transaction(begun))
+
+    async def _transaction(self, begun: list[_Write]) -> None:
+        """Run what waits, and what arrives meanwhile. `begun` gets each write before it is run.
+
+        The first needs no SAVEPOINT: if it fails, the transaction holds nothing else yet.
         """
-        loop = asyncio.get_running_loop()
-        async with self._engine.begin() as conn:
-            deadline = loop.time() + MAX_HOLD_S
-            first.value = await first.op(conn)
-            while len(batch) < MAX_OPS and loop.time() < deadline:
-                if (write := self._next()) is None:
-                    return
-                batch.append(write)
-                if not write.done.done():
-                    await _isolated(conn, write)
+        if self._conn is None:
+            self._conn = await self._engine.connect()
+        async with self._conn.begin():
+            deadline = time.monotonic() + MAX_HOLD_S
+            while self._queue and len(begun) < MAX_OPS and time.monotonic() < deadline:
+                write = self._queue.popleft()
+                if write.done.done():
+                    continue
+                begun.append(write)
+                if len(begun) == 1:
+                    write.value = await write.op(self._conn)
+                else:
+                    await _isolated(self._conn, write)
 
-    def _next(self) -> _Write | None:
-        """The next op without waiting. The end mark stays in the queue, for `_run`."""
-        if self._queue.empty():
-            return None
-        write = self._queue.get_nowait()
-        if write is None:
-            self._queue.put_nowait(None)
-        return write
+    def _disconnect(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            drive(conn.close())
 
 
 async def _isolated(conn: AsyncConnection, write: _Write) -> None:

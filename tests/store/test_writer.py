@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -117,15 +118,15 @@ async def test_commits_are_synced_and_foreign_keys_hold(store: Store) -> None:
 
 async def test_a_read_does_not_wait_for_a_write_in_progress(store: Store) -> None:
     await store.write(lambda conn: state.put(conn, "k", "old"))
-    inside, let_go = asyncio.Event(), asyncio.Event()
+    inside, let_go = threading.Event(), threading.Event()
 
     async def slow(conn: AsyncConnection) -> None:
         await state.put(conn, "k", "new")
         inside.set()
-        await let_go.wait()
+        let_go.wait()
 
     writing = asyncio.create_task(store.write(slow))
-    await inside.wait()
+    await asyncio.to_thread(inside.wait)
     async with asyncio.timeout(1):
         assert await value(store, "k") == "old"
     let_go.set()
@@ -143,15 +144,15 @@ async def test_a_read_sees_one_state_throughout(store: Store) -> None:
 
 
 async def test_a_cancelled_caller_breaks_nothing(store: Store) -> None:
-    inside, let_go = asyncio.Event(), asyncio.Event()
+    inside, let_go = threading.Event(), threading.Event()
 
     async def slow(conn: AsyncConnection) -> None:
         await state.put(conn, "slow", 1)
         inside.set()
-        await let_go.wait()
+        let_go.wait()
 
     running = asyncio.create_task(store.write(slow))
-    await inside.wait()
+    await asyncio.to_thread(inside.wait)
     waiting = asyncio.create_task(store.write(lambda conn: state.put(conn, "waiting", 1)))
     other = asyncio.create_task(store.write(lambda conn: state.put(conn, "other", 1)))
     await asyncio.sleep(0)

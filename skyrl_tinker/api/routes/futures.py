@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tinker.api.bodies import off_loop, read_model
-from skyrl_tinker.api.deps import Deps, Services
+from skyrl_tinker.api.deps import Deps, HotRoute, Services
 from skyrl_tinker.api.readiness import engine_state
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.store.futures import Outcome
@@ -14,7 +14,7 @@ from skyrl_tinker.wire.codec import PROTOBUF
 from skyrl_tinker.wire.ids import FutureStatus, RequestId, RequestKind
 from skyrl_tinker.wire.models import FailedResponse, RetrieveFutureRequest, TryAgainResponse
 
-router = APIRouter(tags=["futures"])
+router = APIRouter(tags=["futures"], route_class=HotRoute)
 
 
 @router.post(

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.bodies import json_object, off_loop, read_json
-from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.deps import Deps, HotRoute
 from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.codec import RawForwardBackward
@@ -11,7 +11,7 @@ from skyrl_tinker.wire.ids import RequestKind
 from skyrl_tinker.wire.models import AcceptedFuture, OptimStepRequest, parse
 from skyrl_tinker.wire.validate import Limits, validate_forward_backward, validate_optim_step
 
-router = APIRouter(tags=["training"])
+router = APIRouter(tags=["training"], route_class=HotRoute)
 
 
 @router.post("/forward_backward", summary="A pass over data, with gradients or `forward_only`")
