@@ -1,70 +1,199 @@
-"""The port of full-parameter weight sync: what a transport says, and how the four phases are driven."""
+"""Full parameters to all replicas or to none: the phases of a sync, and the way back when one fails."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, TypeVar
 
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
+from skyrl_tinker.weight_sync.port import ControlPlane, Phase, Replica, WeightSyncError, WeightTransport
+from skyrl_tinker.weight_sync.source import total_bytes
 
-Message = Mapping[str, Any]
-"""JSON object that travels to every worker of every sampler."""
+__all__ = ["ControlPlane", "Synced", "WeightSyncError", "WeightTransport", "sync_weights"]
 
+PATIENCE_S = 300.0
+"""For one answer of one replica: loading large weights may take minutes, for ever is a fault."""
 
-class WeightTransport(Protocol):
-    """One way to bring a directory of safetensors to the samplers; its vLLM side has the same name."""
-
-    @property
-    def backend(self) -> str: ...
-
-    @property
-    def init_info(self) -> Message: ...
-
-    def updates(self, directory: Path) -> Sequence[Message]:
-        """The chunks, in the order to send. SamplerError when the directory holds no weights."""
-        ...
-
-    @property
-    def discard(self) -> Message:
-        """The update that ends a failed session; workers answer it with an error on purpose."""
-        ...
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
-class ControlPlane(Protocol):
-    """The samplers as a whole: each call reaches all of them or raises SamplerError."""
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """`paused_s`: how long requests stood still."""
 
-    async def pause(self, mode: Literal["abort", "wait", "keep"], *, clear_cache: bool) -> None: ...
-    async def resume(self) -> None: ...
-    async def init_weight_transfer_engine(self, info: Message) -> None: ...
-    async def start_weight_update(self) -> None: ...
-    async def update_weights(self, info: Message) -> None: ...
-    async def finish_weight_update(self, version: str) -> None: ...
+    size: int  # bytes
+    seconds: float
+    paused_s: float
 
 
 async def sync_weights(
-    control: ControlPlane, transport: WeightTransport, directory: Path, version: str
-) -> None:
-    """Make the samplers serve the weights in `directory` as `version`.
+    control: ControlPlane,
+    transport: WeightTransport,
+    directory: Path,
+    version: str,
+    previous: tuple[Path, str],
+) -> Synced:
+    """Make every replica of `control` serve the weights in `directory` as `version`.
 
-    The chunks are staged while sampling goes on; requests stand still only while they are applied, then go on
-    with the new weights and nothing cached from the old. SamplerError: the old weights go on serving.
+    Requests stand still as shortly as the transport can, then go on with the new weights and nothing cached
+    from the old. WeightSyncError, naming phase and replicas: the old weights go on serving everywhere.
+    Replicas that had taken the new ones were given those of `previous` again (directory and version, which
+    must still be there). One sync at a time per transport.
     """
-    updates = transport.updates(directory)
-    await control.init_weight_transfer_engine(transport.init_info)
+    update = _Update({url: control.of(url) for url in control.server_urls}, transport)
     try:
-        await control.start_weight_update()
-        for update in updates:
-            await control.update_weights(update)
-        await _apply(control, version)
-    except BaseException:
-        with suppress(SamplerError):  # its answer is an error by design
-            await control.update_weights(transport.discard)
+        return await update.run(directory, version)
+    except BaseException as error:
+        lost = await update.undo(previous)
+        if isinstance(error, SkyrlTinkerError):
+            raise await update.explain(error, version, lost) from error
         raise
 
 
-async def _apply(control: ControlPlane, version: str) -> None:
-    await control.pause("keep", clear_cache=True)
+class _Update:
+    def __init__(self, replicas: Mapping[str, Replica], transport: WeightTransport) -> None:
+        self._replicas = replicas
+        self._transport = transport
+        self._phase: Phase = "open"
+        self._failures: dict[str, SkyrlTinkerError] = {}
+        self._paused_at: float | None = None
+        self._changed: tuple[str, ...] = ()  # may not hold the old weights any more
+
+    async def run(self, directory: Path, version: str) -> Synced:
+        began = time.monotonic()
+        try:
+            chunks = await self._transport.open(directory)
+            await self._form()
+            await self._start()
+            for index in range(len(chunks)):
+                await self._transfer(index)
+            await self._finish(version)
+            await self._every("resume", lambda url: self._replicas[url].resume())
+            ended = time.monotonic()
+        finally:  # a trainer that cannot do even that is dead, which the engine notices by itself
+            await _attempt([self._transport.close()])
+        assert self._paused_at is not None
+        return Synced(total_bytes(chunks), ended - began, ended - self._paused_at)
+
+    async def undo(self, previous: tuple[Path, str]) -> tuple[str, ...]:
+        """Back to the old weights; returns the replicas that could not be brought back."""
+        await _attempt([self._transport.leave()])
+        await self._discard()
+        lost = [url for url in self._changed if not await self._restored(url, previous)]
+        if self._paused_at is not None:
+            await _attempt(replica.resume() for url, replica in self._replicas.items() if url not in lost)
+        return tuple(lost)
+
+    async def explain(self, error: SkyrlTinkerError, version: str, lost: tuple[str, ...]) -> WeightSyncError:
+        """A dead replica explains the broken connections of the others, so it is named alone."""
+        failures = {} if isinstance(error, TrainerError) else self._failures
+        dead = [url for url in failures if not await _attempt([self._replicas[url].health()])]
+        named = dead or list(failures)
+        causes = "; ".join(f"{url}: {failures[url]}" for url in named) or str(error)
+        text = f"weights {version} are not served, the old ones are: {self._phase} failed: {causes}"
+        if lost:
+            text += f"; without usable weights, to be started again: {', '.join(lost)}"
+        return WeightSyncError(text, self._phase, named, lost)
+
+    async def _form(self) -> None:
+        self._phase = "init"
+        if self._transport.members == tuple(self._replicas):
+            return
+        workers = await self._every("init", lambda url: self._replicas[url].world_size())
+        messages = dict(zip(self._replicas, await self._transport.form(workers), strict=True))
+        await self._beside(
+            "init",
+            lambda url: self._replicas[url].init_weight_transfer_engine(messages[url]),
+            self._transport.meet(),
+        )
+        self._transport.members = tuple(self._replicas)
+
+    async def _start(self) -> None:
+        if not self._transport.staged:
+            await self._pause()
+            self._changed = tuple(self._replicas)
+        await self._every("start", lambda url: self._replicas[url].start_weight_update())
+
+    async def _transfer(self, index: int) -> None:
+        self._phase = "update"
+        message = await self._transport.load(index)
+        await self._beside(
+            "update", lambda url: self._replicas[url].update_weights(message), self._transport.send()
+        )
+
+    async def _finish(self, version: str) -> None:
+        if self._transport.staged:
+            await self._pause()
+            self._changed = tuple(self._replicas)
+        await self._every("finish", lambda url: self._replicas[url].finish_weight_update(version))
+
+    async def _pause(self) -> None:
+        """Nothing computed from the old weights stays in a cache; sequences under way are computed anew."""
+        self._paused_at = time.monotonic()
+        await self._every("pause", lambda url: self._replicas[url].pause("keep", clear_cache=True))
+
+    async def _every(self, phase: Phase, call: Callable[[str], Awaitable[T]]) -> list[T]:
+        """The same call to every replica at once, all run to their end: none changes things later."""
+        self._phase = phase
+        results = await asyncio.gather(
+            *(_answer(call(url)) for url in self._replicas), return_exceptions=True
+        )
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            self._failures = {
+                url: result
+                for url, result in zip(self._replicas, results, strict=True)
+                if isinstance(result, SkyrlTinkerError)
+            }
+            raise errors[0]
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _beside(
+        self, phase: Phase, call: Callable[[str], Awaitable[None]], trainers: Coroutine[Any, Any, None]
+    ) -> None:
+        """The replicas' calls while the trainer does its part. When that fails they must not wait for it."""
+        sending = asyncio.ensure_future(trainers)
+        receiving = asyncio.ensure_future(self._every(phase, call))
+        try:
+            await sending
+        except BaseException:
+            await _attempt([self._transport.leave()])
+            await _attempt([receiving])
+            raise
+        await receiving
+
+    async def _discard(self) -> None:
+        """Its answer is an error by design."""
+        discard = self._transport.discard
+        await _attempt(replica.update_weights(discard) for replica in self._replicas.values())
+
+    async def _restored(self, url: str, previous: tuple[Path, str]) -> bool:
+        """One by one, so that a dead replica hinders no other."""
+        again = _Update({url: self._replicas[url]}, self._transport)
+        try:
+            await again.run(*previous)
+        except SkyrlTinkerError as error:
+            _log.error("replica %s could not be given weights %s again: %s", url, previous[1], error)
+            return False
+        return True
+
+
+async def _answer(call: Awaitable[T]) -> T:
     try:
-        await control.finish_weight_update(version)
-    finally:
-        await control.resume()
+        async with asyncio.timeout(PATIENCE_S):
+            return await call
+    except TimeoutError as error:
+        raise SamplerError(f"no answer within {PATIENCE_S:.0f} s") from error
+
+
+async def _attempt(calls: Iterable[Awaitable[Any]]) -> bool:
+    """Try all, whatever becomes of them; whether all went well."""
+    results = await asyncio.gather(*map(_answer, calls), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in errors:
+        _log.log(logging.INFO if isinstance(error, SkyrlTinkerError) else logging.ERROR, "ignored: %r", error)
+    return not errors

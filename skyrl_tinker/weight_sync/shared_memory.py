@@ -1,36 +1,80 @@
-"""Full parameters to samplers on the same host: files in tmpfs, of which only the paths travel."""
+"""Samplers on the trainer's host: they map the files in tmpfs, of which only the names travel."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.weight_sync.base import Message
+from skyrl_tinker.weight_sync.port import Message
+from skyrl_tinker.weight_sync.source import Chunk, read_chunks
 
-BACKEND = "skyrl_shared_memory"
-"""Under this name `vllm_engine.SharedMemoryEngine` is registered in vLLM."""
+if TYPE_CHECKING:
+    import torch
+
+NAME = "shared_memory"
 
 
-@dataclass(frozen=True, slots=True)
 class SharedMemoryTransport:
-    """A chunk is one safetensors file of complete tensors under Hugging Face names.
+    """No bytes are sent, so there is no sender.
 
-    The files must not change once named; they may be removed when the sync is over. The base model's own
-    directory is a valid source, to go back to the base.
+    The files must not change while they are read; they may be removed when the sync is over. The base model's
+    own directory is a valid source, to go back to the base.
     """
 
-    backend: str = BACKEND
+    backend = "skyrl_staged"
+    staged = True
+    discard: Message = MappingProxyType({"discard": True})
 
-    @property
-    def init_info(self) -> Message:
-        return {}
+    def __init__(self, chunk_bytes: int) -> None:
+        self.members: tuple[str, ...] = ()
+        self._limit = chunk_bytes
+        self._chunks: Sequence[Chunk] = ()
 
-    def updates(self, directory: Path) -> Sequence[Message]:
-        files = sorted(directory.absolute().glob("*.safetensors"))
-        if not files:
-            raise SamplerError(f"{directory} holds no *.safetensors, so there are no weights to serve")
-        return [{"path": str(file), "last": file is files[-1]} for file in files]
+    async def open(self, directory: Path) -> Sequence[Chunk]:
+        self._chunks = await asyncio.to_thread(read_chunks, directory, self._limit)
+        return self._chunks
 
-    @property
-    def discard(self) -> Message:
-        return {"discard": True}
+    async def form(self, workers: Sequence[int]) -> Sequence[Message]:
+        return [{"transport": NAME} for _ in workers]
+
+    async def meet(self) -> None:
+        pass
+
+    async def load(self, index: int) -> Message:
+        chunk = self._chunks[index]
+        files = [entry.file for entry in chunk.entries]
+        last = index == len(self._chunks) - 1
+        return {"names": chunk.names, "shapes": chunk.shapes, "files": files, "last": last}
+
+    async def send(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        self._chunks = ()
+
+    async def leave(self) -> None:
+        self.members = ()
+
+
+class MappedFiles:
+    """The side of vLLM: tensors are read when they are asked for, so staging them takes no memory."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, Any] = {}
+
+    def receive(self, update: Any) -> Mapping[str, "Callable[[], torch.Tensor]"]:
+        """Raises SafetensorError for a damaged file, also when a tensor is not in it."""
+        return {name: self._tensor(file, name) for name, file in zip(update.names, update.files, strict=True)}
+
+    def forget(self) -> None:
+        self._files = {}
+
+    def _tensor(self, path: str, name: str) -> "Callable[[], torch.Tensor]":
+        from safetensors import safe_open
+
+        if path not in self._files:
+            self._files[path] = safe_open(path, "pt")
+        file = self._files[path]
+        file.get_slice(name)
+        return lambda: file.get_tensor(name)

@@ -1,77 +1,115 @@
-"""The vLLM side of our transports. Imported by vLLM's workers only.
+"""The vLLM side of our own transports. Imported by vLLM's workers only.
 
 `update` stages and checks, `finish` applies in one call between two forward steps. So a failed update leaves
 the old weights serving, and no forward meets a half-loaded model (loading puts it on the meta device).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader import reload
+
+from skyrl_tinker.weight_sync import gloo, shared_memory
+from skyrl_tinker.weight_sync.source import read_chunks
 
 TIED_HEAD = "lm_head.weight"  # a tied checkpoint may or may not name it
+Staged = Mapping[str, Callable[[], torch.Tensor]]
+"""By name, how to get the tensor."""
 
 
 @dataclass
-class SharedMemoryInit(WeightTransferInitInfo):
-    pass
+class StagedInit(WeightTransferInitInfo):
+    """`transport`: shared_memory or gloo; the rest is where the members of gloo's group meet."""
+
+    transport: str
+    host: str = ""
+    port: int = 0
+    rank_offset: int = 0
+    world_size: int = 0
 
 
 @dataclass
-class SharedMemoryUpdate(WeightTransferUpdateInfo):
-    """`path`: a safetensors file; `last`: the set is complete with it; `discard`: forget what is staged."""
+class StagedUpdate(WeightTransferUpdateInfo):
+    """One chunk. `last`: the set is complete with it; `discard`: forget what is staged.
 
-    path: str = ""
+    shared_memory names a file per tensor; gloo dtypes, and sizes in bytes within the broadcast buffer.
+    """
+
+    names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     last: bool = False
     discard: bool = False
 
 
-class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
-    init_info_cls = SharedMemoryInit
-    update_info_cls = SharedMemoryUpdate
+class Receiver(Protocol):
+    def receive(self, update: StagedUpdate) -> Staged: ...
+    def forget(self) -> None: ...
+
+
+class StagedEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
+    init_info_cls = StagedInit
+    update_info_cls = StagedUpdate
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
+    def init_transfer_engine(self, init_info: StagedInit) -> None:
         self.shapes = _shapes(Path(self.model_config.model))
-        self.staged: dict[str, Any] = {}
+        self.receiver = self._receiver(init_info)
+        self.staged: dict[str, Callable[[], torch.Tensor]] = {}
 
     def start_weight_update(self) -> None:
-        self.staged = {}
+        self._forget()
 
-    def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
+    def receive_weights(self, update_info: StagedUpdate) -> None:
         """ValueError for a tensor that the model lacks or that is missing; vLLM then ends the session."""
         if update_info.discard:
-            self.staged = {}
+            self._forget()
             raise ValueError("weight update discarded")
-        chunk: Any = safe_open(update_info.path, "pt")  # mapped, not read: no second copy of the weights
-        for name in chunk.keys():  # noqa: SIM118 (not a dict)
-            self._check(name, chunk.get_slice(name).get_shape())
-            self.staged[name] = chunk
+        received = self.receiver.receive(update_info)
+        for name, shape in zip(update_info.names, update_info.shapes, strict=True):
+            self._check(name, shape)
+        self.staged |= received
         if update_info.last:
             self._check_complete()
 
     def finish_weight_update(self) -> None:
         """Load what is staged. A failure past the checks leaves a broken model, so it ends the process."""
+        from vllm.model_executor.model_loader import reload  # all of vLLM's layers, which workers have
+
         self._check_complete()
-        staged, self.staged = self.staged, {}
         try:
             reload.initialize_layerwise_reload(self.model)
-            self.model.load_weights(_tensors(staged))  # type: ignore[operator]
+            self.model.load_weights(_consumed(self.staged))  # type: ignore[operator]
             reload.finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         except Exception as error:
             raise SystemExit(f"weights could not be loaded, the model is unusable: {error!r}") from error
+        self._forget()
 
     def shutdown(self) -> None:
+        self.__dict__.pop("receiver", None)
         self.staged = {}
+
+    def _receiver(self, info: StagedInit) -> Receiver:
+        if info.transport == shared_memory.NAME:
+            return shared_memory.MappedFiles()
+        if info.transport != gloo.NAME:
+            raise ValueError(f"transport: expected shared_memory or gloo, found {info.transport}")
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        return gloo.GlooReceiver(info.host, info.port, info.rank_offset + worker, info.world_size)
+
+    def _forget(self) -> None:
+        self.staged = {}
+        self.receiver.forget()
 
     def _check(self, name: str, shape: list[int]) -> None:
         if name == TIED_HEAD and self._tied:
@@ -95,13 +133,11 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
 
 def _shapes(directory: Path) -> dict[str, list[int]]:
     """Name and shape of every tensor in the checkpoint that the server was started from."""
-    shapes: dict[str, list[int]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as chunk:
-            shapes |= {name: chunk.get_slice(name).get_shape() for name in chunk.keys()}  # noqa: SIM118
-    return shapes
+    chunks = read_chunks(directory, limit=1)
+    return {entry.name: list(entry.shape) for chunk in chunks for entry in chunk.entries}
 
 
-def _tensors(staged: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, chunk in staged.items():
-        yield name, chunk.get_tensor(name)
+def _consumed(staged: dict[str, Callable[[], torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Lets go of each tensor before the next is asked for."""
+    for name in list(staged):
+        yield name, staged.pop(name)()

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.weight_sync.base import Message, sync_weights
-from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_tinker.weight_sync.base import Synced, sync_weights
+from skyrl_tinker.weight_sync.port import Message, WeightTransport
 from tests.inference.samplers import (
     Sampler,
     ask,
@@ -24,105 +24,137 @@ from tests.inference.samplers import (
     write_model,
 )
 
-TRANSPORT = SharedMemoryTransport()
-
 
 @pytest.fixture
 async def trained(each_sampler: Sampler, tmp_path: Path) -> Path:
-    """Other weights of the same shape, in two chunks."""
+    """Other weights of the same shape, in two files."""
     write_model(tmp_path / "trained", tied=each_sampler.facts.tied, seed=7)
     tensors = load_weights(tmp_path / "trained")
     names = sorted(tensors)
-    write_chunks(
-        tmp_path / "chunks", [{n: tensors[n] for n in names[:9]}, {n: tensors[n] for n in names[9:]}]
-    )
+    write_files(tmp_path / "two", [{n: tensors[n] for n in names[:9]}, {n: tensors[n] for n in names[9:]}])
     return tmp_path
 
 
-def write_chunks(directory: Path, chunks: Sequence[dict[str, np.ndarray]]) -> None:
+def write_files(directory: Path, files: Sequence[dict[str, np.ndarray]]) -> None:
     directory.mkdir()
-    for index, chunk in enumerate(chunks):
-        save_file(chunk, directory / f"{index:05}.safetensors")
+    for index, tensors in enumerate(files):
+        save_file(tensors, directory / f"{index:05}.safetensors")
 
 
-async def back_to_base(sampler: Sampler) -> None:
-    await sync_weights(sampler.client, TRANSPORT, Path(sampler.facts.directory), "base")
+async def sync(sampler: Sampler, transport: WeightTransport, directory: Path, version: str) -> Synced:
+    base = (Path(sampler.facts.directory), "base")
+    return await sync_weights(sampler.client, transport, directory, version, base)
+
+
+async def back_to_base(sampler: Sampler, transport: WeightTransport) -> None:
+    await sync(sampler, transport, Path(sampler.facts.directory), "base")
 
 
 async def test_synced_weights_are_served_exactly_and_the_base_comes_back(
-    each_sampler: Sampler, trained: Path
+    each_sampler: Sampler, transport: WeightTransport, trained: Path
 ) -> None:
     prompt = prompt_of(200)  # more than a KV block, so that a stale cache would show
     base = reference(each_sampler.facts.directory)
     assert_same_logprobs(await each_sampler("base", ask(prompt)), base, prompt)
-    await sync_weights(each_sampler.client, TRANSPORT, trained / "chunks", "v7")
+    synced = await sync(each_sampler, transport, trained / "two", "v7")
     assert await each_sampler.client.weight_version() == "v7"
+    assert synced.size == sum(array.nbytes for array in load_weights(trained / "trained").values())
+    assert 0 < synced.paused_s < synced.seconds
     assert_same_logprobs(await each_sampler("base", ask(prompt)), reference(trained / "trained"), prompt)
-    await back_to_base(each_sampler)
+    await back_to_base(each_sampler, transport)
     assert_same_logprobs(await each_sampler("base", ask(prompt)), base, prompt)
 
 
-async def test_adapters_and_base_are_exact_after_a_sync(each_sampler: Sampler, trained: Path) -> None:
+async def test_adapters_and_base_are_exact_after_a_sync(
+    each_sampler: Sampler, transport: WeightTransport, trained: Path
+) -> None:
     name, prompt = unique(trained), prompt_of(20)
     adapter = random_adapter(each_sampler.facts.directory, 8, seed=3)
     await publish_and_load(each_sampler, adapter, trained, name)
-    await sync_weights(each_sampler.client, TRANSPORT, trained / "chunks", "v7")
+    await sync(each_sampler, transport, trained / "two", "v7")
     outputs = await asyncio.gather(*(each_sampler(model, ask(prompt)) for model in ("base", name)))
     assert_same_logprobs(outputs[0], reference(trained / "trained"), prompt)
     assert_same_logprobs(outputs[1], reference(trained / "trained", adapter), prompt)
-    await back_to_base(each_sampler)
+    await back_to_base(each_sampler, transport)
 
 
-async def test_sampling_goes_on_during_a_sync(sampler: Sampler, tmp_path: Path) -> None:
-    """A request in flight keeps its tokens and goes on with what the new weights say."""
+async def test_bfloat16_weights_are_served_as_they_are(
+    sampler: Sampler, transport: WeightTransport, tmp_path: Path
+) -> None:
+    """A trainer computes in bfloat16 what a float32 sampler loads."""
+    model = reference(sampler.facts.directory).bfloat16()
+    model.save_pretrained(tmp_path / "bf16")
+    await sync(sampler, transport, tmp_path / "bf16", "bf16")
     prompt = prompt_of(20)
-    sampling = asyncio.create_task(sampler("base", ask(prompt, num_samples=4, max_tokens=200)))
-    await asyncio.sleep(0.1)
-    await sync_weights(sampler.client, TRANSPORT, Path(sampler.facts.directory), "same")
-    assert_same_logprobs(await sampling, reference(sampler.facts.directory), prompt)
+    assert_same_logprobs(await sampler("base", ask(prompt)), reference(tmp_path / "bf16"), prompt)
+    await back_to_base(sampler, transport)
 
 
-class Tampered(SharedMemoryTransport):
-    """The transport with other messages."""
-
-    def __init__(self, *messages: Message) -> None:
-        super().__init__()
-        self.__dict__["messages"] = messages
-
-    def updates(self, directory: Path) -> Sequence[Message]:
-        return tuple(self.__dict__["messages"])
-
-
-async def assert_refused(sampler: Sampler, transport: object, directory: Path, match: str) -> None:
+async def assert_refused(sampler: Sampler, transport: WeightTransport, directory: Path, match: str) -> None:
     before = await sampler.client.weight_version()
     with pytest.raises(SamplerError, match=match):
-        await sync_weights(sampler.client, transport, directory, "broken")  # type: ignore[arg-type]
+        await sync(sampler, transport, directory, "broken")
     prompt = prompt_of(20)
     assert_same_logprobs(await sampler("base", ask(prompt)), reference(sampler.facts.directory), prompt)
     assert await sampler.client.weight_version() == before
 
 
 async def test_a_refused_update_leaves_the_old_weights_and_the_next_one_works(
-    each_sampler: Sampler, trained: Path
+    each_sampler: Sampler, transport: WeightTransport, trained: Path
 ) -> None:
     tensors = load_weights(trained / "trained")
     norm = tensors.pop("model.norm.weight")
-    write_chunks(trained / "missing", [tensors])
-    write_chunks(trained / "shape", [tensors | {"model.norm.weight": norm[:-1].copy()}])
-    write_chunks(trained / "name", [tensors | {"model.norm.weight": norm, "model.other": norm}])
+    write_files(trained / "missing", [tensors])
+    write_files(trained / "shape", [tensors | {"model.norm.weight": norm[:-1].copy()}])
+    write_files(trained / "name", [tensors | {"model.norm.weight": norm, "model.other": norm}])
+    write_files(trained / "cut", [tensors])
+    cut = trained / "cut" / "00000.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
     (trained / "nothing").mkdir()
-    half = str(trained / "chunks" / "00000.safetensors")
+    refused = {
+        "missing": r"update failed: .*missing from the update, first model\.norm",
+        "shape": r"update failed: .*model\.norm\.weight: expected shape",
+        "name": r"update failed: .*model\.other",
+        "cut": r"open failed: .*00000\.safetensors is not a whole safetensors file",
+        "nothing": r"open failed: .*no .*safetensors",
+    }
+    for directory, match in refused.items():
+        await assert_refused(each_sampler, transport, trained / directory, match)
 
-    await assert_refused(
-        each_sampler, TRANSPORT, trained / "missing", "missing from the update, first model.norm"
-    )
-    await assert_refused(each_sampler, TRANSPORT, trained / "shape", "model.norm.weight: expected shape")
-    await assert_refused(each_sampler, TRANSPORT, trained / "name", "model.other")
-    await assert_refused(each_sampler, TRANSPORT, trained / "nothing", "no .*safetensors")
-    await assert_refused(each_sampler, Tampered({"path": half}), trained, "missing")  # finish without `last`
-    await assert_refused(each_sampler, Tampered({"path": "/nowhere"}), trained, "nowhere")
-
-    await sync_weights(each_sampler.client, TRANSPORT, trained / "chunks", "v8")
+    await sync(each_sampler, transport, trained / "two", "v8")
     prompt = prompt_of(20)
     assert_same_logprobs(await each_sampler("base", ask(prompt)), reference(trained / "trained"), prompt)
-    await back_to_base(each_sampler)
+    await back_to_base(each_sampler, transport)
+
+
+async def test_half_an_update_is_never_applied(
+    each_sampler: Sampler, transport: WeightTransport, trained: Path
+) -> None:
+    """Even when nothing says that part of it is missing."""
+    load = transport.load
+
+    async def never_last(index: int) -> Message:
+        return dict(await load(index)) | {"last": False}
+
+    write_files(
+        trained / "half", [{"model.norm.weight": load_weights(trained / "trained")["model.norm.weight"]}]
+    )
+    transport.load = never_last  # type: ignore[method-assign]
+    await assert_refused(
+        each_sampler, transport, trained / "half", "finish failed: .*missing from the update"
+    )
+
+
+async def test_a_file_that_is_cut_while_it_is_sent_leaves_the_old_weights(
+    each_sampler: Sampler, transport: WeightTransport, trained: Path
+) -> None:
+    load, file = transport.load, trained / "two" / "00001.safetensors"
+
+    async def cut_then_load(index: int) -> Message:
+        if index == 1:  # another file in its place: what is mapped already must not shrink
+            file.rename(trained / "whole")
+            file.write_bytes((trained / "whole").read_bytes()[:100])
+        return await load(index)
+
+    transport.load = cut_then_load  # type: ignore[method-assign]
+    await assert_refused(each_sampler, transport, trained / "two", "update failed: ")

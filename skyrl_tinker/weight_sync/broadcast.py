@@ -1,0 +1,116 @@
+"""What gloo and NCCL share: rank 0 of the trainer broadcasts each chunk to the workers of all replicas."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_tinker.weight_sync.port import Message, Senders
+from skyrl_tinker.weight_sync.source import Chunk
+
+if TYPE_CHECKING:
+    import torch
+
+    from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+
+
+class BroadcastTransport(ABC):
+    """The engine's side. The group is the sender as rank 0, then the workers of each replica in turn."""
+
+    factory: Callable[[int], "BroadcastSender"]
+
+    def __init__(self, senders: Senders, chunk_bytes: int) -> None:
+        self.members: tuple[str, ...] = ()
+        self._senders = senders
+        self.limit = chunk_bytes
+        self._opened = False
+        self._chunks: Sequence[Chunk] = ()
+        self._meeting: tuple[Any, ...] = ()
+
+    async def open(self, directory: Path) -> Sequence[Chunk]:
+        if not self._opened:
+            await self._senders.open_sender(self.factory, every_rank=False)
+            self._opened = True
+        self._chunks = await self._call("open", str(directory), self.limit)
+        return self._chunks
+
+    async def form(self, workers: Sequence[int]) -> Sequence[Message]:
+        world = 1 + sum(workers)
+        place = await self._call("prepare")
+        self._meeting = (place, world)
+        offsets = [1 + sum(workers[:replica]) for replica in range(len(workers))]
+        return [self.joining(place, offset, world) for offset in offsets]
+
+    async def meet(self) -> None:
+        await self._call("meet", *self._meeting)
+
+    async def load(self, index: int) -> Message:
+        await self._call("load", index)
+        return self.update(self._chunks[index], last=index == len(self._chunks) - 1)
+
+    async def send(self) -> None:
+        await self._call("send")
+
+    async def close(self) -> None:
+        self._chunks = ()
+        if self._opened:
+            await self._call("close")
+
+    async def leave(self) -> None:
+        self.members = ()
+        if self._opened:
+            await self._call("leave")
+
+    @abstractmethod
+    def joining(self, place: Any, rank_offset: int, world: int) -> Message:
+        """The init message of a replica whose first worker has rank `rank_offset`."""
+
+    @abstractmethod
+    def update(self, chunk: Chunk, *, last: bool) -> Message: ...
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        (result,) = await self._senders.sender_call(method, *args)
+        return result
+
+
+class BroadcastSender(ABC):
+    """Lives in rank 0 of the trainer, in a thread of its own."""
+
+    device: str
+
+    def __init__(self, rank: int) -> None:
+        self._buffer: ChunkBuffer | None = None
+        self._loaded: torch.Tensor | None = None
+
+    def open(self, directory: str, limit: int) -> Sequence[Chunk]:
+        """SamplerError when the directory holds no whole files."""
+        from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+
+        self._buffer = ChunkBuffer(Path(directory), limit, self.device)
+        return self._buffer.chunks
+
+    def load(self, index: int) -> None:
+        assert self._buffer is not None, "open() comes first"
+        self._loaded = self._buffer.load(index)
+
+    def send(self) -> None:
+        assert self._loaded is not None, "load() comes first"
+        self.broadcast(self._loaded)
+
+    def close(self) -> None:
+        self._buffer = self._loaded = None
+
+    @abstractmethod
+    def prepare(self) -> Any:
+        """Where the members shall meet: plain data for `joining`."""
+
+    @abstractmethod
+    def meet(self, place: Any, world: int) -> None: ...
+
+    @abstractmethod
+    def broadcast(self, packed: "torch.Tensor") -> None:
+        """[bytes] uint8 to all others; it may be overwritten when this returns."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Close the connections; harmless without any."""

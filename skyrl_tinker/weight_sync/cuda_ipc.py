@@ -1,0 +1,118 @@
+"""Samplers on the trainer's own GPUs read a chunk where the trainer put it, through vLLM's `ipc` engine.
+
+Not run on a GPU yet: tests/gpu sends between two processes where there is one. Run on CPU: messages, chunks
+and their bytes, against vLLM's own message types and unpacking.
+"""
+
+import base64
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from skyrl_tinker.weight_sync.port import Message, Senders
+from skyrl_tinker.weight_sync.source import Chunk
+
+if TYPE_CHECKING:
+    from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+
+NAME = "cuda_ipc"
+
+
+class CudaIpcSender:
+    """Lives in every rank of the trainer: each puts the same bytes on its own GPU."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._buffer: ChunkBuffer | None = None
+
+    def open(self, directory: str, limit: int) -> tuple[Sequence[Chunk], bytes]:
+        """The chunks, and this GPU's id with what a process needs to see the buffer there, pickled."""
+        import torch
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+
+        self._buffer = ChunkBuffer(Path(directory), limit, "cuda")
+        _, handle = reduce_tensor(self._buffer.whole)  # type: ignore[no-untyped-call]
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return self._buffer.chunks, pickle.dumps((gpu, handle))
+
+    def merge(self, handles: Sequence[bytes]) -> str:
+        """All ranks' handles by GPU, as vLLM takes them. Done here because they hold classes of torch."""
+        if self._rank:
+            return ""
+        return merge_handles(handles)
+
+    def load(self, index: int) -> None:
+        assert self._buffer is not None, "open() comes first"
+        self._buffer.load(index)
+
+    def close(self) -> None:
+        import torch
+
+        self._buffer = None
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+class CudaIpcTransport:
+    backend = "ipc"
+    staged = False
+    discard: Message = MappingProxyType({})  # names nothing, so vLLM refuses it
+
+    def __init__(self, senders: Senders, chunk_bytes: int) -> None:
+        self.members: tuple[str, ...] = ()
+        self._senders = senders
+        self._limit = chunk_bytes
+        self._opened = False
+        self._chunks: Sequence[Chunk] = ()
+        self._handles = ""
+
+    async def open(self, directory: Path) -> Sequence[Chunk]:
+        if not self._opened:
+            await self._senders.open_sender(CudaIpcSender, every_rank=True)
+            self._opened = True
+        opened = await self._senders.sender_call("open", str(directory), self._limit)
+        self._chunks = opened[0][0]
+        merged = await self._senders.sender_call("merge", [handle for _, handle in opened])
+        self._handles = merged[0]
+        return self._chunks
+
+    async def form(self, workers: Sequence[int]) -> Sequence[Message]:
+        return [{"packed": True} for _ in workers]
+
+    async def meet(self) -> None:
+        pass
+
+    async def load(self, index: int) -> Message:
+        """The workers have read the chunk before when this is called, so its memory may be written again."""
+        await self._senders.sender_call("load", index)
+        return update_message(self._chunks[index], self._handles)
+
+    async def send(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        self._chunks, self._handles = (), ""
+        if self._opened:
+            await self._senders.sender_call("close")
+
+    async def leave(self) -> None:
+        self.members = ()
+
+
+def merge_handles(handles: Sequence[bytes]) -> str:
+    """Pickles of (GPU id, handle) -> base64 of the pickle of {GPU id: handle}; made by our own ranks."""
+    by_gpu: dict[str, Any] = dict(pickle.loads(handle) for handle in handles)
+    return base64.b64encode(pickle.dumps(by_gpu)).decode()
+
+
+def update_message(chunk: Chunk, handles: str) -> Message:
+    return {
+        "names": chunk.names,
+        "dtype_names": chunk.dtypes,
+        "shapes": chunk.shapes,
+        "tensor_sizes": chunk.sizes,
+        "ipc_handles_pickled": handles,
+    }

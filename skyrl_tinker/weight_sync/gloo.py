@@ -1,0 +1,128 @@
+"""Samplers on CPU, on any host: chunks are broadcast over TCP and staged in the samplers' memory."""
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
+from skyrl_tinker.weight_sync.port import Message
+from skyrl_tinker.weight_sync.source import Chunk
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroupGloo
+
+NAME = "gloo"
+HOST = "127.0.0.1"  # the ranks of the trainer meet there as well
+TIMEOUT_S = 60.0
+"""For the members to meet, and for one chunk: a member that hangs fails it for all."""
+
+
+class GlooSender(BroadcastSender):
+    device = "cpu"
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._store: TCPStore | None = None
+        self._group: ProcessGroupGloo | None = None
+
+    def prepare(self) -> int:
+        """Returns the port at which the members meet."""
+        self.leave()
+        self._store = store = _open_store()
+        return int(store.port)
+
+    def meet(self, place: int, world: int) -> None:
+        assert self._store is not None, "prepare() comes first"
+        self._group = _join(self._store, HOST, place, 0, world)
+
+    def broadcast(self, packed: "torch.Tensor") -> None:
+        assert self._group is not None, "meet() comes first"
+        _broadcast(self._group, packed)
+
+    def leave(self) -> None:
+        self._group = self._store = None
+
+
+class GlooTransport(BroadcastTransport):
+    backend = "skyrl_staged"
+    staged = True
+    discard: Message = MappingProxyType({"discard": True})
+    factory = GlooSender
+
+    def joining(self, place: int, rank_offset: int, world: int) -> Message:
+        meeting = {"host": HOST, "port": place, "rank_offset": rank_offset, "world_size": world}
+        return {"transport": NAME, **meeting}
+
+    def update(self, chunk: Chunk, *, last: bool) -> Message:
+        return {
+            "names": chunk.names,
+            "shapes": chunk.shapes,
+            "dtypes": chunk.dtypes,
+            "sizes": chunk.sizes,
+            "last": last,
+        }
+
+
+class GlooReceiver:
+    """The side of vLLM. A chunk's memory is free again when its last tensor is loaded."""
+
+    def __init__(self, host: str, port: int, rank: int, world: int) -> None:
+        self._group = _join(_connect_store(host, port), host, port, rank, world)
+
+    def receive(self, update: Any) -> Mapping[str, "Callable[[], torch.Tensor]"]:
+        """Takes part in the broadcast whatever the message says, so that nobody waits for this worker."""
+        import torch
+
+        packed = torch.empty(sum(update.sizes), dtype=torch.uint8)
+        _broadcast(self._group, packed)
+        parts: Sequence[torch.Tensor] = packed.split(update.sizes)  # type: ignore[no-untyped-call]
+        described = zip(update.names, update.dtypes, update.shapes, parts, strict=True)
+        return {name: _typed(part, dtype, shape) for name, dtype, shape, part in described}
+
+    def forget(self) -> None:
+        pass
+
+
+def _typed(part: "torch.Tensor", dtype: str, shape: list[int]) -> "Callable[[], torch.Tensor]":
+    import torch
+
+    tensor = part.view(getattr(torch, dtype)).view(shape)
+    return lambda: tensor
+
+
+def _open_store() -> "TCPStore":
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+
+
+def _connect_store(host: str, port: int) -> "TCPStore":
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+
+
+def _join(store: "TCPStore", host: str, port: int, rank: int, world: int) -> "ProcessGroupGloo":
+    """A group of its own, beside the process's default one."""
+    from torch.distributed import ProcessGroupGloo
+
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host, port))]
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    return ProcessGroupGloo(store, rank, world, options)
+
+
+def _own_address(host: str, port: int) -> str:
+    """Of the interface that leads to `host`; gloo otherwise listens where this host's name points."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _broadcast(group: Any, packed: "torch.Tensor") -> None:
+    """From rank 0; torch's stubs do not know this method of a group."""
+    group.broadcast(packed, 0).wait()

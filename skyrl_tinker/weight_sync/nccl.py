@@ -1,0 +1,82 @@
+"""Samplers on GPUs of their own: chunks are broadcast over NCCL to vLLM's own engine of that name.
+
+Not run on a GPU yet. Run on CPU: messages, chunks and their bytes, against vLLM's own message types and
+unpacking.
+"""
+
+import base64
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
+from skyrl_tinker.weight_sync.port import Message
+from skyrl_tinker.weight_sync.source import Chunk
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "nccl"
+
+
+class NcclSender(BroadcastSender):
+    """Speaks through vLLM's communicator, so that both sides have the same NCCL."""
+
+    device = "cuda"
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._group: Any = None
+
+    def prepare(self) -> str:
+        """Returns the id under which the members find each other, in base64. It needs no free port."""
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+        self.leave()
+        unique = NCCLLibrary().ncclGetUniqueId()
+        return base64.b64encode(bytes(unique.internal)).decode()
+
+    def meet(self, place: str, world: int) -> None:
+        import torch
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        with unpinned_nccl_env():
+            self._group = PyNcclCommunicator.from_unique_id_bytes(
+                base64.b64decode(place), rank=0, world_size=world, device=device
+            )
+
+    def broadcast(self, packed: "torch.Tensor") -> None:
+        import torch
+
+        assert self._group is not None, "meet() comes first"
+        stream = torch.cuda.current_stream()
+        self._group.broadcast(packed, src=0, stream=stream)
+        stream.synchronize()
+
+    def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.destroy()
+
+
+class NcclTransport(BroadcastTransport):
+    backend = "nccl"
+    staged = False
+    discard: Message = MappingProxyType({})  # names nothing, so vLLM refuses it before any broadcast
+    factory = NcclSender
+
+    def joining(self, place: str, rank_offset: int, world: int) -> Message:
+        """vLLM cuts what one update names behind the tensor that exceeds the buffer size. Our chunks are
+        within it or a single tensor, so that an update is one broadcast on both sides."""
+        return {
+            "nccl_unique_id_b64": place,
+            "rank_offset": rank_offset,
+            "world_size": world,
+            "packed": True,
+            "packed_buffer_size_bytes": self.limit,
+            "packed_num_buffers": 1,
+        }
+
+    def update(self, chunk: Chunk, *, last: bool) -> Message:
+        return {"names": chunk.names, "dtype_names": chunk.dtypes, "shapes": chunk.shapes}

@@ -1,0 +1,107 @@
+"""The port of full-parameter weight sync: what a transport says, and what it and its driver stand on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.weight_sync.source import Chunk
+
+Message = Mapping[str, Any]
+"""JSON object that travels to the workers of a replica."""
+
+Phase = Literal["open", "init", "pause", "start", "update", "finish", "resume"]
+
+
+class WeightTransport(Protocol):
+    """One way to bring a version's directory of safetensors to the replicas, chunk by chunk.
+
+    A sync calls `open`; `form` and `meet` when the replicas are not `members` yet; per chunk `load` and
+    `send`; `close` in any case. Every call may raise SkyrlTinkerError.
+    """
+
+    backend: str
+    """What vLLM's --weight-transfer-config must name."""
+    staged: bool
+    """Whether replicas serve the old weights until the update is finished; if not, they must stand still
+    from start to finish, and have no weights at all when it fails."""
+    discard: Message
+    """The update that ends a failed session; workers answer it with an error on purpose."""
+    members: tuple[str, ...]
+    """The replicas that `meet` brought together, () for none."""
+
+    async def open(self, directory: Path) -> Sequence[Chunk]:
+        """The chunks, in the order to send. SamplerError when the directory holds no weights."""
+        ...
+
+    async def form(self, workers: Sequence[int]) -> Sequence[Message]:
+        """The init message of each replica, given how many workers each has."""
+        ...
+
+    async def meet(self) -> None:
+        """The trainer's part of init, while the replicas do theirs."""
+        ...
+
+    async def load(self, index: int) -> Message:
+        """Make the chunk ready to go; the update message for all replicas."""
+        ...
+
+    async def send(self) -> None:
+        """The trainer's part of an update, while the replicas do theirs."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the directory and of what it took to send it."""
+        ...
+
+    async def leave(self) -> None:
+        """Part from the replicas, so that nobody waits for the trainer any more; () are `members` now."""
+        ...
+
+
+class Senders(Protocol):
+    """The trainer's ranks as places to send from: `training.group.TrainerGroup`."""
+
+    async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
+        """`factory(rank)` makes the object that `sender_call` calls, in rank 0 or in every rank."""
+        ...
+
+    async def sender_call(self, method: str, *args: Any) -> list[Any]:
+        """One result per rank that has a sender."""
+        ...
+
+
+class Replica(Protocol):
+    """The control plane of one replica. Every call may raise SamplerError."""
+
+    async def health(self) -> None: ...
+    async def world_size(self) -> int: ...
+    async def pause(self, mode: Literal["abort", "wait", "keep"], *, clear_cache: bool) -> None: ...
+    async def resume(self) -> None: ...
+    async def init_weight_transfer_engine(self, info: Message) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def update_weights(self, info: Message) -> None: ...
+    async def finish_weight_update(self, version: str) -> None: ...
+
+
+class ControlPlane(Protocol):
+    @property
+    def server_urls(self) -> tuple[str, ...]: ...
+
+    def of(self, url: str) -> Replica: ...
+
+
+class WeightSyncError(SamplerError):
+    """`failed`: the replicas that refused or died, empty when it was the trainer or the file.
+
+    `lost`: those that could not be given the old weights back either. They must be started anew: they hold
+    part of the weights, or are dead.
+    """
+
+    def __init__(
+        self, message: str, phase: Phase, failed: Sequence[str] = (), lost: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.phase: Phase = phase
+        self.failed = tuple(failed)
+        self.lost = tuple(lost)

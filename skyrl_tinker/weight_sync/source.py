@@ -1,0 +1,158 @@
+"""A version's weights as their file holds them: which tensors there are, and their bytes, chunk by chunk.
+
+Without torch: the engine reads the index too, and bytes have no type.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from skyrl_tinker.errors import SamplerError
+
+HEADER_LENGTH_BYTES = 8
+DTYPES = {
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "F32": ("float32", 4),
+    "I32": ("int32", 4),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+"""Name in the safetensors format -> name in torch, bytes of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a file; `start` is the first byte of its data there."""
+
+    name: str
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    itemsize: int
+    file: str
+    start: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tensors that travel together as one buffer of bytes, one behind the other without gaps."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.entries)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [entry.size for entry in self.entries]
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in self.entries]
+
+    @property
+    def dtypes(self) -> list[str]:
+        return [entry.dtype for entry in self.entries]
+
+    @property
+    def shapes(self) -> list[list[int]]:
+        return [list(entry.shape) for entry in self.entries]
+
+    def read(self, buffer: memoryview) -> None:
+        """Fill [size] bytes. SamplerError when a file has become shorter or cannot be read."""
+        with ExitStack() as files:
+            opened: dict[str, int] = {}
+            offset = 0
+            for entry in self.entries:
+                if entry.file not in opened:
+                    opened[entry.file] = _open(entry.file)
+                    files.callback(os.close, opened[entry.file])
+                _read_into(opened[entry.file], buffer[offset : offset + entry.size], entry)
+                offset += entry.size
+
+
+def read_chunks(directory: Path, limit: int) -> tuple[Chunk, ...]:
+    """The tensors of all *.safetensors in `directory`, cut at `limit` bytes; no data is read.
+
+    Elements of more bytes come first, so that every tensor lies aligned in its chunk. SamplerError when
+    there are none or a file is damaged.
+    """
+    files = sorted(directory.absolute().glob("*.safetensors"))
+    entries = [entry for file in files for entry in _read_index(file)]
+    if not entries:
+        raise SamplerError(f"{directory} holds no *.safetensors, so there are no weights to serve")
+    return tuple(cut(sorted(entries, key=lambda entry: -entry.itemsize), limit))
+
+
+def cut(entries: Iterable[Entry], limit: int) -> Iterator[Chunk]:
+    """Chunks of at most `limit` bytes in the order of `entries`; a larger tensor goes alone."""
+    together: list[Entry] = []
+    size = 0
+    for entry in entries:
+        if together and size + entry.size > limit:
+            yield Chunk(tuple(together))
+            together, size = [], 0
+        together.append(entry)
+        size += entry.size
+    if together:
+        yield Chunk(tuple(together))
+
+
+def _read_index(path: Path) -> list[Entry]:
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")
+            data = HEADER_LENGTH_BYTES + length
+            if data > total:
+                raise ValueError(f"a header of {length} bytes in a file of {total}")
+            header: dict[str, Any] = json.loads(file.read(length))
+        return [
+            _entry(name, value, path, data, total) for name, value in header.items() if name != "__metadata__"
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SamplerError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _entry(name: str, value: dict[str, Any], path: Path, data: int, total: int) -> Entry:
+    dtype, itemsize = DTYPES[value["dtype"]]
+    begin, end = value["data_offsets"]
+    entry = Entry(name, dtype, tuple(value["shape"]), itemsize, str(path), data + begin)
+    if entry.size != end - begin or data + end > total:
+        raise ValueError(f"tensor {name} lies outside of its bytes")
+    return entry
+
+
+def _open(file: str) -> int:
+    try:
+        return os.open(file, os.O_RDONLY)
+    except OSError as error:
+        raise SamplerError(f"the weights cannot be read: {error}") from error
+
+
+def _read_into(descriptor: int, buffer: memoryview, entry: Entry) -> None:
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], entry.start + done)
+        if not count:
+            raise SamplerError(f"{entry.file} ends within tensor {entry.name}")
+        done += count
+
+
+def total_bytes(chunks: Sequence[Chunk]) -> int:
+    return sum(chunk.size for chunk in chunks)

@@ -1,0 +1,241 @@
+"""Both ends of every transport in one process: no Ray, no servers, but vLLM's own messages and unpacking."""
+
+import asyncio
+import base64
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from queue import Queue
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import orjson
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import packed_tensor
+from vllm.distributed.weight_transfer.ipc_engine import (
+    IPCWeightTransferInitInfo,
+    IPCWeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
+
+from skyrl_tinker.weight_sync import cuda_ipc
+from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcSender, CudaIpcTransport
+from skyrl_tinker.weight_sync.gloo import GlooReceiver, GlooTransport
+from skyrl_tinker.weight_sync.nccl import NcclSender, NcclTransport
+from skyrl_tinker.weight_sync.port import Message, WeightTransport
+from skyrl_tinker.weight_sync.shared_memory import MappedFiles, SharedMemoryTransport
+from skyrl_tinker.weight_sync.source import Chunk
+from skyrl_tinker.weight_sync.vllm_engine import StagedInit, StagedUpdate
+
+Tensors = dict[str, Tensor]
+GPUS = ("GPU-0", "GPU-1")
+
+
+class Receiver(Protocol):
+    def join(self, init: dict[str, Any]) -> None: ...
+    def receive(self, update: dict[str, Any]) -> Tensors: ...
+
+
+class ThreadSenders:
+    """Ranks that are threads."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
+        self.senders: list[Any] = []
+
+    async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
+        self.senders = [factory(rank) for rank in range(self._ranks if every_rank else 1)]
+
+    async def sender_call(self, method: str, *args: Any) -> list[Any]:
+        calls = [asyncio.to_thread(getattr(sender, method), *args) for sender in self.senders]
+        return list(await asyncio.gather(*calls))
+
+
+async def carry(
+    transport: WeightTransport, receiver: Receiver, directory: Path
+) -> tuple[Sequence[Chunk], list[Tensors]]:
+    """What arrives, chunk by chunk; the messages pass as JSON."""
+    chunks = await transport.open(directory)
+    (init,) = await transport.form([1])
+    await asyncio.gather(asyncio.to_thread(receiver.join, _as_json(init)), transport.meet())
+    arrived = []
+    for index in range(len(chunks)):
+        update = _as_json(await transport.load(index))
+        received, _ = await asyncio.gather(asyncio.to_thread(receiver.receive, update), transport.send())
+        arrived.append({name: tensor.clone() for name, tensor in received.items()})
+    await transport.close()
+    await transport.leave()
+    return chunks, arrived
+
+
+def ends(name: str, limit: int) -> tuple[WeightTransport, Receiver]:
+    if name == "shared_memory":
+        return SharedMemoryTransport(limit), Mapped()
+    if name == "gloo":
+        return GlooTransport(ThreadSenders(), limit), Gloo()
+    if name == "nccl":
+        wire: Queue[Tensor] = Queue()
+        senders = ThreadSenders()
+        transport = NcclTransport(senders, limit)
+        transport.factory = lambda rank: NcclOnCpu(rank, wire)
+        return transport, Nccl(wire)
+    ranks = ThreadSenders(len(GPUS))
+    return CudaIpcTransport(_IpcOnCpu(ranks), limit), Ipc(ranks)
+
+
+def _as_json(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = orjson.loads(orjson.dumps(dict(message)))
+    return plain
+
+
+class Mapped:
+    def join(self, init: dict[str, Any]) -> None:
+        assert StagedInit(**init).transport == "shared_memory"
+        self._files = MappedFiles()
+
+    def receive(self, update: dict[str, Any]) -> Tensors:
+        return {name: get() for name, get in self._files.receive(StagedUpdate(**update)).items()}
+
+
+class Gloo:
+    def join(self, init: dict[str, Any]) -> None:
+        info = StagedInit(**init)
+        assert info.transport == "gloo"
+        self._group = GlooReceiver(info.host, info.port, info.rank_offset, info.world_size)
+
+    def receive(self, update: dict[str, Any]) -> Tensors:
+        return {name: get() for name, get in self._group.receive(StagedUpdate(**update)).items()}
+
+
+# NCCL: our sender and vLLM's own consumer, on either end of a queue instead of NCCL.
+
+
+class NcclOnCpu(NcclSender):
+    device = "cpu"
+
+    def __init__(self, rank: int, wire: Queue[Tensor]) -> None:
+        super().__init__(rank)
+        self._wire = wire
+
+    def prepare(self) -> str:
+        return base64.b64encode(bytes(range(128))).decode()
+
+    def meet(self, place: str, world: int) -> None:
+        assert (len(base64.b64decode(place)), world) == (128, 2)
+
+    def broadcast(self, packed: Tensor) -> None:
+        self._wire.put(packed.clone())
+
+
+class Nccl:
+    def __init__(self, wire: Queue[Tensor]) -> None:
+        self._wire = wire
+
+    def join(self, init: dict[str, Any]) -> None:
+        self._init = NCCLWeightTransferInitInfo(**init)
+        assert self._init.packed
+        assert self._init.nccl_unique_id_bytes == bytes(range(128))
+
+    def receive(self, update: dict[str, Any]) -> Tensors:
+        info = NCCLWeightTransferUpdateInfo(**update)
+        described = zip(info.names, info.shapes, info.dtype_names, strict=True)
+        arrived: Tensors = {}
+        with _no_streams():
+            packed_tensor.packed_nccl_broadcast_consumer(
+                iterator=iter([(n, (shape, getattr(torch, dtype))) for n, shape, dtype in described]),
+                group=self,
+                src=0,
+                post_unpack_func=arrived.update,
+                buffer_size_bytes=self._init.packed_buffer_size_bytes,
+                num_buffers=self._init.packed_num_buffers,
+                device="cpu",
+            )
+        return arrived
+
+    def broadcast(self, buffer: Tensor, src: int) -> None:
+        sent = self._wire.get()
+        assert sent.shape == buffer.shape, "both sides cut alike"
+        buffer.copy_(sent)
+
+
+class _NoStream:
+    def synchronize(self) -> None:
+        pass
+
+
+def _no_streams() -> AbstractContextManager[Any]:
+    return patch.multiple(
+        packed_tensor,
+        _get_streams=lambda device, count: (_NoStream(),) * count,
+        torch=_TorchWithoutGpu(),
+    )
+
+
+class _TorchWithoutGpu:
+    """torch, where there is no GPU to make streams on."""
+
+    class accelerator:  # noqa: N801
+        current_device_index = staticmethod(lambda: 0)
+
+    class cuda:  # noqa: N801
+        stream = staticmethod(lambda stream: nullcontext())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+# IPC: every rank's buffer is host memory; a handle is the id of its GPU.
+
+
+class _IpcOnCpu:
+    def __init__(self, ranks: ThreadSenders) -> None:
+        self._ranks = ranks
+        self.sender_call = ranks.sender_call
+
+    async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
+        assert factory is CudaIpcSender
+        await self._ranks.open_sender(CudaIpcOnCpu, every_rank=every_rank)
+
+
+class CudaIpcOnCpu(CudaIpcSender):
+    def open(self, directory: str, limit: int) -> tuple[Sequence[Chunk], bytes]:
+        self._buffer = ChunkBuffer(Path(directory), limit, "cpu")
+        return self._buffer.chunks, cuda_ipc.pickle.dumps((GPUS[self._rank], (self._rank, "handle")))
+
+    def memory(self) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer.whole
+
+    def close(self) -> None:
+        pass
+
+
+class Ipc:
+    """A worker on the second GPU, which reads as vLLM's packed consumer does."""
+
+    def __init__(self, ranks: ThreadSenders) -> None:
+        self._ranks = ranks
+
+    def join(self, init: dict[str, Any]) -> None:
+        assert IPCWeightTransferInitInfo(**init).packed
+
+    def receive(self, update: dict[str, Any]) -> Tensors:
+        with patch.dict("os.environ", VLLM_ALLOW_INSECURE_SERIALIZATION="1"):
+            info = IPCWeightTransferUpdateInfo(**update)
+        assert isinstance(info.ipc_handles, dict)
+        assert info.tensor_sizes is not None
+        assert set(info.ipc_handles) == set(GPUS)
+        rank, _ = info.ipc_handles[GPUS[1]]
+        memory = self._ranks.senders[rank].memory()[: sum(info.tensor_sizes)]
+        dtypes = [getattr(torch, name) for name in info.dtype_names]
+        return dict(packed_tensor.unpack_tensor(memory, info.names, info.shapes, dtypes, info.tensor_sizes))
+
+
+def size_of(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()

@@ -1,0 +1,144 @@
+"""Every transport carries the same tensors, cut in the same places, to the last bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skyrl_tinker.errors import SamplerError, StartupError
+from skyrl_tinker.training.tensor_file import write_tensors
+from skyrl_tinker.weight_sync.broadcast import BroadcastTransport
+from skyrl_tinker.weight_sync.choice import backend_of, choose, make_transport
+from skyrl_tinker.weight_sync.source import read_chunks
+from tests.conformance.ends import Tensors, ThreadSenders, carry, ends, size_of
+
+TRANSPORTS = ("shared_memory", "gloo", "nccl", "cuda_ipc")
+LIMIT = 1000
+
+
+def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def floats(count: int) -> Tensor:
+    return values(torch.float32, count)
+
+
+def ragged() -> list[Tensors]:
+    """Elements of any size in any order, of odd counts: nothing lies aligned by luck."""
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int8)
+    first = {f"a{i}": values(dtypes[i % 5], 3 + 2 * i, 7, seed=i) for i in range(10)}
+    return [first, {f"b{i}": values(dtypes[(i + 1) % 5], 1 + i, seed=i) for i in range(10)}]
+
+
+CASES: dict[str, Callable[[], list[Tensors]]] = {
+    "ragged": ragged,
+    "all in one": lambda: [{"a": floats(3), "b": floats(4)}],
+    "huge among tiny": lambda: [{"a": floats(2), "b": floats(1000), "c": floats(2), "d": floats(1)}],
+    "huge alone": lambda: [{"a": floats(251)}],
+    "to the last byte": lambda: [{"a": floats(125), "b": floats(125), "c": floats(250), "d": floats(1)}],
+    "one byte over": lambda: [{"a": values(torch.int8, 501), "b": values(torch.int8, 500)}],
+    "empty": lambda: [{"a": floats(0), "b": values(torch.float32, 3, 0, 2), "c": floats(1000)}],
+    "scalar": lambda: [{"a": torch.tensor(3.5), "b": torch.tensor(1.5, dtype=torch.bfloat16)}],
+    "an empty file": lambda: [{"a": floats(7)}, {}],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_what_arrives_is_what_was_written(name: str, case: str, tmp_path: Path) -> None:
+    files = CASES[case]()
+    for number, tensors in enumerate(files):
+        save_file(tensors, tmp_path / f"{number:05}.safetensors")
+    written = {key: tensor for tensors in files for key, tensor in tensors.items()}
+    chunks, arrived = await carry(*ends(name, LIMIT), tmp_path)
+    assert [list(tensors) for tensors in arrived] == [chunk.names for chunk in chunks]
+    assert sum(map(len, arrived)) == len(written)
+    for tensors in arrived:
+        assert sum(map(size_of, tensors.values())) <= LIMIT or len(tensors) == 1
+        for key, tensor in tensors.items():
+            assert (tensor.dtype, tensor.shape) == (written[key].dtype, written[key].shape)
+            assert torch.equal(tensor, written[key]), key
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_tensors_that_were_views_arrive_in_order(name: str, tmp_path: Path) -> None:
+    """As the trainer writes them: transposed, strided, expanded."""
+    base = values(torch.float32, 6, 10)
+    views = {"transposed": base.T, "strided": base[::2, 1::3], "expanded": base[:1].expand(4, 10)}
+    shapes = {key: tuple(view.shape) for key, view in views.items()}
+    write_tensors(tmp_path / "model.safetensors", shapes, torch.bfloat16, views.values())
+    _, arrived = await carry(*ends(name, LIMIT), tmp_path)
+    for key, view in views.items():
+        assert torch.equal({k: t for chunk in arrived for k, t in chunk.items()}[key], view.bfloat16())
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_no_more_is_in_a_chunk_than_fits(name: str, tmp_path: Path) -> None:
+    save_file({f"t{i:02}": floats(60) for i in range(10)}, tmp_path / "model.safetensors")
+    chunks, _ = await carry(*ends(name, LIMIT), tmp_path)
+    assert [len(chunk.entries) for chunk in chunks] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("name", ["gloo", "nccl"])
+async def test_each_replicas_workers_have_ranks_of_their_own(name: str) -> None:
+    transport, _ = ends(name, LIMIT)
+    assert isinstance(transport, BroadcastTransport)
+    await transport._senders.open_sender(transport.factory, every_rank=False)
+    messages = await transport.form([1, 4, 2])
+    assert [message["rank_offset"] for message in messages] == [1, 2, 6]
+    assert {message["world_size"] for message in messages} == {8}
+    await transport.leave()
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SamplerError, match=r"holds no \*\.safetensors"):
+        read_chunks(tmp_path, LIMIT)
+    file = tmp_path / "model.safetensors"
+    save_file({"a": floats(100)}, file)
+    whole = file.read_bytes()
+    damages = {
+        "ends early": whole[:-1],
+        "without its header": whole[:20],
+        "empty": b"",
+        "other lengths": whole.replace(b"[100]", b"[101]"),
+        "not JSON": whole.replace(b'"dtype"', b'"dtype!'),
+    }
+    for content in damages.values():
+        file.write_bytes(content)
+        with pytest.raises(SamplerError, match=r"model\.safetensors is not a whole safetensors file"):
+            read_chunks(tmp_path, LIMIT)
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": floats(100)}, file)
+    (chunk,) = read_chunks(tmp_path, LIMIT)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SamplerError, match="ends within tensor a"):
+        chunk.read(memoryview(bytearray(chunk.size)))
+
+
+def test_the_transport_follows_device_and_placement() -> None:
+    assert choose("auto", "cpu", "separate") == choose("auto", "cpu", "colocated") == "shared_memory"
+    assert choose("gloo", "cpu", "separate") == "gloo"
+    assert choose("auto", "cuda", "separate") == "nccl"
+    assert choose("auto", "cuda", "colocated") == "cuda_ipc"
+    with pytest.raises(StartupError, match="nccl needs device cuda"):
+        choose("nccl", "cpu", "separate")
+    with pytest.raises(StartupError, match=r"nccl does not fit .* set cuda_ipc"):
+        choose("nccl", "cuda", "colocated")
+    with pytest.raises(StartupError, match=r"gloo does not fit .* set nccl"):
+        choose("gloo", "cuda", "separate")
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("shared_memory", "skyrl_staged"), ("gloo", "skyrl_staged"), ("nccl", "nccl"), ("cuda_ipc", "ipc")],
+)
+def test_each_transport_names_its_engine(name: str, backend: str) -> None:
+    assert backend_of(name) == backend  # type: ignore[arg-type]
+    assert make_transport(name, ThreadSenders(), LIMIT).backend == backend  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""Rollouts that run during a sync go on at the same token with the new policy."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+
+from skyrl_tinker.weight_sync.base import sync_weights
+from skyrl_tinker.weight_sync.port import WeightTransport
+from tests.inference.samplers import CONTEXT, Sampler, prompt_of, reference, target_logprobs, write_model
+
+LENGTH = CONTEXT - 10
+ENOUGH = 8  # tokens, to be sure that the rollout runs
+
+
+@dataclass
+class Rollout:
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[dict[str, Any]] = field(default_factory=list)
+    under_way: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, url: str) -> None:
+        params = {"max_tokens": LENGTH, "ignore_eos": True, "logprobs": 0, "temperature": 1.0, "seed": 1}
+        body = {"token_ids": self.prompt, "sampling_params": params, "stream": True}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{url}/inference/v1/generate", json=body) as response,
+        ):
+            async for choice in _choices(response):
+                self.tokens += choice["token_ids"]
+                self.logprobs += [each["logprob"] for each in choice["logprobs"]["content"]]
+                self.versions = choice.get("weight_versions") or self.versions
+                if len(self.tokens) >= ENOUGH:
+                    self.under_way.set()
+
+    def agreement(self, directory: str | Path) -> np.ndarray:
+        """[tokens] bool: which have the logprob that these weights give them."""
+        everything = (*self.prompt, *self.tokens)
+        expected = target_logprobs(reference(directory), everything)[len(self.prompt) - 1 :]
+        return np.abs(np.array(self.logprobs) - expected) < 1e-4
+
+
+async def _choices(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            yield orjson.loads(line.removeprefix(b"data: "))["choices"][0]
+
+
+async def switched_under(
+    rollouts: list[Rollout], sampler: Sampler, transport: WeightTransport, new: Path
+) -> None:
+    """Run them all on the base; when each has some tokens, the new weights come."""
+    base = (Path(sampler.facts.directory), "base")
+    await sync_weights(sampler.client, transport, *base, base)
+    running = [asyncio.create_task(rollout.run(sampler.client.server_urls[0])) for rollout in rollouts]
+    await asyncio.gather(*(rollout.under_way.wait() for rollout in rollouts))
+    await sampler.client.pause("keep", clear_cache=False)  # held until the sync resumes it
+    await sync_weights(sampler.client, transport, new, "new", base)
+    await asyncio.gather(*running)
+
+
+async def test_a_running_rollout_changes_regime_at_one_token(
+    sampler: Sampler, transport: WeightTransport, tmp_path: Path
+) -> None:
+    old, new = Path(sampler.facts.directory), tmp_path / "new"
+    write_model(new, tied=sampler.facts.tied, seed=3)
+    changes: list[int] = []
+    while not changes:  # on a busy machine all may have ended before they could be held
+        rollouts = [Rollout(prompt_of(10, seed)) for seed in range(4)]
+        await switched_under(rollouts, sampler, transport, new)
+        for rollout in rollouts:
+            before, after = rollout.agreement(old), rollout.agreement(new)
+            change = LENGTH if before.all() else int(np.argmin(before))  # the first token not of the old
+            assert len(rollout.tokens) == LENGTH
+            assert change > 0, "the first tokens came before the pause"
+            assert after[change:].all()
+            assert not after[:change].any(), "the two policies agree nowhere, so that the boundary is sharp"
+            spans = [("base", 0, change), ("new", change, LENGTH)]
+            found = [(span["version"], span["start"], span["end"]) for span in rollout.versions]
+            assert found == [span for span in spans if span[1] < span[2]]
+            changes += [change] if change < LENGTH else []
+    await sync_weights(sampler.client, transport, old, "base", (old, "base"))

@@ -1,0 +1,241 @@
+"""What one and two real trainer ranks captured reaches one and two real replicas, or none of them."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from skyrl_tinker.inference.client import RemoteInferenceClient
+from skyrl_tinker.inference.control_plane import ControlPlane
+from skyrl_tinker.inference.data_plane import fixed
+from skyrl_tinker.inference.group import ServerGroup
+from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.weight_sync.base import WeightSyncError, sync_weights
+from skyrl_tinker.weight_sync.choice import make_transport
+from skyrl_tinker.weight_sync.port import Message, WeightTransport
+from skyrl_tinker.wire.ids import ModelKey, RequestId
+from skyrl_tinker.wire.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
+from tests.inference.samplers import (
+    CONTEXT,
+    Served,
+    ask,
+    prompt_of,
+    reference,
+    spec_of,
+    target_logprobs,
+    write_model,
+)
+from tests.training.passes import make_data, make_item
+from tests.weight_sync.conftest import CHUNK_BYTES, launch_trainer
+
+MODEL = ModelKey(1)
+PROMPT = prompt_of(20)
+
+
+@pytest.fixture(scope="module")
+def facts(servers: dict[str, Served]) -> BaseModelFacts:
+    return servers["tied"].facts
+
+
+@pytest.fixture(scope="module")
+def partner(facts: BaseModelFacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerGroup]:
+    """A replica that the last test of this module kills."""
+    group = ServerGroup.launch(spec_of(facts, tmp_path_factory.mktemp("logs")))
+    asyncio.run(group.ready())
+    yield group
+    asyncio.run(group.shutdown())
+
+
+@pytest.fixture(scope="module")
+def pair(servers: dict[str, Served], partner: ServerGroup) -> tuple[str, str]:
+    """URLs of two replicas of one model."""
+    return servers["tied"].group.urls[0], partner.urls[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(servers: dict[str, Served]) -> Iterator[TrainerGroup]:
+    group = launch_trainer(servers["tied"], 2)
+    yield group
+    asyncio.run(group.shutdown())
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, trainer: TrainerGroup) -> TrainerGroup:
+    group: TrainerGroup = trainer if request.param == 1 else request.getfixturevalue("two_ranks")
+    return group
+
+
+def client_of(*urls: str) -> RemoteInferenceClient:
+    return RemoteInferenceClient(urls[0], urls)
+
+
+async def capture(group: TrainerGroup, facts: BaseModelFacts, directory: Path) -> Path:
+    """The weights after a real step; beside them a config, so that Hugging Face can load them too."""
+    await group.create_model(MODEL, LoraSpec(0, 0))
+    await group.run_pass(group.prepare([make_item(MODEL, make_data((40, 30), 1))]))
+    await group.optim_step([StepItem(RequestId("s"), MODEL, AdamParams(0.05))])
+    await group.capture_full(MODEL, str(directory))
+    await group.release(MODEL)
+    shutil.copy(Path(facts.directory) / "config.json", directory)
+    return directory
+
+
+async def assert_served(url: str, version: str, directory: str | Path) -> None:
+    """By this very replica, and exactly."""
+    client = client_of(url)
+    assert await client.weight_version() == version
+    output = await client.sample(
+        fixed("base"), ask(PROMPT, max_tokens=32), session_key="test", eos=(), context=CONTEXT
+    )
+    (sequence,) = output.sequences
+    expected = target_logprobs(reference(directory), PROMPT + sequence.tokens)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4, rtol=0)
+    await client.close()
+
+
+async def back_to_base(facts: BaseModelFacts, *urls: str) -> None:
+    base = (Path(facts.directory), "base")
+    control = client_of(*urls)
+    await sync_weights(control, make_transport("shared_memory", NotNeeded(), 1 << 30), *base, base)
+    await control.close()
+
+
+class NotNeeded:
+    async def open_sender(self, factory: object, *, every_rank: bool) -> None:
+        raise AssertionError("shared memory has no sender")
+
+    async def sender_call(self, method: str, *args: object) -> list[object]:
+        raise AssertionError("shared memory has no sender")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2], indirect=True)
+@pytest.mark.parametrize("name", ["shared_memory", "gloo"])
+async def test_captured_weights_are_served_exactly(
+    name: str,
+    ranks: TrainerGroup,
+    replicas: int,
+    pair: tuple[str, str],
+    facts: BaseModelFacts,
+    tmp_path: Path,
+) -> None:
+    urls = pair[:replicas]
+    transport = make_transport(name, ranks, CHUNK_BYTES)  # type: ignore[arg-type]
+    directory = await capture(ranks, facts, tmp_path / "v1")
+    control = client_of(*urls)
+    await sync_weights(control, transport, directory, "v1", (Path(facts.directory), "base"))
+    for url in urls:
+        await assert_served(url, "v1", directory)
+    assert transport.members == urls
+    await control.close()
+    await back_to_base(facts, *urls)
+
+
+async def test_a_changed_set_of_replicas_meets_anew(
+    trainer: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    transport = make_transport("gloo", trainer, CHUNK_BYTES)
+    base = (Path(facts.directory), "base")
+    write_model(tmp_path / "other", tied=True, seed=5)
+    for version, urls in (("v1", pair[:1]), ("v2", pair), ("v3", pair), ("v4", pair[1:])):
+        control = client_of(*urls)
+        await sync_weights(control, transport, tmp_path / "other", version, base)
+        await control.close()
+        for url in urls:
+            await assert_served(url, version, tmp_path / "other")
+    await back_to_base(facts, *pair)
+
+
+class Sabotaged(ControlPlane):
+    """All replicas, of which the last has forgotten the update when it is told to finish."""
+
+    def of(self, url: str) -> ControlPlane:
+        if url == self.server_urls[-1]:
+            return _Forgetful((url,), _http=self._http)
+        return super().of(url)
+
+
+class _Forgetful(ControlPlane):
+    async def finish_weight_update(self, version: str) -> None:
+        if version != "base":
+            with suppress(Exception):
+                await self.update_weights({"discard": True})
+        await super().finish_weight_update(version)
+
+
+async def test_replicas_that_took_the_new_weights_get_the_old_ones_again_when_another_did_not(
+    transport: WeightTransport, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "other", tied=True, seed=5)
+    control = Sabotaged(pair)
+    with pytest.raises(WeightSyncError, match=rf"finish failed: {pair[1]}: .*without a matching") as caught:
+        await sync_weights(control, transport, tmp_path / "other", "v1", (Path(facts.directory), "base"))
+    assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("finish", (pair[1],), ())
+    for url in pair:
+        await assert_served(url, "base", facts.directory)
+    await control._http.close()
+
+
+def killing(transport: WeightTransport, at: int, *pids: int) -> WeightTransport:
+    """The transport, under which these processes die when chunk `at` is about to be sent."""
+    load = transport.load
+
+    async def load_and_kill(index: int) -> Message:
+        message = await load(index)
+        if index == at:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+        return message
+
+    transport.load = load_and_kill  # type: ignore[method-assign]
+    return transport
+
+
+async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
+    two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    await back_to_base(facts, *pair)
+    write_model(tmp_path / "other", tied=True, seed=5)
+    await two_ranks.ping()
+    transport = killing(make_transport("gloo", two_ranks, CHUNK_BYTES), 3, two_ranks.pids()[0])
+    control = client_of(*pair)
+    with pytest.raises(WeightSyncError, match="update failed: rank 0 died") as caught:
+        await sync_weights(control, transport, tmp_path / "other", "v1", (Path(facts.directory), "base"))
+    assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (), ())
+    await control.close()
+    for url in pair:
+        await assert_served(url, "base", facts.directory)
+
+
+async def test_a_replica_killed_between_chunks_is_named_and_the_others_keep_the_old_weights(
+    trainer: TrainerGroup,
+    partner: ServerGroup,
+    pair: tuple[str, str],
+    facts: BaseModelFacts,
+    tmp_path: Path,
+) -> None:
+    await back_to_base(facts, *pair)
+    write_model(tmp_path / "other", tied=True, seed=5)
+    base = (Path(facts.directory), "base")
+    (pid,) = partner.pids()
+    everything = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    transport = make_transport("gloo", trainer, CHUNK_BYTES)
+    control = client_of(*pair)
+    with pytest.raises(WeightSyncError, match=f"update failed: {pair[1]}") as caught:
+        await sync_weights(control, killing(transport, 3, *everything), tmp_path / "other", "v1", base)
+    assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (pair[1],), ())
+    await assert_served(pair[0], "base", facts.directory)
+    await control.close()
+
+    left = client_of(pair[0])
+    await sync_weights(left, make_transport("gloo", trainer, CHUNK_BYTES), tmp_path / "other", "v2", base)
+    await left.close()
+    await assert_served(pair[0], "v2", tmp_path / "other")
+    await back_to_base(facts, pair[0])
