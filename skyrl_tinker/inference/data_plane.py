@@ -1,47 +1,121 @@
 """The data plane: what any replica may serve."""
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
-from skyrl_tinker.inference import sampling
+from skyrl_tinker.inference import answers, resume, sampling
+from skyrl_tinker.inference.answers import Answer, Generated
 from skyrl_tinker.inference.http import HttpStatusError, JsonHttp
-from skyrl_tinker.inference.sampling import Answer, Generated
+from skyrl_tinker.inference.running import Running
+from skyrl_tinker.inference.spec import BASE_MODEL
 from skyrl_tinker.wire.values import SampleOutput, SampleRequest
 
 ABORT_PAUSE_S = 0.05
 """Between tries of a sequence that is aborted again and again while samplers are paused."""
 
+Json = Mapping[str, Any]
+Headers = Mapping[str, str]
+StreamPath = Literal["/inference/v1/generate", "/v1/completions", "/v1/chat/completions"]
+
+ModelSource = Callable[[], AbstractAsyncContextManager[str]]
+"""Entered around every HTTP request: yields the name to sample from, which stays loaded until it is left. So
+a sequence that was aborted goes on under what the source yields then."""
+
+
+def fixed(name: str) -> ModelSource:
+    """The base model (`spec.BASE_MODEL`) or an adapter that somebody else keeps loaded."""
+    return lambda: nullcontext(name)
+
 
 @dataclass
 class DataPlane:
-    """`proxy_url`: the router, or the server itself when there is one only."""
+    """`proxy_url`: the router, or the server itself when there is one only.
+
+    Bodies and answers of all methods but `sample` are those of vLLM's HTTP API. NotFoundError: no such model;
+    UserError: vLLM refused the request; SamplerError: it could not be served.
+    """
 
     proxy_url: str
     _http: JsonHttp = field(default_factory=JsonHttp, repr=False, compare=False, kw_only=True)
+    _running: Running = field(default_factory=Running, repr=False, compare=False, kw_only=True)
+
+    async def generate(self, body: Json, *, headers: Headers | None = None) -> Any:
+        """Token ids in and out."""
+        return await self._ask("/inference/v1/generate", body, headers)
+
+    async def completion(self, body: Json, *, headers: Headers | None = None) -> Any:
+        """OpenAI's; for `"stream": true` use `stream`."""
+        return await self._ask("/v1/completions", body, headers)
+
+    async def chat_completion(self, body: Json, *, headers: Headers | None = None) -> Any:
+        """OpenAI's; for `"stream": true` use `stream`."""
+        return await self._ask("/v1/chat/completions", body, headers)
+
+    async def render(self, body: Json) -> list[dict[str, Any]]:
+        """What `generate` would be sent for a completion (one per prompt) or chat completion (one)."""
+        if "messages" in body:
+            return [await self._ask("/v1/chat/completions/render", body)]
+        return list(await self._ask("/v1/completions/render", body))
+
+    async def tokenize(self, body: Json) -> Any:
+        """{"model", "prompt"} or {"model", "messages"} -> {"tokens", "count", "max_model_len"}"""
+        return await self._ask("/tokenize", body)
+
+    async def detokenize(self, body: Json) -> Any:
+        """{"model", "tokens"} -> {"prompt"}"""
+        return await self._ask("/detokenize", body)
+
+    @asynccontextmanager
+    async def stream(
+        self, path: StreamPath, body: Json, *, headers: Headers | None = None
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Server-sent events as vLLM writes them, in pieces of any length. `body` has `"stream": true`.
+
+        Raises on entering, before anything was yielded. Leaving it early aborts the request.
+        """
+        try:
+            async with self._http.stream(self.proxy_url + path, json=body, headers=headers) as chunks:
+                yield chunks
+        except HttpStatusError as error:
+            raise _refusal(error) from error
+
+    async def _ask(self, path: str, body: Json, headers: Headers | None = None) -> Any:
+        try:
+            return await self._http.request("POST", self.proxy_url + path, json=body, headers=headers)
+        except HttpStatusError as error:
+            raise _refusal(error) from error
 
     async def sample(
-        self, model: str, request: SampleRequest, *, session_key: str, eos: tuple[int, ...], context: int
+        self,
+        model: ModelSource,
+        request: SampleRequest,
+        *,
+        session_key: str,
+        eos: tuple[int, ...],
+        context: int,
+        tag: str | None = None,
     ) -> SampleOutput:
-        """Sample from the base model (`spec.BASE_MODEL` or a name of it) or from a loaded adapter.
+        """Sample from what `model` yields; ControlPlane.abort(tag) makes it yield anew in the middle.
 
         `eos` ends sequences unless request.params.stop is (); `context` bounds max_tokens None. Sequences
-        that a weight update aborts are completed. NotFoundError: no such adapter (load it again);
+        that were aborted are completed (inference.resume). NotFoundError: no such adapter (load it again);
         UserError: vLLM refused the request; SamplerError: it could not be served.
         """
-        call = _Call(self, model, session_key, eos, context)
+        call = _Call(self, model, session_key, eos, context, tag)
         parts = sampling.split(request)
-        answers = await asyncio.gather(*(call.generate(part) for part in parts))
+        answered = await asyncio.gather(*(call.generate(part) for part in parts))
         sequences = await asyncio.gather(
             *(
-                call.complete(part, index, generated)
-                for part, answer in zip(parts, answers, strict=True)
+                call.complete(part, index, generated, switched)
+                for part, (answer, switched) in zip(parts, answered, strict=True)
                 for index, generated in enumerate(answer.sequences)
             )
         )
-        return sampling.output(request, answers, sequences)
+        return answers.output(request, [answer for answer, _ in answered], sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +123,48 @@ class _Call:
     """What stays the same over the requests that one sample call makes."""
 
     plane: DataPlane
-    model: str
+    model: ModelSource
     session_key: str
     eos: tuple[int, ...]
     context: int
+    tag: str | None
 
-    async def generate(self, request: SampleRequest) -> Answer:
-        """One request; sent again as a whole when it was aborted before its prompt was scored."""
-        body = sampling.body(self.model, request, eos=self.eos, context=self.context)
+    async def generate(self, request: SampleRequest) -> tuple[Answer, bool]:
+        """One request, and whether its policy was switched meanwhile.
+
+        It is sent again as a whole when it was aborted before its prompt was scored.
+        """
         while True:
-            answer = sampling.parse(await self._post(body), request)
-            if answer.prompt_logprobs is not None or not request.prompt_logprobs:
-                return answer
+            answer, switched = await self._once(request)
+            if answer.scored:
+                return answer, switched
             await asyncio.sleep(ABORT_PAUSE_S)
 
-    async def complete(self, request: SampleRequest, index: int, generated: Generated) -> Generated:
+    async def complete(
+        self, request: SampleRequest, index: int, generated: Generated, switched: bool
+    ) -> Generated:
         """Resubmit what is left of an aborted sequence until it ends by itself."""
         while generated.finish == "abort":
             await asyncio.sleep(ABORT_PAUSE_S)
-            kept, rest = sampling.remainder(request, index, generated, context=self.context)
-            answer = await self.generate(rest)
-            generated = sampling.join(kept, answer.sequences[0])
+            kept = await resume.kept(request, generated, switched=switched, text_of=self._text_of)
+            rest = resume.remainder(request, index, kept, context=self.context)
+            if rest is None:
+                return replace(kept, finish="length")
+            answer, switched = await self.generate(rest)
+            generated = kept.then(answer.sequences[0])
         return generated
 
-    async def _post(self, body: Mapping[str, Any]) -> Any:
-        url = f"{self.plane.proxy_url}/inference/v1/generate"
-        headers = {"X-Session-ID": self.session_key}
-        try:
-            return await self.plane._http.request("POST", url, json=body, headers=headers)
-        except HttpStatusError as error:
-            raise _refusal(error) from error
+    async def _once(self, request: SampleRequest) -> tuple[Answer, bool]:
+        async with self.model() as name:
+            body = sampling.body(name, request, eos=self.eos, context=self.context)
+            with self.plane._running.attempt(self.tag) as attempt:
+                # vLLM prefers the header, which a router may set.
+                headers = {"X-Session-ID": self.session_key, "X-Request-Id": attempt.id}
+                payload = await self.plane.generate({**body, "request_id": attempt.id}, headers=headers)
+            return answers.parse(payload, request), attempt.switched
+
+    async def _text_of(self, tokens: tuple[int, ...]) -> str:
+        return str((await self.plane.detokenize({"model": BASE_MODEL, "tokens": tokens}))["prompt"])
 
 
 def _refusal(error: HttpStatusError) -> UserError | SamplerError:

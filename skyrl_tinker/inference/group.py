@@ -1,4 +1,4 @@
-"""The sampler replicas: starts them, watches them, starts dead ones again."""
+"""The sampler replicas of this server: starts them, watches them, starts others in place of dead ones."""
 
 import asyncio
 import logging
@@ -10,18 +10,20 @@ from typing import Any, TypeVar, cast
 import aiohttp
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_tinker.errors import NotSupportedError, SamplerError, SkyrlTinkerError
+from skyrl_tinker.errors import SamplerError, SkyrlTinkerError
+from skyrl_tinker.inference.health import HealthWatch, Loss, Suspicion, health
 from skyrl_tinker.inference.server import ServerStatus, VllmServer
-from skyrl_tinker.inference.spec import SamplerSpec
+from skyrl_tinker.inference.spec import SamplerSpec, require_memory
 
 __all__ = ["SamplerSpec", "ServerGroup"]
 
 T = TypeVar("T")
 STARTUP_POLL_S = 0.1
-WATCH_POLL_S = 1.0
-HEALTH_TIMEOUT_S = 5.0
+STARTUP_TRY_S = 5.0
 STOP_TIMEOUT_S = 8.0
+KILL_TIMEOUT_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -31,12 +33,15 @@ class ServerGroup:
     def __init__(self, spec: SamplerSpec, replicas: list["_Replica"]) -> None:
         self._spec = spec
         self._replicas = replicas
+        self._suspicion = Suspicion()
 
     @classmethod
     def launch(cls, spec: SamplerSpec) -> "ServerGroup":
-        """Start the actors and their servers; returns at once, failures show in `ready`."""
-        if spec.replicas != 1:
-            raise NotSupportedError(f"replicas must be 1 for now, found {spec.replicas}")
+        """Start the actors and their servers; returns at once, other failures show in `ready`.
+
+        SamplerError when all of them together do not fit the memory.
+        """
+        require_memory(spec, spec.replicas)
         return cls(spec, [_Replica(spec, index) for index in range(spec.replicas)])
 
     async def ready(self) -> None:
@@ -46,25 +51,35 @@ class ServerGroup:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Base URLs, known once `ready` returned; a restarted server has another one."""
+        """Base URLs, known once `ready` returned; a replacement has another one."""
         return tuple(replica.url for replica in self._replicas)
 
-    async def watch(self) -> None:
-        """Runs while all servers live; SamplerError within 2 seconds when one died."""
-        async with aiohttp.ClientSession() as http:
-            while True:
-                for replica in self._replicas:
-                    await replica.require_alive(http)
-                await asyncio.sleep(WATCH_POLL_S)
+    async def lost(self, index: int) -> Loss:
+        """Returns once this replica serves no more: a process died (noticed in 2 s), or it hangs."""
+        replica = self._replicas[index]
+        watch = HealthWatch(replica.url, self._spec.hang_s, self._suspicion, replica.ended)
+        return await watch.lost(index)
 
-    async def restart_dead(self) -> None:
-        """Replace every dead server and wait until it answers. It has no adapters and the base weights."""
+    def suspect(self) -> None:
+        """Look at all of them now: a request failed."""
+        self._suspicion.ring()
+
+    async def end(self, index: int) -> bool:
+        """Kill what is left of it, so that nothing waits for it any more; whether that could be done."""
+        await self._replicas[index].kill()
+        return True
+
+    async def replace(self, index: int) -> str:
+        """The URL of another server in its place; it has no adapters and the base weights.
+
+        SamplerError when it does not come up: try again.
+        """
+        await self._replicas[index].kill()
+        require_memory(self._spec)
+        self._replicas[index] = replica = _Replica(self._spec, index)
         async with aiohttp.ClientSession() as http:
-            for index, replica in enumerate(self._replicas):
-                if not await replica.alive(http):
-                    await replica.stop()
-                    self._replicas[index] = _Replica(self._spec, index)
-        await self.ready()
+            await replica.ready(http)
+        return replica.url
 
     async def shutdown(self) -> None:
         """Ends every server and its actor, whatever state they are in."""
@@ -79,11 +94,12 @@ class _Replica:
     """One actor with one server."""
 
     def __init__(self, spec: SamplerSpec, index: int) -> None:
-        gpus = 1 if spec.device == "cuda" else 0
         actor_class: Any = ray.remote(VllmServer)
         self._startup_s = spec.startup_s
-        self._actor = actor_class.options(num_cpus=0, num_gpus=gpus, max_restarts=0).remote(spec, index)
+        options = _where(spec, index)
+        self._actor = actor_class.options(num_cpus=0, max_restarts=0, **options).remote(spec, index)
         self._started = self._actor.start.remote()
+        self._over = False
         self.url = ""
         self.pid = 0
 
@@ -91,7 +107,7 @@ class _Replica:
         deadline = time.monotonic() + self._startup_s
         status: ServerStatus = await _answer(self._started)
         self.url, self.pid = status.url, status.pid
-        while await _health(http, self.url) != 200:
+        while await health(http, self.url, STARTUP_TRY_S) != 200:
             if (await self.status()).exit_code is not None:
                 raise SamplerError(f"vLLM ended while starting; its log ends with:\n{await self.log_tail()}")
             if time.monotonic() > deadline:
@@ -107,25 +123,40 @@ class _Replica:
     async def log_tail(self) -> str:
         return cast(str, await _answer(self._actor.log_tail.remote()))
 
-    async def require_alive(self, http: aiohttp.ClientSession) -> None:
-        code = (await self.status()).exit_code
-        if code is not None:
-            raise SamplerError(f"vLLM ended with code {code}; its log ends with:\n{await self.log_tail()}")
-        if await _health(http, self.url) == 503:
-            raise SamplerError(f"vLLM's engine process died; the log ends with:\n{await self.log_tail()}")
-
-    async def alive(self, http: aiohttp.ClientSession) -> bool:
+    async def ended(self) -> str | None:
+        """Why it runs no more; None while it runs."""
         try:
-            await self.require_alive(http)
-        except SamplerError:
-            return False
-        return True
+            code = (await self.status()).exit_code
+            if code is not None:
+                _log.error("the log of the vLLM server that died ends with:\n%s", await self.log_tail())
+        except SamplerError as error:
+            return str(error)
+        return None if code is None else f"vLLM ended with code {code}"
 
     async def stop(self) -> None:
         """Killing the actor ends its server too; asking first lets vLLM clean up."""
+        if not self._over:
+            await self._end(self._actor.stop.remote(), STOP_TIMEOUT_S)
+
+    async def kill(self) -> None:
+        """At once, also when it hangs; harmless when it is over."""
+        if not self._over:
+            await self._end(self._actor.kill.remote(), KILL_TIMEOUT_S)
+
+    async def _end(self, asked: Awaitable[None], timeout_s: float) -> None:
+        self._over = True
         with suppress(SkyrlTinkerError, TimeoutError):  # never started, dead or stuck: the kill is enough
-            await asyncio.wait_for(_answer(self._actor.stop.remote()), STOP_TIMEOUT_S)
+            await asyncio.wait_for(_answer(asked), timeout_s)
         ray.kill(self._actor)
+
+
+def _where(spec: SamplerSpec, index: int) -> dict[str, Any]:
+    """On GPUs of its own, or beside the trainer's ranks: then Ray counts those GPUs as theirs."""
+    shared = spec.gpus_of(index)
+    if shared:
+        beside = NodeAffinitySchedulingStrategy(shared[0].node, soft=False)
+        return {"num_gpus": 0, "scheduling_strategy": beside}
+    return {"num_gpus": spec.tensor_parallel_size if spec.device == "cuda" else 0}
 
 
 async def _answer(reference: Awaitable[T]) -> T:
@@ -139,12 +170,3 @@ async def _answer(reference: Awaitable[T]) -> T:
         raise (
             error.cause if isinstance(error.cause, SkyrlTinkerError) else SamplerError(str(error))
         ) from error
-
-
-async def _health(http: aiohttp.ClientSession, url: str) -> int | None:
-    """HTTP status; None when it did not answer, which a busy server may do."""
-    try:
-        async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as response:
-            return response.status
-    except (aiohttp.ClientError, TimeoutError):
-        return None

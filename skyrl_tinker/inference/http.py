@@ -1,7 +1,8 @@
 """JSON over pooled connections, one pool per process and event loop."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -39,7 +40,7 @@ class JsonHttp:
         url: str,
         *,
         json: Mapping[str, Any] | None = None,
-        params: Mapping[str, str] | None = None,
+        params: Mapping[str, str] | Sequence[tuple[str, str]] | None = None,
         headers: Mapping[str, str] | None = None,
         repeatable: bool = True,
     ) -> Any:
@@ -53,34 +54,67 @@ class JsonHttp:
         sent = {"Content-Type": "application/json", **(headers or {})}
         for delay in (*delays, None):
             try:
-                return await self._once(method, url, data=body, params=params, headers=sent)
+                async with self._connections(pooled=repeatable) as session:
+                    return await _once(session, method, url, data=body, params=params, headers=sent)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 if delay is None:
                     raise SamplerError(f"{method} {url} failed: {error!r}") from error
                 await asyncio.sleep(delay)
         raise AssertionError("the last try returns or raises")
 
-    async def _once(self, method: str, url: str, **options: Any) -> Any:
-        async with self._pool().request(method, url, **options) as response:
-            content = await response.read()
-            if response.status >= 400:
-                raise HttpStatusError(response.status, _message(content))
-            return _decode(content)
+    @asynccontextmanager
+    async def stream(
+        self, url: str, *, json: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """POST; yields the pieces of the answer as they come. Not tried again.
+
+        SamplerError when the connection fails, HttpStatusError on entering for any status from 400.
+        """
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            async with self._pool().post(url, data=orjson.dumps(json), headers=sent) as response:
+                if response.status >= 400:
+                    raise HttpStatusError(response.status, _message(await response.read()))
+                yield response.content.iter_any()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise SamplerError(f"POST {url} failed: {error!r}") from error
+
+    @asynccontextmanager
+    async def _connections(self, *, pooled: bool) -> AsyncIterator[aiohttp.ClientSession]:
+        """A call that cannot be tried again has a connection of its own: vLLM closes one on which it failed,
+        and a pooled one may be taken for the next call just then."""
+        if pooled:
+            yield self._pool()
+        else:
+            async with _new_session() as session:
+                yield session
 
     def _pool(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop or self._session.closed:
             self._loop = loop
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            )
+            self._session = _new_session()
         return self._session
 
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+
+def _new_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+    )
+
+
+async def _once(session: aiohttp.ClientSession, method: str, url: str, **options: Any) -> Any:
+    async with session.request(method, url, **options) as response:
+        content = await response.read()
+        if response.status >= 400:
+            raise HttpStatusError(response.status, _message(content))
+        return _decode(content)
 
 
 def _decode(content: bytes) -> Any:

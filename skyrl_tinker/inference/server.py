@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from skyrl_tinker.inference.spec import SamplerSpec, environment, flags, require_memory
+import psutil
+
+from skyrl_tinker.inference.ports import reserve_port
+from skyrl_tinker.inference.spec import SamplerSpec, environment, flags, visible_gpus
 from skyrl_tinker.processes import die_with_parent
 
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` would need the dist to be named vllm
@@ -36,6 +39,7 @@ class VllmServer:
 
     def __init__(self, spec: SamplerSpec, replica: int) -> None:
         self._spec = spec
+        self._visible = visible_gpus(spec, replica)
         self._log = Path(spec.log_dir) / f"vllm-{replica}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._port_guard: socket.socket | None = None
@@ -44,9 +48,8 @@ class VllmServer:
         self._log_start = 0
 
     def start(self) -> ServerStatus:
-        """Start the process; it is ready when GET <url>/health answers 200. SamplerError: no memory."""
-        require_memory(self._spec)
-        self._port_guard = _reserve_port()
+        """Start the process; it is ready when GET <url>/health answers 200."""
+        self._port_guard = reserve_port()
         port = self._port_guard.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +57,7 @@ class VllmServer:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", ENTRY, *flags(self._spec, port)],
-                env=environment(self._spec) | {"TMPDIR": self._scratch.name},
+                env=environment(self._spec) | self._visible | {"TMPDIR": self._scratch.name},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -77,11 +80,22 @@ class VllmServer:
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to its whole process group."""
         process = self._started()
+        left = _shared_memory(process.pid)
         process.terminate()
         with suppress(subprocess.TimeoutExpired):  # it is killed with its children below
             process.wait(STOP_GRACE_S)
+        self._kill(left)
+
+    def kill(self) -> None:
+        """SIGKILL to its whole process group; harmless when it is gone."""
+        self._kill(_shared_memory(self._started().pid))
+
+    def _kill(self, left: set[Path]) -> None:
+        process = self._started()
         _kill_group(process.pid)
         process.wait()
+        for file in left:
+            file.unlink(missing_ok=True)
         if self._port_guard is not None:
             self._port_guard.close()
         self._scratch.cleanup()
@@ -92,15 +106,17 @@ class VllmServer:
         return self._process
 
 
-def _reserve_port() -> socket.socket:
-    """A free port that the kernel gives to nobody else while the socket is open, but that vLLM can bind.
-
-    Both sockets carry SO_REUSEADDR and this one never listens; vLLM binds its port seconds after it starts.
-    """
-    guard = socket.socket()
-    guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    guard.bind(("127.0.0.1", 0))
-    return guard
+def _shared_memory(pid: int) -> set[Path]:
+    """Files of its family in /dev/shm, which vLLM leaves there when tensor-parallel workers are killed."""
+    found = set()
+    with suppress(psutil.NoSuchProcess):  # gone already
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(OSError):  # it ended just now
+                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                    name = line.rpartition(" ")[2]
+                    if name.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
+                        found.add(Path(name))
+    return found
 
 
 def _kill_group(group: int) -> None:

@@ -17,25 +17,31 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.version import __version__ as found_version  # type: ignore[attr-defined]
 
+from skyrl_tinker.inference import vllm_prompt_scores
 from skyrl_tinker.processes import die_with_parent
 
 MENDS = "0.32."
-SHARED_MEMORY = ("skyrl_shared_memory", "skyrl_tinker.weight_sync.vllm_engine", "SharedMemoryEngine")
+STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_engine", "StagedEngine")
 """Backend name, module and class; vLLM imports the module when it loads the model."""
 
 
 def apply() -> None:
     """Do all of it once per process; RuntimeError on a CPU build of another release."""
-    if SHARED_MEMORY[0] in WeightTransferEngineFactory._registry:
+    if STAGED[0] in WeightTransferEngineFactory._registry:
         return
-    WeightTransferEngineFactory.register_engine(*SHARED_MEMORY)
+    WeightTransferEngineFactory.register_engine(*STAGED)
     _end_with_parent()
+    _count_cached_prompts_once()
     if current_platform.is_cpu():
         _require_version(found_version)
         _fork_workers()
         _multiply_adapters_by_slot()
         _score_prompts_with_their_adapter()
+        _draw_for_whole_prompts_only()
+        vllm_prompt_scores.apply(_rows_of)
         _repack_tied_heads()
+    else:
+        vllm_prompt_scores.apply()
 
 
 def _require_version(found: str) -> None:
@@ -67,6 +73,24 @@ def _fork_workers() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
+
+
+def _count_cached_prompts_once() -> None:
+    """Of n sequences the last to end reports how much of the prompt was cached, by its siblings if by none
+    other. The first to be prefilled found what was there before; the fewest are its."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    make = RequestState.make_request_output
+
+    @wraps(make)
+    def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parent = self.parent_req
+        if parent is not None:
+            fewest = min(self.num_cached_tokens, getattr(parent, "fewest_cached", self.num_cached_tokens))
+            parent.fewest_cached = self.num_cached_tokens = fewest
+        return make(self, *args, **kwargs)
+
+    RequestState.make_request_output = make_request_output  # type: ignore[method-assign]
 
 
 def _multiply_adapters_by_slot() -> None:
@@ -165,6 +189,27 @@ def _score_prompts_with_their_adapter() -> None:
         return results
 
     GPUModelRunner._get_prompt_logprobs_dict = score_each  # type: ignore[method-assign, assignment]
+
+
+def _draw_for_whole_prompts_only() -> None:
+    """A seeded request of which a step takes only a part of the prompt draws a token, which is thrown away,
+    and its generator is set back by CUDA's means: on CPU the engine dies of that. Here such a request's
+    generator stays out of the step, so that its sample does not depend on how the prompt was cut."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample = GPUModelRunner.sample_tokens
+
+    @wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        partial_rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        aside = {row: generators.pop(row) for row in partial_rows if row in generators}
+        try:
+            return sample(self, *args, **kwargs)
+        finally:
+            generators.update(aside)
+
+    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign, assignment]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import orjson
 
@@ -43,10 +43,14 @@ class SaveWeightsBody(_Body):
 
 @dataclass(frozen=True, slots=True)
 class SaveSamplerBody(_Body):
-    """Durable with a `name`; else ephemeral, and `sampling_session_seq_id` names the session to make."""
+    """Durable with a `name`; else ephemeral, and `sampling_session_seq_id` names the session to make.
+
+    `kind` inflight (ephemeral only): also for the sessions that the model's earlier inflight saves made.
+    """
 
     name: str | None = None
     sampling_session_seq_id: int | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,4 +1,5 @@
-"""forward_backward requests: bytes or JSON → raw → canonical bytes → value. Results are in wire.results.
+"""forward_backward requests: bytes or JSON → raw → canonical bytes → value. Results are in wire.results and
+wire.sample_results.
 
 The stored body is a ForwardBackwardRequest, serialized deterministically; the engine reads it back.
 """
@@ -20,10 +21,9 @@ from skyrl_tinker.wire.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.wire.results import (
     PROTOBUF,
     encode_forward_backward_output,
-    encode_sample_response,
     forward_backward_output_json,
-    sample_response_json,
 )
+from skyrl_tinker.wire.sample_results import encode_sample_response, sample_response_json
 from skyrl_tinker.wire.tensors import read_datum
 from skyrl_tinker.wire.values import ForwardBackward
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.wire.ids import CheckpointKind, ModelId
 
-_SCHEME = "tinker://"
+SCHEME = "tinker://"
 _FORMAT = "tinker://<training run>/<weights|sampler_weights>/<name>"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
@@ -18,7 +18,7 @@ class TinkerPath:
     name: str
 
     def __str__(self) -> str:
-        return f"{_SCHEME}{self.model_id}/{self.checkpoint_id}"
+        return f"{SCHEME}{self.model_id}/{self.checkpoint_id}"
 
     @property
     def checkpoint_id(self) -> str:
@@ -28,8 +28,8 @@ class TinkerPath:
 
 def parse(text: str) -> TinkerPath:
     """Raises UserError that names the format."""
-    run, slash, checkpoint = text.removeprefix(_SCHEME).partition("/")
-    if not text.startswith(_SCHEME) or not run or not slash:
+    run, slash, checkpoint = text.removeprefix(SCHEME).partition("/")
+    if not text.startswith(SCHEME) or not run or not slash:
         raise UserError(f"{text!r} is not a checkpoint path: expected {_FORMAT}")
     return parse_checkpoint_id(ModelId(run), checkpoint)
 

@@ -1,8 +1,10 @@
 """The stored form of an asample request: canonical JSON."""
 
+from typing import Any
+
 import orjson
 
-from skyrl_tinker.wire.values import SampleRequest, SamplingParams
+from skyrl_tinker.wire.values import SampleRequest, SamplingParams, TargetTokens
 
 
 def sample_body(request: SampleRequest) -> bytes:
@@ -13,9 +15,23 @@ def sample_body(request: SampleRequest) -> bytes:
 def sample_from_body(body: bytes) -> SampleRequest:
     value = orjson.loads(body)
     params = value.pop("params")
-    stop = params.pop("stop")
+    targets = value.pop("target_prompt_logprobs")
     return SampleRequest(
         prompt=tuple(value.pop("prompt")),
-        params=SamplingParams(stop=None if stop is None else tuple(stop), **params),
+        params=SamplingParams(stop=_tuple(params.pop("stop")), **params),
+        target_prompt_logprobs=None if targets is None else _targets(targets),
         **value,
     )
+
+
+def _targets(value: dict[str, Any]) -> TargetTokens:
+    return TargetTokens(
+        (value["shape"][0], value["shape"][1]),
+        tuple(value["tokens"]),
+        _tuple(value["crow"]),
+        _tuple(value["col"]),
+    )
+
+
+def _tuple(items: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if items is None else tuple(items)

@@ -95,6 +95,14 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """`node` as Ray names it, `index` as CUDA_VISIBLE_DEVICES does."""
+
+    node: str
+    index: str
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterWeights:
     """A LoRA adapter on the host, PEFT key names (`base_model.model.<module>.lora_A.weight`), float32."""
 
@@ -121,11 +129,47 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetTokens:
+    """Tokens to score: a matrix [len(prompt) - 1, K] whose row i belongs to prompt position i + 1.
+
+    Dense: `tokens` is all of it, row by row. CSR (`crow` and `col` set): `tokens` are the listed cells.
+    A token of -1 stands for nothing.
+    """
+
+    shape: tuple[int, int]
+    tokens: tuple[int, ...]
+    crow: tuple[int, ...] | None = None  # [rows + 1]
+    col: tuple[int, ...] | None = None  # [len(tokens)]
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRequest:
+    """`prompt_logprobs_last_n`: only the last n prompt tokens are scored, by prompt_logprobs and by
+    topk_prompt_logprobs; None: all after the first."""
+
     prompt: tuple[int, ...]
     num_samples: int
     params: SamplingParams
     prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TargetTokens | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+
+TopkRow = tuple[tuple[int, float], ...]
+"""(token, logprob) of one position, the most likely first; () where nothing was scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Which weights produced the tokens [start, end) of a sequence: an adapter's name, or that of the full
+    weights ("base" for the base model)."""
+
+    version: str
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +177,25 @@ class SampledSequence:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     stop_reason: Literal["stop", "length"]
+    topk: tuple[TopkRow, ...] = ()  # [len(tokens)] when asked for
+    versions: tuple[VersionSpan, ...] = ()  # in order, without gaps
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLogprobs:
+    """In the layout in which they were asked for."""
+
+    targets: TargetTokens
+    logprobs: tuple[float, ...]  # [len(targets.tokens)], 0.0 for a token of -1
+
+
+@dataclass(frozen=True, slots=True)
+class AltTokens:
+    """k draws per prompt position after the first: both [len(prompt) - 1][k]."""
+
+    k: int
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]  # raw: before temperature, top_k and top_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +203,9 @@ class SampleOutput:
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: tuple[float, ...] | None = None  # [len(prompt)], NaN first
     cached_tokens: int = 0
+    topk_prompt_logprobs: tuple[TopkRow, ...] | None = None  # [len(prompt)], () first
+    target_prompt_logprobs: TargetLogprobs | None = None
+    prompt_alt_tokens: AltTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ async def test_a_sample_of_an_old_sdk_needs_no_types_and_no_defaults(world: Worl
         ({"sampling_params": {"max_tokens": 62}}, rf"3 prompt tokens + 62 max_tokens > {CONTEXT}"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"stop": [1, "x"]}}, "stop"),
-        ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs"),
+        ({"topk_prompt_logprobs": 10**6}, "topk_prompt_logprobs"),
         ({"seq_id": 2**63}, "seq_id"),
         ({"seq_id": None}, "seq_id"),
         ({"sampling_session_id": None}, "sampling_session_id"),

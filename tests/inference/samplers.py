@@ -3,8 +3,9 @@
 import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_tinker.inference.client import RemoteInferenceClient
+from skyrl_tinker.inference.data_plane import fixed
 from skyrl_tinker.inference.group import SamplerSpec, ServerGroup
 from skyrl_tinker.tiny_model import make_model
 from skyrl_tinker.weight_sync.adapters import publish_adapter
@@ -32,7 +34,7 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass
 class Served:
-    """A running server and the directory of its base model."""
+    """Running replicas and the directory of their base model."""
 
     facts: BaseModelFacts
     group: ServerGroup
@@ -45,7 +47,7 @@ class Sampler:
 
     async def __call__(self, model: str, request: SampleRequest) -> SampleOutput:
         eos = self.facts.eos_token_ids
-        return await self.client.sample(model, request, session_key="test", eos=eos, context=CONTEXT)
+        return await self.client.sample(fixed(model), request, session_key="test", eos=eos, context=CONTEXT)
 
 
 def write_model(directory: Path, *, tied: bool, seed: int = 0) -> BaseModelFacts:
@@ -91,8 +93,10 @@ def spec_of(facts: BaseModelFacts, log_dir: Path) -> SamplerSpec:
 
 
 def launch(root: Path, name: str) -> Served:
+    """Two replicas of the tied model, one of the untied."""
     facts = write_model(root / name, tied=name == "tied")
-    return Served(facts, ServerGroup.launch(spec_of(facts, root / f"{name}-logs")))
+    spec = replace(spec_of(facts, root / f"{name}-logs"), replicas=2 if name == "tied" else 1)
+    return Served(facts, ServerGroup.launch(spec))
 
 
 @pytest.fixture(params=["untied", "tied"])
@@ -114,11 +118,11 @@ def make_sampler(served: Served) -> Sampler:
     return Sampler(RemoteInferenceClient(urls[0], urls), served.facts)
 
 
-def ask(
-    prompt: tuple[int, ...], *, num_samples: int = 1, prompt_logprobs: bool = False, **params: object
-) -> SampleRequest:
-    defaults = SamplingParams(max_tokens=8, stop=())
-    return SampleRequest(prompt, num_samples, replace(defaults, **params), prompt_logprobs)  # type: ignore[arg-type]
+def ask(prompt: tuple[int, ...], *, num_samples: int = 1, **given: Any) -> SampleRequest:
+    """`given`: fields of SampleRequest and of its SamplingParams."""
+    scores = {field.name: given.pop(field.name) for field in fields(SampleRequest) if field.name in given}
+    params = replace(SamplingParams(max_tokens=8, stop=()), **given)
+    return SampleRequest(prompt, num_samples, params, **scores)
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -152,6 +156,12 @@ def target_logprobs(model: PreTrainedModel, tokens: tuple[int, ...]) -> np.ndarr
     logits = model(torch.tensor([tokens])).logits[0, :-1]
     targets = torch.tensor(tokens[1:]).unsqueeze(1)
     return torch.log_softmax(logits, -1).gather(1, targets)[:, 0].numpy()
+
+
+@torch.no_grad()
+def all_logprobs(model: PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
+    """[len(tokens) - 1, vocabulary]: row i is of what may follow tokens[: i + 1]."""
+    return torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1], -1)
 
 
 def assert_same_logprobs(output: SampleOutput, model: PreTrainedModel, prompt: tuple[int, ...]) -> None:

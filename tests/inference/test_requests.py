@@ -67,6 +67,14 @@ async def test_a_seed_gives_the_same_sample_and_sample_i_has_seed_plus_i(sampler
     assert len({sequence.tokens for sequence in together}) == 3
 
 
+async def test_a_seeded_sample_does_not_depend_on_how_its_prompt_is_cut(sampler: Sampler) -> None:
+    """One step takes 2048 tokens: of 20 prompts some are cut."""
+    requests = [ask(prompt_of(240, seed=index), seed=index) for index in range(20)]
+    together = await asyncio.gather(*(sampler("base", request) for request in requests))
+    alone = [await sampler("base", request) for request in requests]
+    assert [each.sequences[0].tokens for each in together] == [each.sequences[0].tokens for each in alone]
+
+
 async def test_seeds_wrap_around_at_63_bits(sampler: Sampler) -> None:
     prompt, last = prompt_of(6), (1 << 63) - 1
     wrapped = (await sampler("base", ask(prompt, num_samples=3, seed=last))).sequences

@@ -3,7 +3,8 @@
 import pytest
 
 from skyrl_tinker.errors import SamplerError, UserError
-from skyrl_tinker.inference.sampling import Generated, body, join, parse, remainder, split
+from skyrl_tinker.inference.answers import parse
+from skyrl_tinker.inference.sampling import body, scores_prompt, split
 from skyrl_tinker.inference.spec import MiB, kv_bytes, require_memory
 from skyrl_tinker.wire.values import BaseModelFacts, SampleRequest, SamplingParams
 from tests.inference.samplers import ask, spec_of
@@ -32,9 +33,15 @@ def test_an_absent_seed_stays_unset() -> None:
 
 
 def test_seeds_that_wrap_around_are_two_requests() -> None:
-    parts = split(ask((5,), num_samples=5, seed=(1 << 63) - 2, prompt_logprobs=True))
+    parts = split(ask((5,), num_samples=5, seed=(1 << 63) - 2))
     assert [(part.params.seed, part.num_samples) for part in parts] == [((1 << 63) - 2, 2), (0, 3)]
-    assert [part.prompt_logprobs for part in parts] == [True, False]
+
+
+def test_the_prompt_is_scored_once_with_the_first_sample() -> None:
+    scores = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 3}
+    parts = split(ask((5, 6), num_samples=5, seed=7, **scores))
+    assert [(part.params.seed, part.num_samples) for part in parts] == [(7, 1), (8, 4)]
+    assert [scores_prompt(part) for part in parts] == [True, False]
 
 
 def test_more_samples_than_vllm_runs_at_once_are_several_requests() -> None:
@@ -42,24 +49,18 @@ def test_more_samples_than_vllm_runs_at_once_are_several_requests() -> None:
     assert [(part.params.seed, part.num_samples) for part in parts] == [(7, 256), (263, 256), (519, 88)]
 
 
-def test_the_rest_of_an_aborted_sequence_continues_from_its_tokens() -> None:
-    request = ask((5, 6), num_samples=2, max_tokens=10)
-    kept, rest = remainder(request, 1, Generated((7, 8), (-1.0, -2.0), "abort"), context=100)
-    assert (rest.prompt, rest.params.max_tokens, rest.num_samples) == ((5, 6, 7, 8), 8, 1)
-    assert join(kept, Generated((9,), (-3.0,), "stop")) == Generated((7, 8, 9), (-1.0, -2.0, -3.0), "stop")
-
-
-@pytest.mark.parametrize("params", [{"seed": 3}, {"stop": ("end",)}])
-def test_seeds_and_stop_strings_start_an_aborted_sequence_over(params: dict[str, object]) -> None:
-    kept, rest = remainder(ask((5, 6), **params), 2, Generated((7,), (-1.0,), "abort"), context=100)
-    assert (kept.tokens, rest.prompt) == ((), (5, 6))
-    assert rest.params.seed == (5 if "seed" in params else None)
-
-
 def test_prompt_logprobs_of_an_early_abort_count_as_missing() -> None:
     choice = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort"}
     payload = {"choices": [choice], "usage": {}, "prompt_logprobs": None}
-    assert parse(payload, ask((5, 6), prompt_logprobs=True)).prompt_logprobs is None
+    for scores in ({"prompt_logprobs": True}, {"prompt_alt_tokens_k": 2}):
+        assert not parse(payload, ask((5, 6), **scores)).scored
+
+
+def test_a_sampler_that_cannot_score_is_named_not_asked_for_ever() -> None:
+    choice = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "length"}
+    payload = {"choices": [choice], "usage": {}}
+    with pytest.raises(SamplerError, match="unscored: does it run with skyrl-tinker's vLLM plugin"):
+        parse(payload, ask((5, 6), prompt_alt_tokens_k=2))
 
 
 def test_a_full_prompt_leaves_nothing_to_sample() -> None:

@@ -1,4 +1,4 @@
-"""Results, decoded with the SDK's own code."""
+"""Results of passes, decoded with the SDK's own code."""
 
 import math
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.ids import RequestId
-from skyrl_tinker.wire.values import PassOutput, SampledSequence, SampleOutput
+from skyrl_tinker.wire.values import PassOutput
 
 NAN = float("nan")
 
@@ -60,39 +60,4 @@ def test_pass_output_json_for_old_sdks() -> None:
             {"logprobs": {"data": [float(np.finfo(np.float32).min)], "dtype": "float32", "shape": [1]}},
         ],
         "metrics": {"loss:sum": 1.5},
-    }
-
-
-SAMPLE = SampleOutput(
-    (SampledSequence((1, 70000), (-0.5, -0.25), "stop"), SampledSequence((3,), (-1.0,), "length")),
-    prompt_logprobs=(NAN, -2.0),
-    cached_tokens=16,
-)
-
-
-def test_the_sdk_reads_a_sample() -> None:
-    got = deserialize_sample_response(codec.encode_sample_response(SAMPLE))
-    assert [sequence.tokens for sequence in got.sequences] == [[1, 70000], [3]]
-    assert [sequence.logprobs for sequence in got.sequences] == [[-0.5, -0.25], [-1.0]]
-    assert [sequence.stop_reason for sequence in got.sequences] == ["stop", "length"]
-    assert got.prompt_logprobs == [None, -2.0]
-    assert got.prompt_cache_hit_tokens == 16
-    assert got.topk_prompt_logprobs is None
-
-
-def test_prompt_logprobs_are_absent_when_not_asked_for() -> None:
-    body = codec.encode_sample_response(SampleOutput(SAMPLE.sequences))
-    assert deserialize_sample_response(body).prompt_logprobs is None
-    assert "prompt_logprobs" not in codec.sample_response_json(body)
-
-
-def test_sample_json_for_old_sdks() -> None:
-    assert codec.sample_response_json(codec.encode_sample_response(SAMPLE)) == {
-        "type": "sample",
-        "sequences": [
-            {"stop_reason": "stop", "tokens": [1, 70000], "logprobs": [-0.5, -0.25]},
-            {"stop_reason": "length", "tokens": [3], "logprobs": [-1.0]},
-        ],
-        "prompt_logprobs": [None, -2.0],
-        "prompt_cache_hit_tokens": 16,
     }

@@ -147,8 +147,22 @@ def test_sampler_saves_are_named_or_ephemeral() -> None:
     for wrong in ({}, {"path": "a", "sampling_session_seq_id": 4}):
         with pytest.raises(UserError, match="expected exactly one of path"):
             validate_save_sampler(parse(SaveSamplerRequest, {**OF_MODEL, **wrong}))
-    with pytest.raises(NotSupportedError, match="kind is 'inflight', expected 'snapshot'"):
-        validate_save_sampler(parse(SaveSamplerRequest, {**ephemeral, "kind": "inflight"}))
+
+
+def test_only_an_ephemeral_save_can_be_inflight() -> None:
+    inflight = tinker.types.SaveWeightsForSamplerRequest(
+        sampling_session_seq_id=4, kind="inflight", **OF_MODEL
+    ).model_dump(mode="json")
+    body = validate_save_sampler(parse(SaveSamplerRequest, inflight))
+    assert body == SaveSamplerBody(sampling_session_seq_id=4, kind="inflight")
+    assert SaveSamplerBody.from_bytes(body.to_bytes()) == body
+    for change, message in (
+        ({"path": "a", "sampling_session_seq_id": None}, "kind is 'inflight', expected 'snapshot': a named"),
+        ({"kind": "mutable"}, "kind is 'mutable', expected 'snapshot' or 'inflight'"),
+        ({"ttl_seconds": 3600}, "ttl_seconds is 3600, expected none"),
+    ):
+        with pytest.raises(UserError, match=message):
+            validate_save_sampler(parse(SaveSamplerRequest, {**inflight, **change}))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api.bodies import json_object, off_loop, read_model
 from skyrl_tinker.api.creation import find_checkpoint
-from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.deps import Deps, HotRoute
 from skyrl_tinker.api.submit import announce
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.store import futures, sampling
@@ -27,6 +27,7 @@ from skyrl_tinker.wire.sample_codec import sample_body
 from skyrl_tinker.wire.validate import Limits, validate_base_model, validate_sample
 
 router = APIRouter(tags=["sampling"])
+hot = APIRouter(tags=["sampling"], route_class=HotRoute)
 
 
 @router.post("/create_sampling_session", summary="Sample from the base model or from a checkpoint")
@@ -82,7 +83,7 @@ async def get_sampler(sampler_id: str, deps: Deps) -> GetSamplerResponse:
     )
 
 
-@router.post("/asample", summary="Samples for one prompt; 400 names what is wrong with it")
+@hot.post("/asample", summary="Samples for one prompt; 400 names what is wrong with it")
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     body = await request.body()
     wanted = await off_loop(len(body), lambda: _read_sample(body, deps.limits))
@@ -115,3 +116,6 @@ def _read_sample(body: bytes, limits: Limits) -> _Sample:
     sample = validate_sample(wanted, limits)
     session_id = SamplingSessionId(wanted.sampling_session_id)
     return _Sample(session_id, wanted.seq_id, sample_body(sample), sample.num_samples)
+
+
+router.include_router(hot)

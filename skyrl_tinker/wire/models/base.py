@@ -37,13 +37,18 @@ def parse(model: type[M], payload: Any) -> M:
     try:
         return model.model_validate(payload)
     except ValidationError as error:
-        raise UserError("; ".join(_describe(item) for item in error.errors(include_url=False))) from error
+        raise UserError("; ".join(describe(item) for item in error.errors(include_url=False))) from error
 
 
-def _describe(item: Any) -> str:
+def describe(item: Any) -> str:
+    """One of pydantic's error details as a user reads it."""
     field = ".".join(str(part) for part in item["loc"]) or "body"
     if item["type"] == "missing":
         return f"{field} is missing"
+    if item["type"] == "extra_forbidden":
+        return f"{field} is not supported"
+    if item["type"] == "value_error":  # our own words
+        return f"{field}: {item['msg'].removeprefix('Value error, ')}, found {_short(item['input'])}"
     return f"{field}: {item['msg']}, found {_short(item['input'])}"
 
 

@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Strict, model_validator
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from skyrl_tinker.wire.models.base import Message, SampleSeqId, SessionSeqId
 
 StrictInt = Annotated[int, Strict()]
+Integers = Annotated[list[StrictInt], Field(fail_fast=True)]
+"""Long lists: the first wrong item is named, not all."""
 NoneAsFalse = BeforeValidator(lambda value: False if value is None else value)
+NoneAsZero = BeforeValidator(lambda value: 0 if value is None else value)
 
 
 class CreateSamplingSessionRequest(Message):
@@ -32,7 +35,7 @@ class Chunk(Message):
     """Text has `tokens`. For every other kind only its name is kept, so that it can be refused by name."""
 
     type: str = "encoded_text"
-    tokens: list[StrictInt] | None = None
+    tokens: Integers | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -68,6 +71,16 @@ class WireSamplingParams(Message):
     top_p: float = 1.0
 
 
+class TensorJson(Message):
+    """A TensorData of integers. With `sparse_crow_indices` it is CSR: `data` are the listed cells."""
+
+    data: Integers
+    dtype: str
+    shape: list[StrictInt] | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
+
+
 class AsampleRequest(Message):
     """`record_stability_info` is a hint for a later loss and is accepted unread."""
 
@@ -79,8 +92,8 @@ class AsampleRequest(Message):
     prompt: ModelInput
     sampling_params: WireSamplingParams = WireSamplingParams()
     prompt_logprobs: Annotated[bool, NoneAsFalse] = False
-    topk_prompt_logprobs: StrictInt | None = None
-    topk_sample_logprobs: StrictInt | None = None
-    target_prompt_logprobs: dict[str, Any] | None = None
-    prompt_alt_tokens_k: StrictInt | None = None
+    topk_prompt_logprobs: Annotated[StrictInt, NoneAsZero] = 0
+    topk_sample_logprobs: Annotated[StrictInt, NoneAsZero] = 0
+    target_prompt_logprobs: TensorJson | None = None
+    prompt_alt_tokens_k: Annotated[StrictInt, NoneAsZero] = 0
     prompt_logprobs_last_n: StrictInt | None = None

@@ -1,5 +1,6 @@
 """What this server can take."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_tinker.errors import UserError
@@ -23,3 +24,10 @@ def validate_base_model(name: str, limits: Limits) -> str:
             f"base_model is {name!r}, expected one that is served: {', '.join(limits.base_models)}"
         )
     return name
+
+
+def check_ids(ids: Sequence[int], field: str, vocab_size: int, lowest: int = 0) -> None:
+    """Raises UserError that names the first id which is not in [lowest, vocab_size)."""
+    if min(ids, default=0) < lowest or max(ids, default=0) >= vocab_size:
+        index, found = next((i, token) for i, token in enumerate(ids) if not lowest <= token < vocab_size)
+        raise UserError(f"{field}[{index}] is {found}, expected a token id in [{lowest}, {vocab_size})")

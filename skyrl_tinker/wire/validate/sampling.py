@@ -1,13 +1,13 @@
 """asample: refused at once with HTTP 400, because a failed future would be told to the user later."""
 
-import math
-
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.wire.models.sampling import AsampleRequest, ModelInput, WireSamplingParams
-from skyrl_tinker.wire.validate.limits import Limits
+from skyrl_tinker.wire.validate.limits import Limits, check_ids
+from skyrl_tinker.wire.validate.scores import check_sampled_cells, check_scores, read_targets, scores_prompt
 from skyrl_tinker.wire.values import SampleRequest, SamplingParams
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM would silently sample at this one instead
+_HIGHEST_TEMPERATURE = 2.0  # vLLM refuses more
 _SEEDS = 2**63
 MAX_SAMPLES = 4096
 """Most samples of one request: each is a sequence of its own on the sampler."""
@@ -16,24 +16,28 @@ MAX_SAMPLES = 4096
 def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
     """`max_tokens` stays None when absent: the sampler then fills the remaining context.
 
-    Raises UserError, NotSupportedError for what is not built yet.
+    Seeds of any size are taken modulo 2^63, signed ones, too: -1 is 2^63 - 1. Raises UserError,
+    NotSupportedError for what is not built yet.
     """
-    _refuse_unbuilt(request)
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise UserError(f"num_samples is {request.num_samples}, expected 1 to {MAX_SAMPLES}")
     prompt = _prompt(request.prompt, limits.vocab_size)
     params = _params(request.sampling_params, limits.vocab_size)
-    _check_room(len(prompt), params.max_tokens, request.prompt_logprobs, limits.context_length)
-    return SampleRequest(prompt, request.num_samples, params, request.prompt_logprobs)
-
-
-def _refuse_unbuilt(request: AsampleRequest) -> None:
-    for field in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if getattr(request, field):
-            raise NotSupportedError(f"{field} is {getattr(request, field)}, expected 0: it is not built yet")
-    for field in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
-        if getattr(request, field) is not None:
-            raise NotSupportedError(f"{field} is set, expected none: it is not built yet")
+    check_scores(request, len(prompt), limits)
+    targets = request.target_prompt_logprobs
+    sample = SampleRequest(
+        prompt=prompt,
+        num_samples=request.num_samples,
+        params=params,
+        prompt_logprobs=request.prompt_logprobs,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        target_prompt_logprobs=None if targets is None else read_targets(targets, len(prompt), limits),
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+    )
+    _check_room(sample, limits.context_length)
+    return sample
 
 
 def _prompt(prompt: ModelInput, vocab_size: int) -> tuple[int, ...]:
@@ -49,21 +53,17 @@ def _prompt(prompt: ModelInput, vocab_size: int) -> tuple[int, ...]:
         tokens.extend(chunk.tokens)
     if not tokens:
         raise UserError("prompt is empty, expected at least one token")
-    _check_ids(tokens, "prompt", vocab_size)
+    check_ids(tokens, "prompt", vocab_size)
     return tuple(tokens)
-
-
-def _check_ids(ids: list[int], field: str, vocab_size: int) -> None:
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        index, found = next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab_size)
-        raise UserError(f"{field}[{index}] is {found}, expected a token id in [0, {vocab_size})")
 
 
 def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
     if params.max_tokens is not None and params.max_tokens < 1:
         raise UserError(f"max_tokens is {params.max_tokens}, expected at least 1")
-    if not 0.0 <= params.temperature < math.inf:
-        raise UserError(f"temperature is {params.temperature}, expected a finite number >= 0")
+    if not 0.0 <= params.temperature <= _HIGHEST_TEMPERATURE:
+        raise UserError(
+            f"temperature is {params.temperature}, expected a number in [0, {_HIGHEST_TEMPERATURE}]"
+        )
     if 0.0 < params.temperature < _LOWEST_TEMPERATURE:
         raise UserError(
             f"temperature is {params.temperature}, expected 0 (greedy) or at least {_LOWEST_TEMPERATURE}"
@@ -95,13 +95,16 @@ def _stop(
         return tuple(strings)
     ids = [item for item in stop if isinstance(item, int)]
     if ids:
-        _check_ids(ids, "stop", vocab_size)
+        check_ids(ids, "stop", vocab_size)
     return tuple(ids)
 
 
-def _check_room(prompt: int, max_tokens: int | None, scoring: bool, context: int) -> None:
+def _check_room(sample: SampleRequest, context: int) -> None:
     """Scoring a prompt generates one token that nobody reads, so a full context can be scored."""
+    length, max_tokens = len(sample.prompt), sample.params.max_tokens
     generated = 1 if max_tokens is None else max_tokens
-    spare = 1 if scoring and max_tokens == 1 else 0
-    if prompt + generated > context + spare:
-        raise UserError(f"{prompt} prompt tokens + {generated} max_tokens > {context} (the context length)")
+    spare = 1 if scores_prompt(sample) and max_tokens == 1 else 0
+    if length + generated > context + spare:
+        raise UserError(f"{length} prompt tokens + {generated} max_tokens > {context} (the context length)")
+    if sample.topk_sample_logprobs:
+        check_sampled_cells(sample, context - length if max_tokens is None else generated)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.wire import paths
@@ -83,9 +83,7 @@ def validate_save_weights(request: SaveWeightsRequest) -> SaveWeightsBody:
 
 
 def validate_save_sampler(request: SaveSamplerRequest) -> SaveSamplerBody:
-    """Named or ephemeral, never both."""
-    if request.kind != "snapshot":
-        raise NotSupportedError(f"kind is {request.kind!r}, expected 'snapshot': no other is built yet")
+    """Named or ephemeral, never both; only what is ephemeral can be inflight."""
     if (request.path is None) == (request.sampling_session_seq_id is None):
         raise UserError(
             "expected exactly one of path (a named save) and sampling_session_seq_id (an ephemeral one)"
@@ -93,9 +91,25 @@ def validate_save_sampler(request: SaveSamplerRequest) -> SaveSamplerBody:
     return SaveSamplerBody(
         name=None if request.path is None else paths.validate_checkpoint_name(request.path),
         sampling_session_seq_id=request.sampling_session_seq_id,
+        kind=_save_kind(request),
         ttl_seconds=validate_ttl(request.ttl_seconds),
         user_metadata=request.user_metadata or {},
     )
+
+
+def _save_kind(request: SaveSamplerRequest) -> Literal["snapshot", "inflight"]:
+    if request.kind == "snapshot":
+        return "snapshot"
+    if request.kind != "inflight":
+        raise UserError(f"kind is {request.kind!r}, expected 'snapshot' or 'inflight'")
+    if request.path is not None:
+        raise UserError("kind is 'inflight', expected 'snapshot': a named save never changes")
+    if request.ttl_seconds is not None:
+        raise UserError(
+            f"ttl_seconds is {request.ttl_seconds}, expected none: weights of kind 'inflight' "
+            "go when they are superseded"
+        )
+    return "inflight"
 
 
 def validate_load_weights(request: LoadWeightsRequest) -> LoadWeightsBody:

@@ -1,0 +1,89 @@
+"""Whether a server still serves: what it says of itself, and how long it may say nothing."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+POLL_S = 1.0
+SILENT_TRIES = 4
+"""That many times in a row it did not answer, and nothing else explains it: it hangs."""
+REFUSED_PAUSE_S = 0.3
+ExitReason = Callable[[], Awaitable[str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A replica that serves no more. `silent`: it may hold on to requests until it is ended."""
+
+    index: int
+    url: str
+    reason: str
+    silent: bool = False
+
+
+class Suspicion:
+    """Rung when a request failed: whoever waits for the next look at a server looks at once."""
+
+    def __init__(self) -> None:
+        self._rung = asyncio.Event()
+
+    def ring(self) -> None:
+        self._rung.set()
+        self._rung = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        """That long at most."""
+        try:
+            await asyncio.wait_for(self._rung.wait(), seconds)
+        except TimeoutError:
+            return
+
+
+class HealthWatch:
+    """Looks at one server until it is lost."""
+
+    def __init__(self, url: str, hang_s: float, suspicion: Suspicion, ended: ExitReason) -> None:
+        """`hang_s`: silence that counts as death. `ended`: why its process ended, None while it runs."""
+        self._url = url
+        self._try_s = hang_s / SILENT_TRIES
+        self._suspicion = suspicion
+        self._ended = ended
+
+    async def lost(self, index: int) -> Loss:
+        """Returns once it is. Tries count, not seconds: it may have been this process that stood still."""
+        silent = 0
+        async with aiohttp.ClientSession() as http:
+            while silent < SILENT_TRIES:
+                began = time.monotonic()
+                status, reason = await asyncio.gather(health(http, self._url, self._try_s), self._reason())
+                if status == 503:
+                    reason = reason or "its engine process died"
+                if reason is not None:
+                    return Loss(index, self._url, reason)
+                silent = 0 if status is not None else silent + 1
+                await self._pause(silent, time.monotonic() - began)
+        return Loss(index, self._url, f"it does not answer, {silent} times in a row", silent=True)
+
+    async def _reason(self) -> str | None:
+        try:
+            return await asyncio.wait_for(self._ended(), self._try_s)
+        except TimeoutError:  # whoever owns the process does not answer: then only the server itself counts
+            return None
+
+    async def _pause(self, silent: int, tried_s: float) -> None:
+        if not silent:
+            await self._suspicion.sleep(POLL_S)
+        elif tried_s < self._try_s / 2:  # refused: nobody listens
+            await asyncio.sleep(REFUSED_PAUSE_S)
+
+
+async def health(http: aiohttp.ClientSession, url: str, timeout_s: float) -> int | None:
+    """HTTP status of GET /health; None when there was no answer."""
+    try:
+        async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(timeout_s)) as response:
+            return response.status
+    except (aiohttp.ClientError, TimeoutError):
+        return None

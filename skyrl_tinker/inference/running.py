@@ -1,0 +1,52 @@
+"""Which requests are under way, so that those of one tag can be aborted."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One HTTP request. `switched`: its tag was aborted, so that it goes on under other weights."""
+
+    id: str = field(default_factory=lambda: uuid4().hex)
+    switched: bool = False
+
+    @property
+    def vllm_id(self) -> str:
+        """The name by which /inference/v1/abort_requests ends it, with all of its n sequences."""
+        return f"generate-tokens-{self.id}"
+
+
+class Running:
+    """Picklable: what is under way stays behind."""
+
+    def __init__(self) -> None:
+        self._attempts: defaultdict[str | None, set[Attempt]] = defaultdict(set)
+
+    def __reduce__(self) -> tuple[type["Running"], tuple[()]]:
+        return Running, ()
+
+    @contextmanager
+    def attempt(self, tag: str | None) -> Iterator[Attempt]:
+        attempt = Attempt()
+        self._attempts[tag].add(attempt)
+        try:
+            yield attempt
+        finally:
+            self._attempts[tag].remove(attempt)
+            if not self._attempts[tag]:
+                del self._attempts[tag]
+
+    def switch(self, tag: str) -> frozenset[Attempt]:
+        """All that are under way with this tag, marked as switched."""
+        attempts = frozenset(self._attempts.get(tag, ()))
+        for attempt in attempts:
+            attempt.switched = True
+        return attempts
+
+    def still(self, attempts: frozenset[Attempt], tag: str) -> frozenset[Attempt]:
+        """Those of them that have not ended."""
+        return attempts & self._attempts.get(tag, set())
