@@ -1,5 +1,7 @@
 """Full-parameter models: each has its own sharded, trainable copy of the base."""
 
+from collections.abc import Iterator
+
 import psutil
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -7,6 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.model import Network, trainable_network
+from skyrl_tinker.training.offload import network_tensors
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.state import Part, TrainableModel
 from skyrl_tinker.wire.ids import ModelKey
@@ -35,6 +38,9 @@ class FullModel(TrainableModel):
 
     def _weights(self) -> list[torch.Tensor]:
         return [_local(parameter.detach()) for parameter in self._parameters.values()]
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        return network_tensors(self.network)
 
     def begin(self) -> None:
         """Costs a second set of gradients only while a pass adds to earlier ones."""

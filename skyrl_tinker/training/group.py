@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from skyrl_tinker.errors import SkyrlTinkerError, TrainerError, UserError
+from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError, UserError
 from skyrl_tinker.training.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.manifest import read_manifest
 from skyrl_tinker.training.outputs import assemble
@@ -21,6 +22,7 @@ from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import (
     AdapterWeights,
     Failure,
+    Gpu,
     LoraSpec,
     PassItem,
     PassOutput,
@@ -47,18 +49,36 @@ class PreparedPass:
 
 
 class RankProcess:
-    """The actor of one rank. Collectives run in its one default thread; `ping` has a thread of its own."""
+    """The actor of one rank. Collectives run in its one default thread.
+
+    `ping` has a thread of its own, the sender of weights another: training goes on while it sends.
+    """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         from skyrl_tinker.training.worker import Worker  # torch belongs to this process, not to the engine's
 
         self._worker = Worker(spec, rank)
+        self._rank = rank
+        self._sender: Any = None
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self._worker, method)(*args)
+    def call(self, method: str, *args: Any) -> tuple[Any, float]:
+        """The method's value, and the seconds that it took."""
+        started = time.perf_counter()
+        value = getattr(self._worker, method)(*args)
+        return value, time.perf_counter() - started
 
     def ping(self) -> int:
         return os.getpid()
+
+    def gpu(self) -> Gpu:
+        """The one that Ray gave to this rank."""
+        return Gpu(ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+    def open_sender(self, factory: Callable[[int], Any]) -> None:
+        self._sender = factory(self._rank)
+
+    def sender_call(self, method: str, *args: Any) -> Any:
+        return getattr(self._sender, method)(*args)
 
 
 class TrainerGroup:
@@ -71,7 +91,10 @@ class TrainerGroup:
     def __init__(self, spec: TrainerSpec, actors: Sequence[Any]) -> None:
         self.spec = spec
         self._actors = tuple(actors)
+        self.busy_s = 0.0
+        """How long rank 0 has worked so far."""
         self._pids: list[int] = []
+        self._sending: tuple[int, ...] = ()  # ranks that have a sender
 
     @classmethod
     def launch(cls, spec: TrainerSpec) -> "TrainerGroup":
@@ -79,7 +102,11 @@ class TrainerGroup:
         if not ray.is_initialized():
             raise TrainerError("call ray.init() first: Ray would otherwise start a default cluster by itself")
         gpus = 1 if spec.device == "cuda" else 0
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "concurrency_groups": {"ctl": 1}}
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": gpus,
+            "concurrency_groups": {"ctl": 1, "sync": 1},
+        }
         actor: Any = ray.remote(**options)(RankProcess)
         return cls(spec, [actor.remote(spec, rank) for rank in range(spec.ranks)])
 
@@ -132,6 +159,31 @@ class TrainerGroup:
     async def release(self, model: ModelKey) -> None:
         await self._all("release", model)
 
+    async def offload(self) -> None:
+        """Move all state to host memory and free the devices; until `onload` only `release` goes."""
+        await self._all("offload")
+
+    async def onload(self) -> None:
+        """Bring it back, to the last bit."""
+        await self._all("onload")
+
+    async def gpus(self) -> tuple[Gpu, ...]:
+        """Of each rank; on CPU there is none."""
+        if self.spec.device != "cuda":
+            return ()
+        calls = [actor.gpu.options(concurrency_group="ctl").remote() for actor in self._actors]
+        return tuple([await _answer(call, rank, "gpu", TrainerError) for rank, call in enumerate(calls)])
+
+    async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
+        """`factory(rank)`, which must be picklable, makes an object in rank 0 or in every rank. It lives in a
+        thread of its own there: `sender_call` does not wait for units of work, nor they for it."""
+        self._sending = tuple(range(len(self._actors) if every_rank else 1))
+        await self._send_all(lambda actor: actor.open_sender, "open_sender", factory)
+
+    async def sender_call(self, method: str, *args: Any) -> list[Any]:
+        """By rank. SamplerError when a sender failed, which leaves the group whole."""
+        return await self._send_all(lambda actor: actor.sender_call, method, method, *args)
+
     async def ping(self) -> None:
         """Answers while a step runs."""
         calls = [actor.ping.options(concurrency_group="ctl").remote() for actor in self._actors]
@@ -152,16 +204,24 @@ class TrainerGroup:
         await asyncio.to_thread(psutil.wait_procs, _processes(self._pids), timeout=EXIT_S)
 
     async def _call(self, rank: int, method: str, *args: Any) -> Any:
-        try:
-            return await self._actors[rank].call.remote(method, *args)
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, SkyrlTinkerError):
-                raise cause from None
-            raise TrainerError(f"rank {rank} failed in {method}: {cause!r}") from error
-        except RayError as error:
-            _log.error("rank %d died in %s: %s", rank, method, error)  # long, with addresses: not for clients
-            raise TrainerError(f"rank {rank} died in {method}: its process ended unexpectedly") from error
+        call = self._actors[rank].call.remote(method, *args)
+        value, seconds = await _answer(call, rank, method, TrainerError)
+        self.busy_s += seconds if rank == 0 else 0.0
+        return value
+
+    async def _send_all(self, pick: Callable[[Any], Any], method: str, *args: Any) -> list[Any]:
+        calls = [
+            pick(self._actors[rank]).options(concurrency_group="sync").remote(*args) for rank in self._sending
+        ]
+        named = f"sending weights ({method})"
+        answers = (
+            _answer(call, rank, named, SamplerError) for rank, call in zip(self._sending, calls, strict=True)
+        )
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            raise _root_cause(errors)
+        return list(results)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank, results by rank. One failure does not wait for peers that hang."""
@@ -180,6 +240,20 @@ class TrainerGroup:
         if errors:
             raise _root_cause(errors)
         return [task.result() for task in tasks]
+
+
+async def _answer(call: Awaitable[Any], rank: int, method: str, fault: type[SkyrlTinkerError]) -> Any:
+    """A rank that died raises TrainerError, any other failure that is not ours `fault`."""
+    try:
+        return await call
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SkyrlTinkerError):
+            raise cause from None
+        raise fault(f"rank {rank} failed in {method}: {cause!r}") from error
+    except RayError as error:
+        _log.error("rank %d died in %s: %s", rank, method, error)  # long, with addresses: not for clients
+        raise TrainerError(f"rank {rank} died in {method}: its process ended unexpectedly") from error
 
 
 def _processes(pids: Sequence[int]) -> list[psutil.Process]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,6 +91,10 @@ class LoraModel(TrainableModel):
 
     def _weights(self) -> list[torch.Tensor]:
         return [self._flat]
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        yield self._flat
+        yield self._gradients
 
     def begin(self) -> None:
         self._saved = self._gradients.clone() if self.has_gradients else None

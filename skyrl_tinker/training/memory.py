@@ -21,7 +21,12 @@ def keep_freed() -> None:
 def give_back() -> None:
     """Free what only cycles hold (a network under FSDP does), and let others have it."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    uncache()
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def uncache() -> None:
+    """Let other processes have what is free on the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

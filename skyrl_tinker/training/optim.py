@@ -31,7 +31,8 @@ def optim_step(model: TrainableModel, item: StepItem, ranks: Ranks) -> StepOutpu
 
 
 def _metrics(model: TrainableModel, adam: AdamParams, norm: float) -> dict[str, float]:
-    return {"grad_norm": norm, "learning_rate": adam.learning_rate, "step": float(model.step)}
+    # not "step": clients log these beside their own metrics, where that is the loop's step
+    return {"grad_norm": norm, "learning_rate": adam.learning_rate, "optimizer_step": float(model.step)}
 
 
 def _clip(gradients: list[torch.Tensor], norm: float, limit: float) -> None:

@@ -1,6 +1,7 @@
 """What a trainable model is to the optimizer, to a pass and to a checkpoint, whether adapter or full copy."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from enum import StrEnum
 
 import torch
@@ -41,6 +42,12 @@ class TrainableModel(ABC):
             self._moments[part] = [torch.zeros_like(weight) for weight in self._weights()]
         return self._moments[part]
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that this rank keeps between passes."""
+        yield from self._own_tensors()
+        for moments in self._moments.values():
+            yield from moments
+
     def reset_optimizer(self) -> None:
         self.step = 0
         self._moments.clear()
@@ -56,6 +63,10 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def _weights(self) -> list[torch.Tensor]: ...
+
+    @abstractmethod
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        """Weights, gradients and what else is not a moment; views of them may be left out."""
 
     @abstractmethod
     def begin(self) -> None:

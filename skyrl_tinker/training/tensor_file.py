@@ -22,7 +22,8 @@ def write_tensors(
     with path.open("wb") as file:
         _write_header(file, shapes, dtype)
         for tensor in tensors:
-            flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
+            # a copy in any case: a storage that NumPy has seen cannot be resized any more
+            flat = tensor.detach().to("cpu", dtype, copy=True).contiguous().view(-1)
             flat.view(torch.uint8).numpy().tofile(file)
         file.flush()
         os.fsync(file.fileno())

@@ -13,6 +13,7 @@ from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.full import FullModel, create_full
 from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.model import frozen_network
+from skyrl_tinker.training.offload import Aside, network_tensors
 from skyrl_tinker.training.optim import optim_step
 from skyrl_tinker.training.outputs import RankOutput
 from skyrl_tinker.training.passes import PassRunner
@@ -31,6 +32,8 @@ class Worker:
         self.spec = spec
         self.rank = rank
         self._models: dict[ModelKey, TrainableModel] = {}
+        self._asides: dict[ModelKey | None, Aside] = {None: Aside()}  # None: the base
+        self._offloaded = False
         self._store: TCPStore | None = None
 
     def open_store(self) -> int:
@@ -50,14 +53,20 @@ class Worker:
         self._runner = PassRunner(self._base, self._models, ranks, self.spec.token_budget)
 
     def create_model(self, key: ModelKey, spec: LoraSpec) -> None:
+        self._require_onloaded()
         if key in self._models:
             raise TrainerError(f"model {key} exists already")
         if spec.rank == 0:
             self._models[key] = create_full(key, spec, self.spec, self._base, self._ranks)
         else:
             self._models[key] = LoraModel(spec, self._base.targets, self._ranks.device)
+        self._asides[key] = Aside()
 
     def run_pass(self, batch: TrainingInputBatch) -> RankOutput:
+        self._require_onloaded()
+        for info in batch.requests:
+            if info.backward and info.model in self._asides:
+                self._asides[info.model].forget()
         return self._runner.run(batch)
 
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
@@ -72,8 +81,9 @@ class Worker:
         model = self._model(key)
         if not isinstance(model, LoraModel):
             raise UserError(f"model {key} trains full parameters: it has no adapter")
-        tensors = {name: model.read(Part.WEIGHT, name).cpu().numpy().copy() for name in model.shapes()}
-        return AdapterWeights(model.spec, tensors)
+        # Copies: a storage that NumPy has seen cannot be set aside any more.
+        copies = {name: model.read(Part.WEIGHT, name).to("cpu", copy=True) for name in model.shapes()}
+        return AdapterWeights(model.spec, {name: tensor.numpy() for name, tensor in copies.items()})
 
     def capture_full(self, key: ModelKey, directory: str) -> None:
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
@@ -87,12 +97,39 @@ class Worker:
         checkpoint.load(self._model(key), Path(directory), optimizer=optimizer)
 
     def release(self, key: ModelKey) -> None:
-        """Idempotent. A full-parameter copy's memory is free again when this returns."""
+        """Idempotent, also while offloaded. A full-parameter copy's memory is free when this returns."""
+        self._asides.pop(key, None)
         if isinstance(self._models.pop(key, None), FullModel):
             memory.give_back()
 
+    def offload(self) -> None:
+        """Set all state aside on the host and give the device's memory back. Nothing to do the second time.
+
+        Only what changed since the last time is copied: never the frozen base, nor tenants without work.
+        """
+        if self._offloaded:
+            return
+        self._asides[None].offload(network_tensors(self._base))
+        for key, model in self._models.items():
+            self._asides[key].offload(model.tensors())
+        self._offloaded = True
+        memory.uncache()
+
+    def onload(self) -> None:
+        """Bring all state back, to the last bit. Nothing to do the second time."""
+        if self._offloaded:
+            for aside in self._asides.values():
+                aside.onload()
+            self._offloaded = False
+
+    def _require_onloaded(self) -> None:
+        if self._offloaded:
+            raise TrainerError("the trainer's state is set aside: call onload first")
+
     def _model(self, key: ModelKey) -> TrainableModel:
-        try:
-            return self._models[key]
-        except KeyError:
-            raise StateLostError(f"the trainer has no state of model {key}") from None
+        """To work with: what the host has of it counts as old."""
+        self._require_onloaded()
+        if key not in self._models:
+            raise StateLostError(f"the trainer has no state of model {key}")
+        self._asides[key].forget()
+        return self._models[key]

@@ -51,7 +51,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_last_bit(
     assert step(other, 9).metrics == {
         "grad_norm": 0.0,
         "learning_rate": 1e-2,
-        "step": 2.0,
+        "optimizer_step": 2.0,
         "no_gradients": 1.0,
     }
     _train(other, 9, 2, 2)
@@ -65,7 +65,7 @@ def test_load_without_optimizer_starts_its_state_anew(worker: Worker, tmp_path: 
     weights = weights_of(worker, 1)
     worker.load_state(ModelKey(1), str(tmp_path / "c"), False)
     assert_equal(weights_of(worker, 1), weights)
-    assert step(worker, 1).metrics["step"] == 0.0
+    assert step(worker, 1).metrics["optimizer_step"] == 0.0
     with pytest.raises(UserError, match="without optimizer state"):
         worker.load_state(ModelKey(1), str(tmp_path / "c"), True)
 

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from skyrl_tinker.errors import StorageError, TrainerError, UserError
+from skyrl_tinker.errors import SamplerError, StorageError, TrainerError, UserError
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from skyrl_tinker.wire.ids import ModelKey, RequestId
 from skyrl_tinker.wire.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
@@ -160,6 +160,43 @@ async def test_ping_answers_while_a_pass_runs(one: TrainerGroup) -> None:
     await one.ping()
     assert not running.done()
     await running
+
+
+def make_echo() -> type:
+    """Made here, so that it travels whole: the ranks cannot import tests."""
+
+    class Echo:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def say(self, word: str) -> tuple[int, str]:
+            return self.rank, word
+
+        def fail(self) -> None:
+            raise ValueError("broken wire")
+
+    return Echo
+
+
+async def test_a_sender_works_while_a_pass_runs(one: TrainerGroup) -> None:
+    await one.create_model(A, SPECS[A])
+    await one.open_sender(make_echo(), every_rank=True)
+    running = asyncio.ensure_future(one.run_pass(one.prepare([make_item(A, make_data((512,) * 100, 1))])))
+    await asyncio.sleep(0.05)
+    assert await one.sender_call("say", "hello") == [(0, "hello")]
+    assert not running.done()
+    await running
+
+
+async def test_a_failing_sender_leaves_the_group_whole(two: TrainerGroup) -> None:
+    await two.open_sender(make_echo(), every_rank=True)
+    assert await two.sender_call("say", "hello") == [(0, "hello"), (1, "hello")]
+    with pytest.raises(SamplerError, match=r"rank 0 failed in sending weights \(fail\): .*broken wire"):
+        await two.sender_call("fail")
+    await two.open_sender(make_echo(), every_rank=False)
+    assert await two.sender_call("say", "again") == [(0, "again")]
+    await two.create_model(A, SPECS[A])
+    await _pass(two, make_item(A, make_data((30, 30), 1)))
 
 
 async def test_a_released_model_has_no_state(one: TrainerGroup) -> None:

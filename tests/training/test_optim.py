@@ -38,7 +38,7 @@ def test_three_steps_equal_torch_adamw(worker: Worker, untied_model: str, adam: 
         run_one(worker, make_item(1, data))
         output = step(worker, 1, adam)
         assert output.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        assert output.metrics["step"] == number + 1
+        assert output.metrics["optimizer_step"] == number + 1
         assert output.metrics["learning_rate"] == adam.learning_rate
     assert_close(weights_of(worker, 1), {name: leaf.detach() for name, leaf in leaves.items()}, 1e-5)
 
@@ -72,7 +72,7 @@ def test_a_step_without_gradients_changes_nothing_and_says_so(worker: Worker) ->
     before = weights_of(worker, 1)
     output = step(worker, 1, AdamParams(1e-2, weight_decay=0.5))
     assert output.metrics["no_gradients"] == 1.0
-    assert output.metrics["step"] == 1.0
+    assert output.metrics["optimizer_step"] == 1.0
     assert output.error is None
     assert_equal(weights_of(worker, 1), before)
 
