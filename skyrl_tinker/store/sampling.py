@@ -1,14 +1,17 @@
 """Sampling sessions and the weight versions they hold.
 
-A session holds a version until it is finished: whoever lets a silent session expire finishes it.
+A session is pinned to its version, or, where that version is inflight, follows the newest inflight version of
+the same model. It holds what it samples from until it is finished: whoever lets a silent session expire
+finishes it.
 """
 
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, insert, or_, select, update
+from sqlalchemy import ColumnElement, and_, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.orm import aliased
 
 from skyrl_tinker.errors import SeqIdReusedError
 from skyrl_tinker.store import sessions
@@ -20,7 +23,8 @@ from skyrl_tinker.wire.values import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class SamplingSessionRow:
-    """`version_id` None: the base model."""
+    """`version_id`: as it was made, None for the base model. `follows`: the model whose newest inflight
+    version, at least that one, is sampled instead."""
 
     sampling_session_id: SamplingSessionId
     session_id: SessionId
@@ -28,6 +32,7 @@ class SamplingSessionRow:
     base_model: str
     model_path: str | None
     version_id: VersionId | None
+    follows: ModelKey | None = None
 
 
 async def create(
@@ -63,8 +68,10 @@ async def create(
 
 
 async def get(conn: AsyncConnection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
-    query = select(SamplingSession.__table__).where(
-        SamplingSession.sampling_session_id == sampling_session_id
+    query = (
+        select(SamplingSession.__table__, AdapterVersion.inflight, AdapterVersion.model_key)
+        .outerjoin(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
+        .where(SamplingSession.sampling_session_id == sampling_session_id)
     )
     row = (await conn.execute(query)).one_or_none()
     if row is None:
@@ -76,6 +83,7 @@ async def get(conn: AsyncConnection, sampling_session_id: SamplingSessionId) -> 
         row.base_model,
         row.model_path,
         row.version_id,
+        ModelKey(row.model_key) if row.inflight else None,
     )
 
 
@@ -96,10 +104,21 @@ def _require_same_target(first: SamplingSessionRow, new: SamplingSessionRow) -> 
 
 
 async def new_version(
-    conn: AsyncConnection, model_key: ModelKey, kind: Literal["lora", "full"], durable: bool
+    conn: AsyncConnection,
+    model_key: ModelKey,
+    kind: Literal["lora", "full"],
+    *,
+    durable: bool,
+    inflight: bool = False,
 ) -> VersionId:
     """A version that is not published yet: it has no directory."""
-    values = {"model_key": model_key, "kind": kind, "durable": durable, "created_at": time.time()}
+    values = {
+        "model_key": model_key,
+        "kind": kind,
+        "durable": durable,
+        "inflight": inflight,
+        "created_at": time.time(),
+    }
     return VersionId(await insert_id(conn, insert(AdapterVersion), values))
 
 
@@ -116,9 +135,17 @@ async def version(conn: AsyncConnection, version_id: VersionId) -> WeightVersion
     return found[0] if found else None
 
 
+async def newest_inflight(conn: AsyncConnection, model_key: ModelKey) -> WeightVersion | None:
+    """What the inflight sampling sessions of a model sample from."""
+    mine = AdapterVersion.model_key == model_key, AdapterVersion.inflight.is_(True)
+    found = await _published(conn, *mine)
+    return found[-1] if found else None
+
+
 async def droppable_versions(conn: AsyncConnection) -> list[WeightVersion]:
-    """Ephemeral versions that nobody can sample any more: neither the session of the model nor that of any
-    sampling session on them is live. (The model's counts, since its sampling session may be in the making.)
+    """Ephemeral versions that no new sample uses: superseded inflight ones, and those of which neither the
+    session of the model nor that of any sampling session on them is live. (The model's counts, since its
+    sampling session may be in the making.)
     """
     model_is_live = (
         select(Model.key)
@@ -126,9 +153,8 @@ async def droppable_versions(conn: AsyncConnection) -> list[WeightVersion]:
         .where(Model.key == AdapterVersion.model_key, Session.finished_at.is_(None))
         .exists()
     )
-    return await _published(
-        conn, AdapterVersion.durable.is_(False), ~or_(model_is_live, held(AdapterVersion.id))
-    )
+    wanted = or_(model_is_live, held(AdapterVersion.id), _followed())
+    return await _published(conn, AdapterVersion.durable.is_(False), or_(_superseded(), ~wanted))
 
 
 async def ephemeral_versions(conn: AsyncConnection) -> list[WeightVersion]:
@@ -137,13 +163,34 @@ async def ephemeral_versions(conn: AsyncConnection) -> list[WeightVersion]:
 
 
 def held(version_id: Any) -> ColumnElement[bool]:
-    """SQL: a sampling session of a live session stands on this version column."""
+    """SQL: a sampling session of a live session was made on this version column."""
     return (
         select(SamplingSession.sampling_session_id)
         .join(Session, Session.session_id == SamplingSession.session_id)
         .where(SamplingSession.version_id == version_id, Session.finished_at.is_(None))
         .exists()
     )
+
+
+def _followed() -> ColumnElement[bool]:
+    """SQL: a sampling session of a live session follows this version's model."""
+    made_on = aliased(AdapterVersion)
+    follower = (
+        select(SamplingSession.sampling_session_id)
+        .join(Session, Session.session_id == SamplingSession.session_id)
+        .join(made_on, made_on.id == SamplingSession.version_id)
+        .where(made_on.model_key == AdapterVersion.model_key, made_on.inflight, Session.finished_at.is_(None))
+    )
+    return and_(AdapterVersion.inflight, follower.exists())
+
+
+def _superseded() -> ColumnElement[bool]:
+    newer = aliased(AdapterVersion)
+    published = newer.directory.is_not(None), newer.dropped_at.is_(None)
+    newer_one = select(newer.id).where(
+        newer.model_key == AdapterVersion.model_key, newer.inflight, newer.id > AdapterVersion.id, *published
+    )
+    return and_(AdapterVersion.inflight, newer_one.exists())
 
 
 async def drop_version(conn: AsyncConnection, version_id: VersionId) -> None:

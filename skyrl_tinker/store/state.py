@@ -1,4 +1,4 @@
-"""Facts that `serve` and the engine leave for the API: "base_model", "engine"."""
+"""Facts that `serve` and the engine leave for the API: "base_model", "engine", "warning"."""
 
 from typing import Any
 
@@ -6,6 +6,9 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.store.tables import ServerState
+
+WARNING = "warning"
+"""What every user should know: text, or None while all is well."""
 
 
 async def put(conn: AsyncConnection, key: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from sqlalchemy import (
     MetaData,
     String,
     UniqueConstraint,
+    false,
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -109,6 +110,8 @@ class Model(Base):
 
 
 class AdapterVersion(Base):
+    """`inflight`: for the mutable target of its model, which is the newest of these that is published."""
+
     __tablename__ = "adapter_versions"
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
@@ -116,6 +119,7 @@ class AdapterVersion(Base):
     kind: Mapped[str]
     directory: Mapped[str | None]
     durable: Mapped[bool]
+    inflight: Mapped[bool] = mapped_column(server_default=false())
     created_at: Mapped[float]
     dropped_at: Mapped[float | None]
 

@@ -1,5 +1,6 @@
 """alembic's history and the tables are the same schema."""
 
+import re
 import sqlite3
 import subprocess
 import sys
@@ -19,11 +20,12 @@ ROOT = Path(skyrl_tinker.__file__).parents[1]
 
 
 def schema(path: Path) -> dict[str, str]:
-    """Name → DDL of every table and index. Lines are sorted: the order of columns has no meaning."""
+    """Name → DDL of every table and index. Parts are sorted: the order of columns has no meaning, and one
+    that a migration added stands on the line of another."""
     connection = sqlite3.connect(path)
     rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
     connection.close()
-    return {name: "\n".join(sorted(line.strip(" \t,") for line in sql.splitlines())) for name, sql in rows}
+    return {name: "\n".join(sorted(re.split(r"\s*\n\s*|,\s+", sql))) for name, sql in rows}
 
 
 def connected(path: Path) -> Connection:

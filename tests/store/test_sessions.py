@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import Store, models, sampling, sessions
@@ -117,6 +118,51 @@ async def test_an_ephemeral_version_goes_when_the_last_session_on_it_is_finished
     assert await droppable(store) == [WeightVersion(version, "lora", "/ram/v1")]
     await store.write(lambda conn: sampling.drop_version(conn, version))
     assert await droppable(store) == []
+
+
+async def inflight(store: Store, model: ModelRow, directory: str) -> VersionId:
+    async def op(conn: AsyncConnection) -> VersionId:
+        version = await sampling.new_version(conn, model.key, "lora", durable=False, inflight=True)
+        await sampling.set_directory(conn, version, directory)
+        return version
+
+    return await store.write(op)
+
+
+async def test_an_inflight_session_follows_the_newest_published_version_of_its_model(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    async def target() -> WeightVersion | None:
+        async with store.read() as conn:
+            row = await sampling.get(conn, sampler)
+            assert row is not None
+            assert row.follows == model.key
+            return await sampling.newest_inflight(conn, row.follows)
+
+    sampler = await sampler_on(store, session, await inflight(store, model, "/ram/v1"))
+    second = await inflight(store, model, "/ram/v2")
+    await ephemeral(store, model.key, "/ram/v3")  # a snapshot is nobody's target
+    await store.write(
+        lambda conn: sampling.new_version(conn, model.key, "lora", durable=False, inflight=True)
+    )
+    assert await target() == WeightVersion(second, "lora", "/ram/v2")
+
+
+async def test_a_superseded_inflight_version_goes_at_once_and_the_newest_with_its_last_session(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    other = await new_session(store)
+    first = await inflight(store, model, "/ram/v1")
+    await sampler_on(store, session, first)
+    await sampler_on(store, other, first)
+    assert await droppable(store) == []
+    second = await inflight(store, model, "/ram/v2")
+    assert await droppable(store) == [WeightVersion(first, "lora", "/ram/v1")]
+    await store.write(lambda conn: sampling.drop_version(conn, first))
+    await finish_session(store, session)
+    assert await droppable(store) == [], "a session that was made on the first one follows"
+    await finish_session(store, other)
+    assert await droppable(store) == [WeightVersion(second, "lora", "/ram/v2")]
 
 
 async def test_a_durable_version_is_never_droppable(
