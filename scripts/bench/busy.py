@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Does sampling stall training? The trainer's busy fraction with and without a flood of samples.
+
+usage: scripts/bench/busy.py [--base-url URL] [--base-model NAME] [--seconds N] [--flood N]
+
+Tenants keep work queued for the trainer all the time, so busy / (busy + waiting), as /metrics counts it, is 1
+unless something stalls the trainer between units. On a machine with few cores the flood also takes CPU time
+from the trainer, which makes its units slower (`unit_ms`) but does not stall it.
+Prints a table and, as its last line, one JSON object.
+"""
+
+import argparse
+import json
+import os
+import random
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import tinker
+from serving import served
+from tinker import types
+
+TENANTS, DATUMS, TOKENS, AHEAD = 2, 8, 64, 3
+ADAM = types.AdamParams(learning_rate=1e-4)
+
+
+def datum() -> types.Datum:
+    tokens = [random.randrange(3, 300) for _ in range(TOKENS + 1)]
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[TOKENS]),
+            "weights": types.TensorData(data=[1.0] * TOKENS, dtype="float32", shape=[TOKENS]),
+        },
+    )
+
+
+def train(training: tinker.TrainingClient, stop: threading.Event) -> None:
+    """With AHEAD steps always submitted, until `stop`."""
+    data = [datum() for _ in range(DATUMS)]
+    submitted: deque[tuple[object, ...]] = deque()
+    while not stop.is_set():
+        submitted.append((training.forward_backward(data, "cross_entropy"), training.optim_step(ADAM)))
+        if len(submitted) > AHEAD:
+            for future in submitted.popleft():
+                future.result()
+    for pair in submitted:
+        for future in pair:
+            future.result()
+
+
+@contextmanager
+def flood(sampler: tinker.SamplingClient, size: int) -> Iterator[list[int]]:
+    """`size` samples of 64 tokens always in flight; yields a list that gets an entry per finished one."""
+    stop, done = threading.Event(), []
+
+    def keep() -> None:
+        params = types.SamplingParams(max_tokens=64, stop=[])
+        while not stop.is_set():
+            prompt = types.ModelInput.from_ints([random.randrange(3, 300) for _ in range(16)])
+            sampler.sample(prompt, 1, params).result()
+            done.append(1)
+
+    with threads(keep for _ in range(size)):
+        yield done
+        stop.set()
+
+
+@contextmanager
+def threads(works: Iterator[object]) -> Iterator[None]:
+    started = [threading.Thread(target=work) for work in works]
+    for thread in started:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in started:
+            thread.join()
+
+
+def counters(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if line and not line.startswith("#")}
+
+
+def measure(url: str, seconds: float) -> dict[str, float]:
+    before = counters(url)
+    time.sleep(seconds)
+    after = counters(url)
+    busy, waiting, units = (
+        after[name] - before[name]
+        for name in (
+            "skyrl_tinker_trainer_busy_seconds_total",
+            "skyrl_tinker_trainer_waiting_seconds_total",
+            "skyrl_tinker_unit_requests_count",
+        )
+    )
+    return {"busy": round(busy / (busy + waiting), 4), "unit_ms": round(1000 * busy / units, 1)}
+
+
+def run(url: str, base_model: str, seconds: float, size: int) -> dict[str, float]:
+    summary: dict[str, float] = {}
+    stop = threading.Event()
+    with tinker.ServiceClient(base_url=url) as service:
+        sampler = service.create_sampling_client(base_model=base_model)
+        clients = [
+            service.create_lora_training_client(base_model=base_model, rank=32).result()
+            for _ in range(TENANTS)
+        ]
+        with threads((lambda client=client: train(client, stop)) for client in clients):
+            time.sleep(1)
+            print(f"{'':10}{'busy':>8}{'unit ms':>9}{'samples/s':>11}")
+            for name, load in (("alone", nullcontext([])), ("flooded", flood(sampler, size))):
+                with load as done:
+                    figures = measure(url, seconds)
+                    rate = len(done) / seconds
+                print(f"{name:10}{figures['busy']:8.3f}{figures['unit_ms']:9.1f}{rate:11.1f}")
+                summary |= {f"{key}_{name}": value for key, value in figures.items()}
+                summary[f"samples_per_s_{name}"] = round(rate, 1)
+            stop.set()
+    return summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base-url", help="of a running server; default: one is started")
+    parser.add_argument("--base-model", default="tiny")
+    parser.add_argument("--seconds", type=float, default=15)
+    parser.add_argument("--flood", type=int, default=64, help="samples in flight")
+    arguments = parser.parse_args()
+    os.environ.setdefault("TINKER_API_KEY", "tml-local")
+    server = nullcontext((arguments.base_url, 0)) if arguments.base_url else served()
+    with server as (url, _):
+        summary = run(url, arguments.base_model, arguments.seconds, arguments.flood)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

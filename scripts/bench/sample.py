@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+"""Sampling throughput and latency through our API against the bare vLLM server, in the same run.
+
+usage: scripts/bench/sample.py [--base-url URL --sampler-url URL] [--base-model NAME] [--rounds N]
+                               [--tokens N]
+
+Without URLs it starts `skyrl-tinker serve` in a temporary home and finds its vLLM server. Both sides get the
+same prompts from the same plain HTTP client, in turns, so that what else the machine does hits both; `sdk` is
+the same work through the tinker SDK, whose own work shares the machine's cores.
+Publish-to-first-token: from `save_weights_and_get_sampling_client` to one sampled token, through the SDK.
+Prints tables and, as its last line, one JSON object.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import psutil
+import tinker
+from serving import served
+from tinker import types
+
+PROMPT = 64
+REQUESTS = {1: 40, 8: 120, 64: 384, 512: 1024}  # in one round, by concurrency
+Ask = Callable[[list[int]], Awaitable[None]]
+
+
+@dataclass
+class Figures:
+    """Over all rounds of one side at one concurrency."""
+
+    seconds: list[float] = field(default_factory=list)  # of one request
+    rates: list[float] = field(default_factory=list)  # requests per second of a round
+
+    @property
+    def p50_ms(self) -> float:
+        return 1000 * statistics.median(self.seconds)
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+
+def prompt() -> list[int]:
+    return [random.randrange(3, 300) for _ in range(PROMPT)]
+
+
+# The two sides
+
+
+def bare(http: aiohttp.ClientSession, url: str, model: str, tokens: int) -> Ask:
+    params = {"max_tokens": tokens, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+
+    async def ask(tokens: list[int]) -> None:
+        body = {"model": model, "token_ids": tokens, "sampling_params": params}
+        async with http.post(f"{url}/inference/v1/generate", json=body) as response:
+            response.raise_for_status()
+            await response.json()
+
+    return ask
+
+
+def ours(http: aiohttp.ClientSession, url: str, sampling_session: str, tokens: int) -> Ask:
+    numbers = itertools.count()
+    params = {"max_tokens": tokens, "stop": []}
+    protobuf = {"Accept": "application/x-protobuf"}
+
+    async def ask(tokens: list[int]) -> None:
+        body = {
+            "sampling_session_id": sampling_session,
+            "seq_id": next(numbers),
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+            "sampling_params": params,
+        }
+        async with http.post(f"{url}/api/v1/asample", json=body) as response:
+            response.raise_for_status()
+            wanted = {"request_id": (await response.json())["request_id"]}
+        status = 408
+        while status == 408:
+            async with http.post(f"{url}/api/v1/retrieve_future", json=wanted, headers=protobuf) as response:
+                await response.read()
+                status = response.status
+        assert response.headers["Content-Type"] == protobuf["Accept"], status
+
+    return ask
+
+
+def through_sdk(sampler: tinker.SamplingClient, tokens: int) -> Ask:
+    params = types.SamplingParams(max_tokens=tokens, stop=[])
+
+    async def ask(tokens: list[int]) -> None:
+        await sampler.sample(types.ModelInput.from_ints(tokens), 1, params)
+
+    return ask
+
+
+# Measuring
+
+
+async def round_of(ask: Ask, concurrency: int, requests: int, figures: Figures) -> None:
+    left = iter(range(requests))
+
+    async def worker() -> None:
+        for _ in left:
+            start = time.perf_counter()
+            await ask(prompt())
+            figures.seconds.append(time.perf_counter() - start)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    figures.rates.append(requests / (time.perf_counter() - start))
+
+
+async def throughput(sides: dict[str, Ask], rounds: int) -> dict[int, dict[str, Figures]]:
+    results: dict[int, dict[str, Figures]] = {}
+    for concurrency, requests in REQUESTS.items():
+        results[concurrency] = {name: Figures() for name in sides}
+        for ask in sides.values():
+            await round_of(ask, concurrency, concurrency, Figures())  # warm up
+        for _ in range(rounds):
+            for name, ask in sides.items():
+                await round_of(ask, concurrency, requests, results[concurrency][name])
+    return results
+
+
+def publish_to_first_token(service: tinker.ServiceClient, base_model: str, rank: int, repeats: int) -> float:
+    """p50 in ms; every version differs from the one before. rank 0: full parameters."""
+    training = service.create_lora_training_client(base_model=base_model, rank=rank).result()
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(prompt()),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=prompt(), dtype="int64", shape=[PROMPT]),
+            "weights": types.TensorData(data=[1.0] * PROMPT, dtype="float32", shape=[PROMPT]),
+        },
+    )
+    one = types.SamplingParams(max_tokens=1)
+    figures = []
+    for number in range(repeats + 2):
+        training.forward_backward([datum], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        start = time.perf_counter()
+        sampler = training.save_weights_and_get_sampling_client().result()
+        sampler.sample(types.ModelInput.from_ints(prompt()), 1, one).result()
+        if number >= 2:
+            figures.append(1000 * (time.perf_counter() - start))
+    return statistics.median(figures)
+
+
+# The server
+
+
+@contextmanager
+def both(base_url: str | None, sampler_url: str | None) -> Iterator[tuple[str, str]]:
+    """URLs of the API and of its vLLM server."""
+    if base_url and sampler_url:
+        yield base_url, sampler_url
+        return
+    with served() as (url, pid):
+        yield url, vllm_url(pid)
+
+
+def vllm_url(pid: int) -> str:
+    for process in psutil.Process(pid).children(recursive=True):
+        command = process.cmdline()
+        if any(part.startswith("vllm.entrypoints") for part in command) and "--port" in command:
+            return f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+    raise SystemExit("found no vLLM server below serve: give --base-url and --sampler-url")
+
+
+async def sampling_session(http: aiohttp.ClientSession, url: str, base_model: str) -> str:
+    async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with http.post(f"{url}/api/v1/{path}", json=body) as response:
+            response.raise_for_status()
+            return dict(await response.json())
+
+    session = await post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "bench"})
+    wanted = {
+        "session_id": session["session_id"],
+        "sampling_session_seq_id": 0,
+        "base_model": base_model,
+    }
+    return str((await post("create_sampling_session", wanted))["sampling_session_id"])
+
+
+# Reporting
+
+
+def report(results: dict[int, dict[str, Figures]], tokens: int) -> dict[str, float]:
+    print(f"{'at once':>8} {'side':<6}{'req/s':>9}{'tokens/s':>10}{'p50 ms':>9}{'ratio':>7}")
+    summary: dict[str, float] = {}
+    for concurrency, sides in results.items():
+        for name, figures in sides.items():
+            ratio = figures.rate / sides["vllm"].rate
+            print(
+                f"{concurrency:>8} {name:<6}{figures.rate:>9.1f}{figures.rate * tokens:>10.0f}"
+                f"{figures.p50_ms:>9.1f}{ratio:>7.2f}"
+            )
+        summary[f"ratio_x{concurrency}"] = round(sides["ours"].rate / sides["vllm"].rate, 3)
+        summary[f"sdk_ratio_x{concurrency}"] = round(sides["sdk"].rate / sides["vllm"].rate, 3)
+        summary[f"tokens_per_s_x{concurrency}"] = round(sides["ours"].rate * tokens)
+    summary["overhead_p50_ms"] = round(results[1]["ours"].p50_ms - results[1]["vllm"].p50_ms, 2)
+    return summary
+
+
+async def compare(
+    service: tinker.ServiceClient, url: str, sampler_url: str, arguments: argparse.Namespace
+) -> dict[str, float]:
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    tokens = arguments.tokens
+    sampler = await service.create_sampling_client(base_model=arguments.base_model)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        session = await sampling_session(http, url, arguments.base_model)
+        sides = {
+            "vllm": bare(http, sampler_url, arguments.base_model, tokens),
+            "ours": ours(http, url, session, tokens),
+            "sdk": through_sdk(sampler, tokens),
+        }
+        return report(await throughput(sides, arguments.rounds), tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base-url", help="of a running skyrl-tinker; default: one is started")
+    parser.add_argument("--sampler-url", help="of its vLLM server")
+    parser.add_argument("--base-model", default="tiny")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64, help="sampled per request")
+    arguments = parser.parse_args()
+    os.environ.setdefault("TINKER_API_KEY", "tml-local")
+    with (
+        both(arguments.base_url, arguments.sampler_url) as (url, sampler_url),
+        tinker.ServiceClient(base_url=url) as service,
+    ):
+        summary = asyncio.run(compare(service, url, sampler_url, arguments))
+        for name, rank in (("publish_lora_ms", 32), ("publish_full_ms", 0)):
+            summary[name] = round(publish_to_first_token(service, arguments.base_model, rank, 15), 1)
+            print(f"{name}: {summary[name]}")
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
