@@ -106,7 +106,7 @@ def serve(
             context_length=context_length,
             ray_address=ray_address,
         )
-        supervise.serve(settings, ready=_say_ready, progress=_say_progress)
+        supervise.serve(settings, ready=_say_ready, progress=_say_progress, warn=_say_warning)
 
 
 def _say_ready(url: str) -> None:
@@ -116,6 +116,10 @@ def _say_ready(url: str) -> None:
 def _say_progress(news: str) -> None:
     if sys.stderr.isatty():
         print(news, file=sys.stderr, flush=True)
+
+
+def _say_warning(warning: str) -> None:
+    print(f"skyrl-tinker: warning: {warning}", file=sys.stderr, flush=True)
 
 
 @app.command()

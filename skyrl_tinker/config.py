@@ -42,13 +42,42 @@ class Settings(BaseSettings):
     max_lora_rank: int = Field(64, ge=1, le=512)
     context_length: int | None = Field(None, ge=2, description="default: the model's, at most 4096")
 
-    replicas: int = Field(1, ge=1)
-    placement: Literal["separate", "colocated"] = "separate"
+    replicas: int = Field(1, ge=1, le=64, description="vLLM servers, each a full copy of the model")
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs, on a CPU processes, of each replica")
+    sampler_urls: tuple[str, ...] = Field(
+        (),
+        description="vLLM servers that run already, in place of replicas; they see our files under our paths",
+    )
+    router_url: str | None = Field(None, description="a router before sampler_urls; default: one of our own")
+    router_policy: Literal[
+        "consistent_hash", "sticky_least_loaded", "round_robin", "random", "cache_aware"
+    ] = Field("consistent_hash", description="of vllm-router, which runs before several replicas")
+    placement: Literal["separate", "colocated"] = Field(
+        "separate", description="colocated: trainer and samplers take turns on the same devices"
+    )
+    phase_min_s: float = Field(0.2, gt=0, description="colocated: shortest turn")
+    phase_max_s: float = Field(
+        10.0, gt=0, description="colocated: how long one side waits at most while the other is busy"
+    )
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, lt=1, description="share of a GPU's memory that vLLM takes, while awake"
+    )
+    weight_transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"] = Field(
+        "auto", description="how full parameters reach the samplers; auto: by device and placement"
+    )
+    weight_chunk_mb: int = Field(256, ge=1, description="sent at once; so much memory the sender takes")
     max_loras: int = Field(8, ge=1)
     max_cpu_loras: int = Field(32, ge=1)
-    sample_concurrency: int = Field(512, ge=1)
+    sample_concurrency: int = Field(512, ge=1, description="most samples in flight per replica")
     sampler_startup_s: float = Field(300.0, gt=0)
+    sampler_hang_s: float = Field(10.0, gt=0, description="silence after which a replica counts as dead")
     canary: bool = True
+    gap_probe_tokens: int = Field(
+        32, ge=0, description="tokens on which samplers and trainer are compared after each sync; 0 = never"
+    )
+    logprob_gap_bound: float | None = Field(
+        None, gt=0, description="above it a warning; default: 1e-3, for bfloat16 0.25"
+    )
     ray_address: str | None = None
 
     long_poll_s: float = Field(20.0, gt=0, lt=45)

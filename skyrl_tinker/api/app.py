@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from skyrl_tinker import __version__
 from skyrl_tinker.api import errors
 from skyrl_tinker.api.deps import Services, limits_of
+from skyrl_tinker.api.engine_proxy import EngineProxy
 from skyrl_tinker.api.futures import FutureWaiter
 from skyrl_tinker.api.limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.routes import (
@@ -16,7 +17,9 @@ from skyrl_tinker.api.routes import (
     client,
     futures,
     health,
+    metrics,
     models,
+    openai,
     sampling,
     sessions,
     telemetry,
@@ -24,6 +27,7 @@ from skyrl_tinker.api.routes import (
     weights,
 )
 from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.places import Places
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire.values import BaseModelFacts
@@ -45,18 +49,20 @@ RESOURCES = (
 def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> FastAPI:
     """The API over an open store and a bound doorbell; both stay the caller's to close."""
     waiter = FutureWaiter(store, bell)
+    engine = EngineProxy(Places(settings).engine_socket)
     app = FastAPI(
         title="skyrl-tinker",
         version=__version__,
-        lifespan=_lifespan(waiter),
+        lifespan=_lifespan(waiter, engine),
         openapi_url="/api/v1/openapi.json",
         docs_url=None,
         redoc_url=None,
     )
-    app.state.services = Services(settings, store, facts, bell, waiter, limits_of(settings, facts))
+    app.state.services = Services(settings, store, facts, bell, waiter, limits_of(settings, facts), engine)
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings))
     errors.install(app)
-    app.include_router(health.root)
+    for root in (health.root, metrics.router, openai.router):
+        app.include_router(root)
     for resource in RESOURCES:
         app.include_router(resource.router, prefix="/api/v1")
     return app
@@ -66,7 +72,9 @@ def _body_limits(settings: Settings) -> BodyLimits:
     return BodyLimits(wire=settings.wire_body_mb * MiB, expanded=settings.expanded_body_mb * MiB)
 
 
-def _lifespan(waiter: FutureWaiter) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(
+    waiter: FutureWaiter, engine: EngineProxy
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await waiter.start()
@@ -75,5 +83,6 @@ def _lifespan(waiter: FutureWaiter) -> Callable[[FastAPI], AbstractAsyncContextM
             yield
             waiter.stop()
             running.cancel()
+            await engine.close()
 
     return lifespan

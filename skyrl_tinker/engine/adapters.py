@@ -1,72 +1,150 @@
-"""Which LoRA adapters the samplers have: loaded on demand, evicted oldest first, loaded again on demand."""
+"""Which LoRA adapters the samplers have: loaded on demand, the least recently used evicted, loaded again."""
 
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
-from skyrl_tinker.errors import StateLostError
+from skyrl_tinker.engine.fleet import Fleet
+from skyrl_tinker.errors import SamplerError, StateLostError
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.wire.ids import VersionId
 from skyrl_tinker.wire.values import WeightVersion
 
 
 class Adapters:
-    def __init__(self, client: RemoteInferenceClient, capacity: int) -> None:
-        """`capacity`: how many stay loaded when nobody uses them."""
-        self._client = client
+    """At most `capacity` are loaded, as many as each vLLM keeps in memory: so it never has to drop, and read
+    again, one that is in use.
+
+    When all are in use, versions wait in turn. For each that waits, one of those that are loaded, the least
+    recently used, takes no more requests until it is idle and can go, so that nobody starves.
+    """
+
+    def __init__(self, fleet: Fleet, capacity: int) -> None:
+        self._fleet = fleet
         self._capacity = capacity
-        self._loaded: OrderedDict[VersionId, str] = OrderedDict()  # names, least recently used first
+        self._loaded: OrderedDict[VersionId, WeightVersion] = OrderedDict()  # least recently used first
         self._users: Counter[VersionId] = Counter()
-        self._changing = asyncio.Lock()
+        self._waiting: OrderedDict[VersionId, int] = OrderedDict()  # how many requests wait for each
+        self._room: set[asyncio.Future[None]] = set()
 
     @asynccontextmanager
     async def use(self, version: WeightVersion) -> AsyncIterator[str]:
         """The adapter's name; it stays loaded inside. StateLostError, SamplerError if it cannot be loaded."""
-        self._users[version.id] += 1
+        await self._enter(version)
         try:
-            await self.load(version)
             yield version.name
         finally:
             self._users[version.id] -= 1
-            self._users += Counter()  # drops zeros
+            if not self._users[version.id]:
+                del self._users[version.id]
+                self._wake()
 
     async def load(self, version: WeightVersion) -> None:
-        if version.id not in self._loaded:
-            async with self._changing:
-                if version.id not in self._loaded:
-                    await self._load(version)
-                    await self._evict()
-        if version.id in self._loaded:
-            self._loaded.move_to_end(version.id)
+        """Unless all that are loaded are in use: then it comes with its first request."""
+        async with self._fleet.changing:
+            if version.id not in self._loaded and not self._waiting and self._has_room():
+                await self._load(version)
 
     async def drop(self, version: WeightVersion) -> None:
         """Nobody will sample it any more."""
-        async with self._changing:
+        async with self._fleet.changing:
             await self._unload(version.id)
 
-    def forget(self, version: VersionId) -> None:
-        """The samplers have lost it."""
-        self._loaded.pop(version, None)
+    def forget(self, version: WeightVersion) -> None:
+        """Some sampler has lost it: it is loaded again, which does no harm to those that have it."""
+        self._loaded.pop(version.id, None)
 
-    def forget_all(self) -> None:
-        self._loaded.clear()
+    async def equip(self, newcomer: RemoteInferenceClient) -> None:
+        """Load what the other replicas have; called with `changing` held.
+
+        What is gone or refused is forgotten: it must not keep the newcomer away.
+        """
+        for version in list(self._loaded.values()):
+            try:
+                await newcomer.load_adapter(version.name, version.directory)
+            except SamplerError:
+                await newcomer.health()  # SamplerError: it is the newcomer that is broken
+                self.forget(version)
+
+    async def _enter(self, version: WeightVersion) -> None:
+        """Returns with the version loaded and counted."""
+        if not self._is_open(version):
+            await self._wait_for(version)
+        self._users[version.id] += 1
+        self._loaded.move_to_end(version.id)
+
+    async def _wait_for(self, version: WeightVersion) -> None:
+        self._waiting[version.id] = self._waiting.get(version.id, 0) + 1
+        try:
+            while not await self._brought(version):
+                await self._change()
+        finally:
+            self._waiting[version.id] -= 1
+            if not self._waiting[version.id]:
+                del self._waiting[version.id]
+                self._wake()
+
+    async def _brought(self, version: WeightVersion) -> bool:
+        """Whether it is loaded and takes requests; loads it if it is its turn and there is room."""
+        if self._may_load(version):
+            async with self._fleet.changing:
+                if self._may_load(version):
+                    await self._load(version)
+        return self._is_open(version)
+
+    def _is_open(self, version: WeightVersion) -> bool:
+        if version.id not in self._loaded:
+            return False
+        missing = self._missing()
+        return not missing or self._has_room() or version.id not in islice(self._loaded, len(missing))
+
+    def _may_load(self, version: WeightVersion) -> bool:
+        return self._missing()[:1] == [version.id] and self._has_room()
+
+    def _missing(self) -> list[VersionId]:
+        """Those that are waited for, in turn."""
+        return [version for version in self._waiting if version not in self._loaded]
+
+    def _has_room(self) -> bool:
+        return len(self._loaded) < self._capacity or self._idle() is not None
+
+    def _idle(self) -> VersionId | None:
+        return next((version for version in self._loaded if version not in self._users), None)
 
     async def _load(self, version: WeightVersion) -> None:
-        if not await asyncio.to_thread(Path(version.directory).is_dir):
+        if not await _exists(version):
             raise StateLostError(
                 f"the weights of this sampling client are gone from {version.directory}: save them again"
             )
-        await self._client.load_adapter(version.name, version.directory)
-        self._loaded[version.id] = version.name
-
-    async def _evict(self) -> None:
-        idle = [version for version in self._loaded if not self._users[version]]
-        for version in idle[: max(0, len(self._loaded) - self._capacity)]:
-            await self._unload(version)
+        while len(self._loaded) >= self._capacity and (idle := self._idle()) is not None:
+            await self._unload(idle)
+        await self._fleet.client.load_adapter(version.name, version.directory)
+        self._loaded[version.id] = version
+        self._wake()
 
     async def _unload(self, version: VersionId) -> None:
-        name = self._loaded.pop(version, None)
-        if name is not None:
-            await self._client.unload_adapter(name)
+        """Best effort: a name that stays behind on a sampler is never used again."""
+        loaded = self._loaded.pop(version, None)
+        if loaded is not None:
+            with suppress(SamplerError):
+                await self._fleet.client.unload_adapter(loaded.name)
+
+    async def _change(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._room.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._room.discard(waiter)
+
+    def _wake(self) -> None:
+        for waiter in self._room:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+async def _exists(version: WeightVersion) -> bool:
+    return await asyncio.to_thread(Path(version.directory).is_dir)

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store import futures
 from skyrl_tinker.store.doorbell import Doorbell
@@ -44,14 +45,17 @@ def failure_of(error: Exception) -> Failure:
 
 
 class Outbox:
-    def __init__(self, store: Store, bell: Doorbell) -> None:
+    def __init__(self, store: Store, bell: Doorbell, metrics: Metrics | None = None) -> None:
         self._store = store
         self._bell = bell
+        self._metrics = metrics or Metrics()
 
-    async def commit(self, op: Op[T]) -> T:
-        """Commit an op that finishes futures, then ring the API."""
+    async def commit(self, op: Op[T], *done: int) -> T:
+        """Commit an op that finishes these futures well, then ring the API."""
         value = await self._store.write(op)
         self._bell.ring("api")
+        for future_id in done:
+            self._metrics.answered(future_id, "ok")
         return value
 
     async def send(self, outcomes: Iterable[tuple[int, Outcome]], *also: Op[Any]) -> None:
@@ -66,6 +70,8 @@ class Outbox:
 
         if finished or also:
             await self.commit(op)
+            for future_id, outcome in finished:
+                self._metrics.answered(future_id, outcome.category if isinstance(outcome, Failure) else "ok")
 
 
 async def finish(conn: AsyncConnection, future_id: int, outcome: Outcome) -> None:

@@ -2,12 +2,15 @@
 
 import asyncio
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from skyrl_tinker.engine.probe import (
+    largest_difference,
+    probe_tokens,
+    sampler_logprobs,
+    trainer_logprobs,
+)
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.group import TrainerGroup
@@ -17,13 +20,8 @@ from skyrl_tinker.wire.values import (
     AdamParams,
     AdapterWeights,
     BaseModelFacts,
-    Datum,
-    Failure,
     Float32,
     LoraSpec,
-    PassItem,
-    SampleRequest,
-    SamplingParams,
     StepItem,
     WeightVersion,
 )
@@ -59,12 +57,12 @@ class Gap:
 
 async def probe(trainer: TrainerGroup, facts: BaseModelFacts) -> Probe:
     """The trainer's half; needs no sampler."""
-    tokens = _tokens(facts)
+    tokens = probe_tokens(facts, TOKENS)
     await trainer.create_model(MODEL, LoraSpec(rank=8, seed=0))
     try:
-        base = await _forward(trainer, tokens, backward=True)  # B is zero still
+        base = await trainer_logprobs(trainer, MODEL, tokens, backward=True)  # B is zero still
         await trainer.optim_step([StepItem(REQUEST, MODEL, AdamParams(LEARNING_RATE))])
-        adapter = await _forward(trainer, tokens, backward=False)
+        adapter = await trainer_logprobs(trainer, MODEL, tokens)
         return Probe(tokens, base, adapter, await trainer.capture_adapter(MODEL))
     finally:
         await trainer.release(MODEL)
@@ -77,12 +75,13 @@ async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, dire
     try:
         await samplers.load(version)
         base, adapter = await asyncio.gather(
-            _scored(samplers, None, probed.tokens), _scored(samplers, version, probed.tokens)
+            sampler_logprobs(samplers, None, probed.tokens),
+            sampler_logprobs(samplers, version, probed.tokens),
         )
     finally:
         await samplers.drop(version)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-    return Gap(_largest(base - probed.base), _largest(adapter - probed.adapter))
+    return Gap(largest_difference(base, probed.base), largest_difference(adapter, probed.adapter))
 
 
 def require_agreement(gap: Gap, dtype: str) -> None:
@@ -94,32 +93,3 @@ def require_agreement(gap: Gap, dtype: str) -> None:
             "the versions of torch, transformers and vLLM may not fit each other "
             "(set canary = false to serve anyway)"
         )
-
-
-async def _forward(trainer: TrainerGroup, tokens: Sequence[int], *, backward: bool) -> Float32:
-    count = len(tokens) - 1
-    datum = Datum(
-        np.asarray(tokens[:-1], np.int32),
-        np.asarray(tokens[1:], np.int64),
-        {"weights": np.ones(count, np.float32)},
-    )
-    item = PassItem(REQUEST, MODEL, (datum,), "cross_entropy", {}, backward)
-    (output,) = await trainer.run_pass(trainer.prepare([item]))
-    if isinstance(output, Failure):
-        raise StartupError(f"the trainer failed its first pass: {output.message}")
-    return output.logprobs[0]
-
-
-async def _scored(samplers: Samplers, version: WeightVersion | None, tokens: tuple[int, ...]) -> Float32:
-    request = SampleRequest(tokens, 1, SamplingParams(max_tokens=1), prompt_logprobs=True)
-    output = await samplers.sample(version, request)
-    return np.asarray((output.prompt_logprobs or ())[1:], np.float32)
-
-
-def _tokens(facts: BaseModelFacts) -> tuple[int, ...]:
-    count = min(TOKENS, facts.context_length)
-    return tuple(np.random.default_rng(0).integers(0, facts.vocab_size, count).tolist())
-
-
-def _largest(difference: Float32) -> float:
-    return float(np.abs(difference).max())

@@ -6,29 +6,37 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import MiB, Settings
 from skyrl_tinker.engine import canary, recovery
 from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.fleet import Fleet
+from skyrl_tinker.engine.gap import BOUNDS, GapMonitor
+from skyrl_tinker.engine.gateway import Gateway
 from skyrl_tinker.engine.intake import Intake
+from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.models import Models
+from skyrl_tinker.engine.openai import OpenAIServer
 from skyrl_tinker.engine.overflow import Overflow
+from skyrl_tinker.engine.placement import Placement, make_placement
 from skyrl_tinker.engine.publisher import Publisher
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
+from skyrl_tinker.engine.sampling_plane import assemble, launch_servers, sampler_gpus
 from skyrl_tinker.engine.sessions import SessionKeeper
+from skyrl_tinker.engine.sleeping import Sleeping
 from skyrl_tinker.engine.status import Status
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, TrainerError
-from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.group import SamplerSpec, ServerGroup
+from skyrl_tinker.inference.spec import SamplerSpec
 from skyrl_tinker.places import Places
 from skyrl_tinker.store import sampling, state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
-from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
-from skyrl_tinker.wire.values import BaseModelFacts
+from skyrl_tinker.weight_sync.base import WeightTransport
+from skyrl_tinker.weight_sync.choice import TransportName, backend_of, choose, make_transport
+from skyrl_tinker.wire.values import BaseModelFacts, Gpu
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be built for
 PING_S, PING_TIMEOUT_S = 2.0, 30.0
@@ -55,7 +63,8 @@ class Engine:
         self._store = store
         self._bell = bell
         self._status = status
-        self._outbox = Outbox(store, bell)
+        self._metrics = Metrics()
+        self._outbox = Outbox(store, bell, self._metrics)
         self._overflow = Overflow(places.ephemeral_dir, places.run_dir / "overflow")
         self._ready = False
         self._waiting_for = {"trainer", "sampler"}
@@ -77,12 +86,9 @@ class Engine:
 
     async def _work(self) -> None:
         facts = await self._facts()
-        trainer, samplers = await self._start(facts)
+        trainer, fleet, samplers, placement = await self._start(facts)
         cursor = await self._recover()
-        await self._status.say("ready", "")
-        self._ready = True
-        _log.info("ready")
-        await self._serve(facts, trainer, samplers, cursor)
+        await self._serve(facts, trainer, fleet, samplers, placement, cursor)
 
     async def _facts(self) -> BaseModelFacts:
         async with self._store.read() as conn:
@@ -94,27 +100,39 @@ class Engine:
 
     # Starting
 
-    async def _start(self, facts: BaseModelFacts) -> tuple[TrainerGroup, Samplers]:
+    async def _start(self, facts: BaseModelFacts) -> tuple[TrainerGroup, Fleet, Samplers, Placement]:
         if self._settings.device == "cuda":
-            self._ray.require_gpus(self._settings.trainer_ranks + self._settings.replicas)
+            self._ray.require_gpus(self._settings.trainer_ranks, sampler_gpus(self._settings))
         await self._say_waiting()
         trainer = TrainerGroup.launch(self._trainer_spec(facts))
         self._to_end.append(trainer.shutdown)
-        servers = ServerGroup.launch(self._sampler_spec(facts))
-        self._to_end.append(servers.shutdown)
+        placement = make_placement(self._settings, trainer)
         async with asyncio.TaskGroup() as tasks:
             probe = tasks.create_task(self._trainer_up(trainer, facts))
+            shared = await self._shared_gpus(trainer, probe)
+            servers = launch_servers(self._settings, self._sampler_spec(facts, shared), self._to_end)
             tasks.create_task(self._up("sampler", servers.ready()))
-        client = RemoteInferenceClient(servers.urls[0], servers.urls)
-        self._to_end.append(client.close)
-        samplers = Samplers(servers, client, SharedMemoryTransport(), facts, self._settings.max_cpu_loras)
+        fleet = await assemble(self._settings, servers, placement, self._places.log_dir, self._to_end)
+        samplers = Samplers(fleet, self._transport(trainer), facts, self._settings.max_cpu_loras)
+        if self._settings.sampler_urls:
+            await fleet.adopt()
         if (probed := probe.result()) is not None:
             await self._compare(probed, samplers, facts)
-        return trainer, samplers
+        return trainer, fleet, samplers, placement
 
     async def _trainer_up(self, trainer: TrainerGroup, facts: BaseModelFacts) -> canary.Probe | None:
         await self._up("trainer", trainer.ready())
-        return await canary.probe(trainer, facts) if self._settings.canary else None
+        probed = await canary.probe(trainer, facts) if self._settings.canary else None
+        if self._settings.placement == "colocated":
+            await trainer.offload()  # the samplers have the first turn
+        return probed
+
+    async def _shared_gpus(self, trainer: TrainerGroup, up: Awaitable[Any]) -> tuple[Gpu, ...]:
+        """The trainer's, once it is up and off them: vLLM takes its memory when it starts."""
+        if self._settings.placement != "colocated":
+            return ()
+        await up
+        return await trainer.gpus()
 
     async def _up(self, name: str, ready: Awaitable[None]) -> None:
         await ready
@@ -156,7 +174,7 @@ class Engine:
             token_budget=settings.token_budget,
         )
 
-    def _sampler_spec(self, facts: BaseModelFacts) -> SamplerSpec:
+    def _sampler_spec(self, facts: BaseModelFacts, shared: tuple[Gpu, ...]) -> SamplerSpec:
         settings = self._settings
         return SamplerSpec(
             model=facts,
@@ -169,28 +187,87 @@ class Engine:
             log_dir=str(self._places.log_dir),
             startup_s=settings.sampler_startup_s,
             replicas=settings.replicas,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            hang_s=settings.sampler_hang_s,
+            weight_backend=backend_of(self._transport_name()),
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            shared_gpus=shared,
         )
+
+    def _transport_name(self) -> TransportName:
+        return choose(self._settings.weight_transport, self._settings.device, self._settings.placement)
+
+    def _transport(self, trainer: TrainerGroup) -> WeightTransport:
+        return make_transport(self._transport_name(), trainer, self._settings.weight_chunk_mb * MiB)
 
     # Working
 
     async def _serve(
-        self, facts: BaseModelFacts, trainer: TrainerGroup, samplers: Samplers, cursor: int
+        self,
+        facts: BaseModelFacts,
+        trainer: TrainerGroup,
+        fleet: Fleet,
+        samplers: Samplers,
+        placement: Placement,
+        cursor: int,
     ) -> None:
         settings, store, outbox, places = self._settings, self._store, self._outbox, self._places
         root = places.checkpoint_root
         keeper = Models(store, trainer, facts, root, settings.max_lora_rank)
-        publisher = Publisher(store, trainer, samplers, outbox, facts, places.ephemeral_dir, root)
-        training = TrainerDriver(store, trainer, keeper, publisher, outbox, settings.unit_tokens)
-        sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency)
+        metrics = self._metrics
+        publisher = Publisher(store, trainer, samplers, outbox, facts, places.ephemeral_dir, root, metrics)
+        gaps = self._gap_monitor(trainer, samplers, facts)
+        await gaps.begin()
+        training = TrainerDriver(
+            store, trainer, keeper, publisher, outbox, settings.unit_tokens, gaps, metrics, placement
+        )
+        sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
+        self._watch_queues(training, sampler, fleet)
+        self._watch_turns(placement)
+        openai = OpenAIServer(store, samplers, fleet, facts, metrics)
+        gateway = Gateway(places.engine_socket, openai, metrics, settings.expanded_body_mb * MiB)
+        self._to_end.append(gateway.close)
+        await gateway.start()
+        await self._say_ready()
         timeout, ttl = settings.session_timeout_s, settings.result_ttl_s
         cleaner = SessionKeeper(store, training, sampler, samplers, self._overflow, timeout, ttl)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(training.run())
             tasks.create_task(sampler.run())
-            tasks.create_task(Intake(store, self._bell, training, sampler, cursor).run())
+            tasks.create_task(Intake(store, self._bell, training, sampler, cursor, metrics).run())
             tasks.create_task(cleaner.run())
-            tasks.create_task(samplers.supervise(self._status))
+            tasks.create_task(fleet.supervise(self._status))
+            tasks.create_task(placement.run(Sleeping(fleet)))
             tasks.create_task(_watch(trainer, self._ray))
+
+    async def _say_ready(self) -> None:
+        await self._status.say("ready", "")
+        self._ready = True
+        _log.info("ready")
+
+    def _gap_monitor(self, trainer: TrainerGroup, samplers: Samplers, facts: BaseModelFacts) -> GapMonitor:
+        settings = self._settings
+        return GapMonitor(
+            self._store,
+            trainer,
+            samplers,
+            facts,
+            self._metrics,
+            tokens=settings.gap_probe_tokens,
+            bound=settings.logprob_gap_bound or BOUNDS[settings.trainer_dtype],
+        )
+
+    def _watch_queues(self, training: TrainerDriver, sampler: SamplerDriver, fleet: Fleet) -> None:
+        watch = self._metrics.watch
+        watch("training_backlog_tokens", "About how many tokens of passes wait", training.backlog)
+        watch("samples_queued", "Samples that wait for a free slot", sampler.queued)
+        watch("samples_in_flight", "Samples that the samplers have", sampler.in_flight)
+        watch("replicas", "Sampler replicas that serve", lambda: fleet.size)
+
+    def _watch_turns(self, placement: Placement) -> None:
+        for turn, spent in placement.spent.items():
+            self._metrics.watch(f"turns_{turn}", f"Colocated: how often it was {turn}", spent.turns)
+            self._metrics.watch(f"turn_seconds_{turn}", f"Colocated: seconds of {turn}", spent.duration)
 
     # Ending
 

@@ -4,6 +4,7 @@ import logging
 
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.store import futures
@@ -18,7 +19,13 @@ _log = logging.getLogger(__name__)
 
 class Intake:
     def __init__(
-        self, store: Store, bell: Doorbell, trainer: TrainerDriver, sampler: SamplerDriver, cursor: int
+        self,
+        store: Store,
+        bell: Doorbell,
+        trainer: TrainerDriver,
+        sampler: SamplerDriver,
+        cursor: int,
+        metrics: Metrics | None = None,
     ) -> None:
         """`cursor`: futures up to this id are dealt with."""
         self._store = store
@@ -26,6 +33,7 @@ class Intake:
         self._trainer = trainer
         self._sampler = sampler
         self._cursor = cursor
+        self._metrics = metrics or Metrics()
 
     async def run(self) -> None:
         """For ever."""
@@ -43,6 +51,7 @@ class Intake:
         async with self._store.read() as conn:
             rows = await futures.queued_after(conn, self._cursor, PAGE)
         if rows:
+            self._metrics.arrived(rows)
             # Training first: it reads the database, and where that fails it may get the same rows again.
             await self._trainer.submit([row for row in rows if row.kind is not RequestKind.SAMPLE])
             self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])

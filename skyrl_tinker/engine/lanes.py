@@ -55,6 +55,11 @@ class Lanes:
         if refusal is not None:
             self._open[model].refusals[seq_id] = refusal
 
+    def backlog(self) -> int:
+        """About how many tokens of passes wait, parked ones included."""
+        parked = (row for lane in self._open.values() for row in lane.parked.values())
+        return sum(cost(row) for row in parked if row.kind in PASSES and _pending(row))
+
     def runnable(self, budget: int) -> dict[ModelKey, Sequence[QueuedRow]]:
         """Per model what may run next, in order: one barrier, or consecutive passes of about `budget` tokens.
 

@@ -34,8 +34,8 @@ class PassRunner:
 
     async def prepare(self, unit: Pass) -> ReadyPass:
         """Needs no worker, so it may run while they are busy with the unit before."""
-        async with self._store.read() as conn:
-            bodies = await futures.bodies(conn, [row.id for row in unit.rows])
+        ids = [row.id for row in unit.rows]
+        bodies = await self._store.fetch(lambda conn: futures.bodies(conn, ids))
         size = sum(map(len, bodies.values()))
         try:
             batch = await _off_loop(size, lambda: self._trainer.prepare(_items(unit.rows, bodies)))

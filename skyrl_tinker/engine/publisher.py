@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Outbox, failure_of, finish, json_answer
+from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.models import expiry, free_directory, require_free
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, UserError
@@ -53,6 +55,10 @@ class Capture:
     def path(self) -> TinkerPath | None:
         return _path(self.model, self.body)
 
+    @property
+    def inflight(self) -> bool:
+        return self.body.kind == "inflight"
+
 
 class Publisher:
     def __init__(
@@ -64,6 +70,7 @@ class Publisher:
         facts: BaseModelFacts,
         ephemeral_dir: Path,
         checkpoint_root: Path,
+        metrics: Metrics,
     ) -> None:
         self._store = store
         self._trainer = trainer
@@ -72,6 +79,7 @@ class Publisher:
         self._facts = facts
         self._ephemeral = ephemeral_dir
         self._root = checkpoint_root
+        self._metrics = metrics
         self._taken: set[TinkerPath] = set()  # names whose publication is under way
 
     async def capture(self, row: QueuedRow, model: ModelRow, body: SaveSamplerBody) -> Capture:
@@ -85,17 +93,30 @@ class Publisher:
             self._free(path)
             raise
 
-    async def publish(self, capture: Capture) -> None:
-        """Write, load on the samplers, and answer; a failure is the answer as well."""
+    async def publish(self, capture: Capture) -> bool:
+        """Write, load on the samplers, and answer; a failure is the answer as well. Whether it went well."""
+        started = time.monotonic()
         try:
             size = await asyncio.to_thread(_write, capture, self._facts.directory)
             await self._samplers.load(capture.version)
-            await self._outbox.commit(_record(capture, size))
+            await self._outbox.commit(_record(capture, size), capture.row.id)
         except Exception as error:  # becomes the result of this request
             await self._give_up(capture)
             await self._outbox.send([(capture.row.id, failure_of(error))])
+            return False
+        else:
+            self._metrics.published(capture.version.kind, time.monotonic() - started)
+            await self._announce(capture)
+            return True
         finally:
             self._free(capture.path)
+
+    async def _announce(self, capture: Capture) -> None:
+        """The target moves in the moment in which its new version is committed: nobody samples less."""
+        if capture.inflight:
+            await self._samplers.announce(self._samplers.target(capture.model.key, capture.version))
+        elif capture.path is None:  # one with a name may be for another day
+            await self._samplers.announce(capture.version)
 
     async def _take(self, path: TinkerPath) -> None:
         await require_free(self._store, path)
@@ -124,7 +145,9 @@ class Publisher:
         kind: Literal["lora", "full"] = "lora" if model.spec.rank else "full"
         path = _path(model, body)
         number = await self._store.write(
-            lambda conn: sampling.new_version(conn, model.key, kind, durable=path is not None)
+            lambda conn: sampling.new_version(
+                conn, model.key, kind, durable=path is not None, inflight=body.kind == "inflight"
+            )
         )
         version = WeightVersion(number, kind, "")
         if path is not None:

@@ -34,12 +34,13 @@ class RayCluster:
             if not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE:
                 raise TrainerError(f"a process of Ray died (pid {daemon.pid})")
 
-    def require_gpus(self, needed: int) -> None:
+    def require_gpus(self, trainer: int, samplers: int) -> None:
         """StartupError when there are fewer: actors would wait for them for ever."""
         found = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-        if found < needed:
+        if found < trainer + samplers:
             raise StartupError(
-                f"--device cuda needs {needed} GPUs (one per trainer rank and one per sampler), found {found}"
+                f"--device cuda needs {trainer + samplers} GPUs ({trainer} for trainer ranks, {samplers} "
+                f"for samplers), found {found}"
             )
 
     def stop(self) -> None:

@@ -1,16 +1,23 @@
 """Sampling: many requests in flight, none of which ever waits for training."""
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Answer, Outbox, Outcome, failure_of
+from skyrl_tinker.engine.inflight import Wanted
+from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import futures, sampling
 from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.sampling import SamplingSessionRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.ids import SamplingSessionId
@@ -19,22 +26,42 @@ from skyrl_tinker.wire.values import WeightVersion
 
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
+RETRY_S = 1.0
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class SamplerDriver:
-    def __init__(self, store: Store, samplers: Samplers, outbox: Outbox, concurrency: int) -> None:
-        """`concurrency`: most requests in flight; the bodies of others stay in the store."""
+    def __init__(
+        self,
+        store: Store,
+        samplers: Samplers,
+        outbox: Outbox,
+        concurrency: int,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """`concurrency`: most requests in flight per replica; the bodies of others stay in the store."""
         self._store = store
         self._samplers = samplers
         self._outbox = outbox
-        self._slots = asyncio.Semaphore(concurrency)
+        self._concurrency = concurrency
+        self._metrics = metrics or Metrics()
+        self._in_flight = 0
         self._queued: deque[QueuedRow] = deque()
-        self._arrived = asyncio.Event()
-        self._targets: dict[SamplingSessionId, WeightVersion | None] = {}
+        self._changed = asyncio.Event()  # rows came, or requests finished
+        self._targets: dict[SamplingSessionId, Wanted] = {}
 
     def submit(self, rows: Sequence[QueuedRow]) -> None:
         self._queued.extend(rows)
-        self._arrived.set()
+        self._changed.set()
+
+    def queued(self) -> int:
+        """Requests that wait for a free slot."""
+        return len(self._queued)
+
+    def in_flight(self) -> int:
+        """Requests that the samplers have."""
+        return self._in_flight
 
     def forget_targets(self) -> None:
         """Versions were dropped: look them up anew."""
@@ -44,58 +71,82 @@ class SamplerDriver:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 batch = await self._next()
-                async with self._store.read() as conn:
-                    bodies = await futures.bodies(conn, [row.id for row in batch])
+                bodies = await _persistently(partial(self._bodies, batch))
                 for row in batch:
-                    tasks.create_task(self._finish(row, bodies[row.id]))
+                    if row.id in bodies:  # else it has finished already
+                        self._in_flight += 1
+                        tasks.create_task(self._finish(row, bodies[row.id]))
 
     async def _next(self) -> list[QueuedRow]:
-        """At least one row, and as many more as there are rows and free slots; each takes a slot."""
-        while not self._queued:
-            self._arrived.clear()
-            await self._arrived.wait()
-        await self._slots.acquire()
-        batch = [self._queued.popleft()]
-        while self._queued and len(batch) < BATCH and not self._slots.locked():
-            await self._slots.acquire()
-            batch.append(self._queued.popleft())
-        return batch
+        """At least one row, and as many more as there are rows and room for them in flight."""
+        while not (count := min(len(self._queued), BATCH, self._room())) > 0:
+            self._changed.clear()
+            await self._changed.wait()
+        return [self._queued.popleft() for _ in range(count)]
+
+    def _room(self) -> int:
+        return self._concurrency * self._samplers.replicas - self._in_flight
+
+    async def _bodies(self, batch: Sequence[QueuedRow]) -> dict[int, bytes]:
+        async with self._store.read() as conn:
+            return await futures.bodies(conn, [row.id for row in batch])
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         try:
-            await self._outbox.send([(row.id, await self._outcome(row, body))])
+            outcome = await self._outcome(row, body)
+            await _persistently(lambda: self._outbox.send([(row.id, outcome)]))
         finally:
-            self._slots.release()
+            self._in_flight -= 1
+            self._changed.set()
 
     async def _outcome(self, row: QueuedRow, body: bytes) -> Outcome:
         try:
             assert row.sampling_session_id is not None
-            version = await self._target(row.sampling_session_id)
-            output = await self._samplers.sample(version, sample_from_body(body))
+            wanted = await self._target(row.sampling_session_id)
+            output = await self._samplers.sample(wanted, sample_from_body(body))
+            self._metrics.sampled(output)
             return Answer(codec.PROTOBUF, codec.encode_sample_response(output))
         except Exception as error:  # becomes the result of this request
             return failure_of(error)
 
-    async def _target(self, session: SamplingSessionId) -> WeightVersion | None:
-        """What this sampling client is pinned to. NotFoundError once its session is over."""
+    async def _target(self, session: SamplingSessionId) -> Wanted:
+        """What this sampling client samples from. NotFoundError once its session is over."""
         if session not in self._targets:
             if len(self._targets) >= CACHED_SESSIONS:
                 self._targets.clear()
             async with self._store.read() as conn:
-                base_model, version = await _target(conn, session)
-            self._samplers.require_served(base_model)
-            self._targets[session] = version
+                row, version = await _target(conn, session)
+            self._samplers.require_served(row.base_model)
+            if version is not None and row.follows is not None:
+                self._targets[session] = self._samplers.target(row.follows, version)
+            else:
+                self._targets[session] = version
         return self._targets[session]
 
 
-async def _target(conn: AsyncConnection, session: SamplingSessionId) -> tuple[str, WeightVersion | None]:
-    """Base model and version."""
+async def _persistently(op: Callable[[], Awaitable[T]]) -> T:
+    """A database that fails for a while delays; it must neither lose a request nor end those of others."""
+    while True:
+        try:
+            return await op()
+        except OperationalError as error:
+            _log.warning("the store failed, trying again in %.0f s: %s", RETRY_S, error)
+            await asyncio.sleep(RETRY_S)
+
+
+async def _target(
+    conn: AsyncConnection, session: SamplingSessionId
+) -> tuple[SamplingSessionRow, WeightVersion | None]:
+    """The session and its version, None for the base model."""
     row = await sampling.get(conn, session)
     if row is None:
         raise NotFoundError(f"no sampling session {session}")
     if row.version_id is None:
-        return row.base_model, None
-    version = await sampling.version(conn, row.version_id)
+        return row, None
+    if row.follows is not None:
+        version = await sampling.newest_inflight(conn, row.follows)
+    else:
+        version = await sampling.version(conn, row.version_id)
     if version is None:
         raise NotFoundError(f"the weights of sampling session {session} are gone: its session is finished")
-    return row.base_model, version
+    return row, version

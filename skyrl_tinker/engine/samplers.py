@@ -1,75 +1,79 @@
 """The sampling servers as the drivers see them: any version, at any time, also across a restart of vLLM."""
 
-import asyncio
 import hashlib
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from skyrl_tinker.engine.adapters import Adapters
+from skyrl_tinker.engine.fleet import Fleet
+from skyrl_tinker.engine.inflight import Target, Targets, Wanted, newest
 from skyrl_tinker.engine.residency import Residency
-from skyrl_tinker.engine.status import Status
-from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
+from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.group import ServerGroup
 from skyrl_tinker.inference.spec import BASE_MODEL
-from skyrl_tinker.weight_sync.base import WeightTransport, sync_weights
-from skyrl_tinker.wire.ids import VersionId
+from skyrl_tinker.weight_sync.base import WeightSyncError, WeightTransport, sync_weights
+from skyrl_tinker.wire.ids import ModelKey, VersionId
 from skyrl_tinker.wire.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
 
-ATTEMPTS = 3
-NOTICED_WITHIN_S = 4.0  # a dead server is noticed after 2 s
-RETRY_S = 5.0
 AFFINITY_TOKENS = 128
-T = TypeVar("T")
+UNSYNCED = "default"
+"""How vLLM calls the weights that it was started with."""
 _log = logging.getLogger(__name__)
 
 
 class Samplers:
     def __init__(
-        self,
-        servers: ServerGroup,
-        client: RemoteInferenceClient,
-        transport: WeightTransport,
-        facts: BaseModelFacts,
-        adapters: int,
+        self, fleet: Fleet, transport: WeightTransport, facts: BaseModelFacts, adapters: int
     ) -> None:
-        """`servers` are ready; `adapters`: how many stay loaded unused."""
-        self._servers = servers
-        self._client = client
+        """`adapters`: how many are loaded at once."""
+        self._fleet = fleet
         self._transport = transport
         self._facts = facts
-        self._adapters = Adapters(client, adapters)
-        self._residency = Residency(self._bring)
+        self._adapters = Adapters(fleet, adapters)
+        self._residency = Residency(self._swap, self._served)
+        self._targets = Targets()
         self._users: Counter[VersionId] = Counter()
-        self._restarts = 0
-        self._up = asyncio.Event()
-        self._up.set()
+        fleet.equip = self._equip
 
-    async def supervise(self, status: Status) -> None:
-        """Starts dead servers again, for ever: training goes on meanwhile, and samples wait."""
-        while True:
-            try:
-                await self._servers.watch()
-            except SamplerError as error:
-                _log.error("the sampler died and is started again: %s", error)
-                self._up.clear()
-                await status.say("restarting", "the sampler died and is started again; models are unharmed")
-                await self._restart()
-                await status.say("ready", "")
+    async def sample(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
+        """Tried again when vLLM died under it; of an inflight target it goes on with what that becomes."""
+        with self._counted(wanted):  # also between the requests that one sample may take
+            return await self._fleet.surviving(lambda: self._sample(wanted, request))
 
-    async def sample(self, version: WeightVersion | None, request: SampleRequest) -> SampleOutput:
-        """From an adapter, full parameters or (None) the base model; tried again when vLLM died under it."""
-        with self._counted(version):
-            return await self._surviving(lambda: self._sample(version, request))
+    @asynccontextmanager
+    async def serving(self, wanted: Wanted) -> AsyncIterator[str]:
+        """The model to ask vLLM for, which stands for these weights inside. Many may be inside at once.
+
+        A NotFoundError of vLLM's that passes through has the adapter loaded again for whoever comes next.
+        """
+        async with self._fleet.placement.sampling(), self._holding(wanted) as name:
+            yield name
+
+    @asynccontextmanager
+    async def _holding(self, wanted: Wanted) -> AsyncIterator[str]:
+        if wanted is not None and newest(wanted).kind == "full":
+            async with self._residency.hold(wanted):
+                yield BASE_MODEL
+        else:
+            async with self._residency.hold(None):
+                if wanted is None:
+                    yield BASE_MODEL
+                else:
+                    async with self._adapted(wanted) as name:
+                        yield name
+
+    @property
+    def replicas(self) -> int:
+        """How many serve now, at least 1: who asks while all are down waits inside."""
+        return max(1, len(self._fleet.client.server_urls))
 
     def in_use(self, version: WeightVersion) -> bool:
         """Whether a sample of it is under way."""
-        return version.id in self._users
+        return version.id in self._users or self._residency.in_use(version)
 
     def require_served(self, base_model: str) -> None:
         """UserError for a sampling client older than a start of the server with another model."""
@@ -79,94 +83,131 @@ class Samplers:
                 f"expected one that is served: {', '.join(self._facts.names)}"
             )
 
+    def target(self, model: ModelKey, version: WeightVersion) -> Target:
+        """What the inflight sampling clients of this model sample from: `version` or a newer one."""
+        return self._targets.at_least(model, version)
+
     async def load(self, version: WeightVersion) -> None:
-        """Before its first sample, so that this one need not wait. Full parameters come on demand."""
+        """Before its first sample, so that this one need not wait. Never raises: all comes on demand."""
         if version.kind == "lora":
-            await self._surviving(lambda: self._adapters.load(version))
+            with _on_demand(version):
+                await self._adapters.load(version)
+
+    async def announce(self, wanted: WeightVersion | Target) -> None:
+        """A version was published. Requests that run on an older one of an inflight target go on with it;
+        full parameters come to samplers that have nothing else to do. Never raises: all comes on demand."""
+        with _on_demand(newest(wanted)):
+            if newest(wanted).kind == "full":
+                await self._residency.offer(wanted)
+            elif isinstance(wanted, Target):
+                async with self._fleet.placement.awake():
+                    await self._fleet.client.abort(wanted.tag)
 
     async def drop(self, version: WeightVersion) -> None:
+        """Nobody will sample it any more."""
+        self._targets.drop(version)
         if version.kind == "lora":
             await self._adapters.drop(version)
 
     @contextmanager
-    def _counted(self, version: WeightVersion | None) -> Iterator[None]:
-        users = Counter([version.id] if version else [])
+    def _counted(self, wanted: Wanted) -> Iterator[None]:
+        users = Counter([wanted.id] if isinstance(wanted, WeightVersion) else [])
         self._users += users
         try:
             yield
         finally:
             self._users -= users  # drops zeros
 
-    async def _sample(self, version: WeightVersion | None, request: SampleRequest) -> SampleOutput:
-        key = _session_key(version, request)
-        if version is not None and version.kind == "full":
-            async with self._residency.hold(version):
-                return await self._ask(BASE_MODEL, request, key)
-        async with self._residency.hold(None):
-            if version is None:
-                return await self._ask(BASE_MODEL, request, key)
-            return await self._sample_adapter(version, request, key)
-
-    async def _sample_adapter(self, version: WeightVersion, request: SampleRequest, key: str) -> SampleOutput:
+    async def _sample(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
         try:
-            async with self._adapters.use(version) as name:
-                return await self._ask(name, request, key)
-        except NotFoundError:  # vLLM does not know the name: it was started anew
-            self._adapters.forget(version.id)
-        async with self._adapters.use(version) as name:
-            return await self._ask(name, request, key)
+            return await self._ask(wanted, request)
+        except NotFoundError as error:  # a sampler had lost the adapter, which is loaded again
+            _log.info("tried again: %s", error)
+            return await self._ask(wanted, request)
 
-    async def _ask(self, model: str, request: SampleRequest, key: str) -> SampleOutput:
-        facts = self._facts
-        return await self._client.sample(
-            model, request, session_key=key, eos=facts.eos_token_ids, context=facts.context_length
+    async def _ask(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
+        return await self._fleet.client.sample(
+            lambda: self.serving(wanted),
+            request,
+            session_key=_session_key(wanted, request),
+            eos=self._facts.eos_token_ids,
+            context=self._facts.context_length,
+            tag=wanted.tag if isinstance(wanted, Target) else None,
         )
 
-    async def _bring(self, version: WeightVersion | None) -> None:
-        directory, name = (
-            (version.directory, version.name) if version else (self._facts.directory, BASE_MODEL)
-        )
-        await sync_weights(self._client, self._transport, Path(directory), name)
-
-    async def _surviving(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        for _ in range(ATTEMPTS - 1):
-            restarts = self._restarts
-            try:
-                return await attempt()
-            except SamplerError as error:
-                if not await self._came_back(restarts):
-                    raise
-                _log.info("tried again after a restart of the sampler: %s", error)
-        return await attempt()
-
-    async def _came_back(self, restarts: int) -> bool:
-        """Whether servers died since `restarts` was read and serve again; False: the fault lies elsewhere."""
-        for _ in range(int(NOTICED_WITHIN_S * 10)):
-            if not self._up.is_set() or self._restarts > restarts:
-                break
-            await asyncio.sleep(0.1)
-        else:
-            return False
-        await self._up.wait()
-        return True
-
-    async def _restart(self) -> None:
+    @asynccontextmanager
+    async def _adapted(self, wanted: WeightVersion | Target) -> AsyncIterator[str]:
+        """Of a target the newest at the moment of entering: what runs by then is told by `announce`."""
         while True:
+            version = newest(wanted)
+            with self._counted(version):
+                async with self._adapters.use(version) as name:
+                    if version != newest(wanted):
+                        continue
+                    try:
+                        yield name
+                    except NotFoundError:
+                        self._adapters.forget(version)
+                        raise
+                    return
+
+    # Full weights
+
+    async def _swap(self, new: WeightVersion | None, old: WeightVersion | None) -> None:
+        """If it fails the samplers go back to `old`, or to the base where that is not to be had any more."""
+        async with self._fleet.changing:
+            previous = self._source(old if _there(old) else None)
             try:
-                await self._servers.restart_dead()
-                break
-            except SamplerError as error:
-                _log.error("the sampler did not start, trying again in %.0f s: %s", RETRY_S, error)
-                await asyncio.sleep(RETRY_S)
-        self._client.retarget(self._servers.urls[0], self._servers.urls)
-        self._adapters.forget_all()
-        self._residency.forget()
-        self._restarts += 1
-        self._up.set()
+                await sync_weights(self._fleet.client, self._transport, *self._source(new), previous)
+            except WeightSyncError as error:
+                for url in error.lost:
+                    self._fleet.condemn(url, str(error))
+                raise
+
+    async def _served(self) -> str:
+        """SamplerError when the replicas disagree."""
+        async with self._fleet.changing:
+            name = await self._fleet.client.weight_version()
+        return BASE_MODEL if name == UNSYNCED else name
+
+    async def _equip(self, newcomer: RemoteInferenceClient) -> None:
+        """What a replica that was started anew lacks; called with `changing` held."""
+        await self._adapters.equip(newcomer)
+        resident = self._residency.resident
+        if resident is not None and not _there(resident):  # nobody samples from it any more
+            self._residency.forget()
+            resident = None
+        current = await newcomer.weight_version()  # one that we did not start may have any
+        if current not in ((UNSYNCED, BASE_MODEL) if resident is None else (resident.name,)):
+            await sync_weights(newcomer, self._transport, *self._source(resident), self._source(None))
+
+    def _source(self, version: WeightVersion | None) -> tuple[Path, str]:
+        if version is None:
+            return Path(self._facts.directory), BASE_MODEL
+        return Path(version.directory), version.name
 
 
-def _session_key(version: WeightVersion | None, request: SampleRequest) -> str:
+@contextmanager
+def _on_demand(version: WeightVersion) -> Iterator[None]:
+    """What fails here is tried again by the next sample."""
+    try:
+        yield
+    except SkyrlTinkerError as error:
+        _log.warning("%s was not brought to the samplers at once: %s", version.name, error)
+
+
+def _there(version: WeightVersion | None) -> bool:
+    return version is not None and Path(version.directory).is_dir()
+
+
+def _session_key(wanted: Wanted, request: SampleRequest) -> str:
     """Requests that can share cached prefixes go to the same server."""
-    digest = hashlib.sha256((version.name if version else BASE_MODEL).encode())
+    digest = hashlib.sha256(_name(wanted).encode())
     digest.update(array("q", request.prompt[:AFFINITY_TOKENS]).tobytes())
     return digest.hexdigest()[:32]
+
+
+def _name(wanted: Wanted) -> str:
+    if isinstance(wanted, Target):
+        return wanted.tag
+    return wanted.name if wanted else BASE_MODEL

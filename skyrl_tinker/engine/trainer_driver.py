@@ -2,16 +2,19 @@
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Outbox, Outcome, failure_of, json_answer
+from skyrl_tinker.engine.gap import GapMonitor, Scored
 from skyrl_tinker.engine.lanes import Lanes
+from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.models import Finished, Models
 from skyrl_tinker.engine.passes import PassRunner, ReadyPass, encode
+from skyrl_tinker.engine.placement import SEPARATE, Placement
 from skyrl_tinker.engine.planner import Pass, Single, Steps, Unit, next_unit
 from skyrl_tinker.engine.publisher import Publisher
 from skyrl_tinker.errors import TrainerError
@@ -28,7 +31,7 @@ from skyrl_tinker.wire.bodies import (
     SaveWeightsBody,
 )
 from skyrl_tinker.wire.ids import FutureStatus, ModelKey, ModelState, RequestKind
-from skyrl_tinker.wire.values import Failure, PassOutput, StepItem, StepOutput
+from skyrl_tinker.wire.values import Failure, PassOutput, StepItem, StepOutput, WeightVersion
 
 
 class TrainerDriver:
@@ -40,6 +43,9 @@ class TrainerDriver:
         publisher: Publisher,
         outbox: Outbox,
         unit_tokens: int,
+        gaps: GapMonitor,
+        metrics: Metrics,
+        placement: Placement = SEPARATE,
     ) -> None:
         self._store = store
         self._trainer = trainer
@@ -47,6 +53,9 @@ class TrainerDriver:
         self._publisher = publisher
         self._outbox = outbox
         self._budget = unit_tokens
+        self._gaps = gaps
+        self._metrics = metrics
+        self._placement = placement
         self._passes = PassRunner(store, trainer)
         self._lanes = Lanes()
         self._credit: dict[ModelKey, int] = {}
@@ -67,7 +76,12 @@ class TrainerDriver:
             elif row.status is FutureStatus.PENDING:
                 refused.append((row.id, closed))
         await self._outbox.send(refused)
+        self._metrics.trainer.work_came()
         self._woken.set()
+
+    def backlog(self) -> int:
+        """About how many tokens of passes wait for the workers."""
+        return self._lanes.backlog()
 
     def release(self, model: ModelKey) -> None:
         """Its session is over: let go of it as soon as it has nothing left that can run."""
@@ -112,6 +126,7 @@ class TrainerDriver:
             return ready
         await self._release_idle()
         while (unit := self._plan()) is None:
+            self._metrics.trainer.no_work()
             self._woken.clear()
             await self._woken.wait()
             await self._release_idle()
@@ -143,6 +158,7 @@ class TrainerDriver:
     async def _release(self, model: ModelKey) -> None:
         if model in self._on_workers:
             self._on_workers.discard(model)
+            self._gaps.take(model)  # nobody asks any more
             await self._trainer.release(model)
         failure = Failure("the session of this model is finished; its training state is released", "user")
         waiting = self._lanes.close(model, failure)
@@ -154,7 +170,10 @@ class TrainerDriver:
 
     async def _carry_out(self, unit: Unit | ReadyPass) -> None:
         try:
-            await self._execute(unit)
+            async with self._placement.training():
+                worked = self._trainer.busy_s
+                await self._execute(unit)
+                self._metrics.trainer.unit_done(self._trainer.busy_s - worked)
         except TrainerError as error:  # fatal, but these clients shall know what their requests died of
             await self._outbox.send([(row.id, failure_of(error)) for row in _rows(unit)])
             raise
@@ -172,6 +191,7 @@ class TrainerDriver:
 
     async def _run_pass(self, ready: ReadyPass) -> None:
         outputs, _ = await asyncio.gather(self._passes.run(ready), self._look_ahead())
+        self._metrics.passed(ready.rows, outputs)
         for row, output in zip(ready.rows, outputs, strict=True):
             if isinstance(output, Failure) and row.kind is RequestKind.FORWARD_BACKWARD:
                 why = f"forward_backward with seq_id {row.seq_id} failed: {output.message}"
@@ -193,7 +213,10 @@ class TrainerDriver:
         outputs = await self._trainer.optim_step(await self._steps(sound)) if sound else []
         for row in rows:
             self._lanes.cleanse(_model_of(row))
-        answers = [(row.id, _step_answer(output)) for row, output in zip(sound, outputs, strict=True)]
+        answers = [
+            (row.id, _step_answer(output, self._gaps.take(_model_of(row))))
+            for row, output in zip(sound, outputs, strict=True)
+        ]
         refusals = [(row.id, _not_stepped(row, why)) for row in pending if (why := poison[row.id])]
         self._background.create_task(self._outbox.send([*answers, *refusals]))
 
@@ -233,9 +256,16 @@ class TrainerDriver:
                 )
             case RequestKind.SAVE_WEIGHTS_FOR_SAMPLER, _:
                 capture = await self._publisher.capture(row, model, SaveSamplerBody.from_bytes(body))
-                self._background.create_task(self._publisher.publish(capture))
+                publishing = self._background.create_task(self._publisher.publish(capture))
+                scored = await self._gaps.score(model.key, model.model_id)  # the same weights
+                if scored is not None:
+                    self._background.create_task(self._compare(publishing, scored, capture.version))
             case kind, _:
                 raise AssertionError(f"{kind} is no barrier")
+
+    async def _compare(self, publishing: asyncio.Task[bool], scored: Scored, version: WeightVersion) -> None:
+        if await publishing:
+            await self._gaps.compare(scored, version)
 
     async def _created(self, row: QueuedRow, model: ModelRow, finished: Finished) -> None:
         self._on_workers.add(model.key)
@@ -279,10 +309,11 @@ def _closed(model: ModelRow) -> Failure:
     return Failure(reason, "server" if model.state is ModelState.LOST else "user")
 
 
-def _step_answer(output: StepOutput) -> Outcome:
+def _step_answer(output: StepOutput, more: Mapping[str, float]) -> Outcome:
     if output.error is not None:
         return Failure(output.error, "user")
-    return json_answer({"metrics": _finite(output.metrics.items()), "type": "optim_step"})
+    metrics = _finite([*output.metrics.items(), *more.items()])
+    return json_answer({"metrics": metrics, "type": "optim_step"})
 
 
 def _finite(metrics: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.publisher import Publisher
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.store import futures, models
@@ -47,7 +48,7 @@ async def test_a_full_memory_is_not_kept_full(store: Store, bell: Doorbell, tmp_
     async with store.read() as conn:
         row = (await futures.queued_after(conn, 0))[-1]
     parts = cast(Any, Trainer()), cast(Any, None), Outbox(store, bell)
-    publisher = Publisher(store, *parts, FACTS, tmp_path, tmp_path / "checkpoints")
+    publisher = Publisher(store, *parts, FACTS, tmp_path, tmp_path / "checkpoints", Metrics())
     before = names(tmp_path)
     with pytest.raises(StorageError):
         await publisher.capture(row, await journal.model_of(store, accepted.model_id), body)

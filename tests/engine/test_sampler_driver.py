@@ -5,8 +5,10 @@ from contextlib import suppress
 from typing import Any, cast
 
 from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
+from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.store import futures, sampling
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import Accepted
@@ -37,7 +39,8 @@ async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
 ) -> None:
     session = await journal.new_session(store)
     nothing = cast(Any, None)
-    samplers = Samplers(nothing, nothing, nothing, FACTS, 8)
+    fleet = Fleet(nothing, RemoteInferenceClient("", ()))
+    samplers = Samplers(fleet, nothing, FACTS, 8)
     driver = SamplerDriver(store, samplers, Outbox(store, bell), 8)
     running = asyncio.create_task(driver.run())
     for seq_id in range(2):  # what the first one found must not open the door to the second

@@ -13,7 +13,9 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.gap import GapMonitor
 from skyrl_tinker.engine.intake import Intake
+from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.models import Models
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
@@ -47,6 +49,7 @@ class Workers:
         self.told: list[tuple[str, Any]] = []
         self.failing: dict[str, Exception] = {}
         self.bad_models: set[ModelKey] = set()
+        self.busy_s = 0.0
         self.go_on = asyncio.Event()
         self.go_on.set()
 
@@ -92,7 +95,10 @@ class World:
         trainer = cast(TrainerGroup, self.workers)
         outbox = Outbox(store, bell)
         keeper = Models(store, trainer, FACTS, Path("/nowhere"), 64)
-        self.driver = TrainerDriver(store, trainer, keeper, cast(Any, None), outbox, 16384)
+        nobody: Any = cast(Any, None)
+        metrics = Metrics()
+        gaps = GapMonitor(store, trainer, nobody, FACTS, metrics, tokens=0, bound=1e-3)
+        self.driver = TrainerDriver(store, trainer, keeper, nobody, outbox, 16384, gaps, metrics)
         sampler = SamplerDriver(store, cast(Any, None), outbox, 8)
         self.bell = bell
         self.intake = Intake(store, bell, self.driver, sampler, 0)

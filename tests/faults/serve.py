@@ -19,6 +19,7 @@ KINDS = {  # part of the command line
     "GCS": "gcs/gcs_server",
     "vLLM server": "vllm.entrypoints",
     "vLLM engine core": "VLLM::EngineCore",
+    "router": "vllm::router",
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from .serve import HEAL_S, KINDS, START_S, STOP_S, Serve, wait_until
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "router"])
 def test_it_heals_when_one_is_killed(server: Serve, kind: str) -> None:
     victim = server.find(kind)
     assert victim is not None

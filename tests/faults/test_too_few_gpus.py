@@ -12,4 +12,4 @@ def test_cuda_without_gpus_is_refused_with_how_many_it_takes(
     server = start("--device", "cuda", "--trainer-ranks", "2")
     _, said = server.process.communicate(timeout=60)
     assert server.process.returncode == 1
-    assert "--device cuda needs 3 GPUs (one per trainer rank and one per sampler), found 0" in said
+    assert "--device cuda needs 3 GPUs (2 for trainer ranks, 1 for samplers), found 0" in said

@@ -1,10 +1,11 @@
 """Sessions: created, kept alive by heartbeats, finished."""
 
 from fastapi import APIRouter, Request
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api.bodies import read_model
 from skyrl_tinker.api.deps import Deps
-from skyrl_tinker.store import sessions
+from skyrl_tinker.store import sessions, state
 from skyrl_tinker.wire.ids import SessionId
 from skyrl_tinker.wire.models import (
     CreateSessionRequest,
@@ -20,8 +21,9 @@ router = APIRouter(tags=["sessions"])
 @router.post("/create_session", summary="Open a session")
 async def create_session(request: Request, deps: Deps) -> CreateSessionResponse:
     wanted = await read_model(request, CreateSessionRequest)
-    session_id = await deps.store.write(
-        lambda conn: sessions.create(
+
+    async def create(conn: AsyncConnection) -> CreateSessionResponse:
+        session_id = await sessions.create(
             conn,
             tags=wanted.tags,
             user_metadata=wanted.user_metadata,
@@ -29,8 +31,10 @@ async def create_session(request: Request, deps: Deps) -> CreateSessionResponse:
             display_name=wanted.display_name,
             sdk_version=wanted.sdk_version,
         )
-    )
-    return CreateSessionResponse(session_id=session_id)
+        warning = await state.get(conn, state.WARNING)
+        return CreateSessionResponse(session_id=session_id, warning_message=warning)
+
+    return await deps.store.write(create)
 
 
 @router.post("/session_heartbeat", summary="Keep a session alive; 410 once it is finished")

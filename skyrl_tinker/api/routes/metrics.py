@@ -1,0 +1,30 @@
+"""Prometheus metrics: the engine's, and whether it is up."""
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.engine_proxy import EngineAwayError
+from skyrl_tinker.api.readiness import engine_state
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/metrics", summary="Prometheus metrics", response_model=None)
+async def metrics(deps: Deps) -> Response:
+    """Also while the engine is away, so that this can be seen."""
+    try:
+        text, up = await deps.engine.get("/metrics"), 1
+    except EngineAwayError:
+        text, up = b"", 0
+    ready = (await engine_state(deps.store)).ready
+    own = _gauge("engine_up", "Whether the engine answers", up)
+    own += _gauge("ready", "Whether requests are worked on now", int(ready))
+    return Response(own.encode() + text, media_type=CONTENT_TYPE)
+
+
+def _gauge(name: str, help_text: str, value: int) -> str:
+    name = f"skyrl_tinker_{name}"
+    return f"# HELP {name} {help_text}\n# TYPE {name} gauge\n{name} {value}\n"

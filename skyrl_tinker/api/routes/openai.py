@@ -1,0 +1,89 @@
+"""OpenAI-compatible routes. The engine answers; what is wrong with a request is said here already."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from skyrl_tinker.api.bodies import json_object, off_loop
+from skyrl_tinker.api.deps import Deps, Services
+from skyrl_tinker.api.engine_proxy import ClientGoneError, EngineAwayError
+from skyrl_tinker.api.readiness import engine_state
+from skyrl_tinker.errors import SamplerError, UserError
+from skyrl_tinker.wire.models.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ListedModel,
+    ModelList,
+    OpenAIRequest,
+    error_body,
+    parse_openai,
+)
+
+RETRY_AFTER_S = 5
+CLIENT_GONE = 499  # nobody reads it
+
+router = APIRouter(tags=["openai"], prefix="/oai/api/v1")
+
+
+def _documented(model: type[OpenAIRequest]) -> dict[str, Any]:
+    """Bodies are read by hand, so the document is told of them by hand."""
+    schema = _inlined(model.model_json_schema())
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """Without $defs, to which references from inside a larger document would not lead."""
+    definitions = schema.pop("$defs", {})
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolve(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return resolve(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: resolve(value) for key, value in node.items()}
+
+    resolved: dict[str, Any] = resolve(schema)
+    return resolved
+
+
+@router.get("/models", summary="Base models; any tinker://…/sampler_weights/… path is a model, too")
+async def models(deps: Deps) -> ModelList:
+    return ModelList(data=[ListedModel(id=name) for name in deps.facts.names])
+
+
+@router.post(
+    "/completions",
+    summary="OpenAI's completions, streamed or not",
+    openapi_extra=_documented(CompletionRequest),
+    response_model=None,
+)
+async def completions(request: Request, deps: Deps) -> Response:
+    return await _relay(request, deps, CompletionRequest)
+
+
+@router.post(
+    "/chat/completions",
+    summary="OpenAI's chat completions, streamed or not; the model's own chat template",
+    openapi_extra=_documented(ChatCompletionRequest),
+    response_model=None,
+)
+async def chat_completions(request: Request, deps: Deps) -> Response:
+    return await _relay(request, deps, ChatCompletionRequest)
+
+
+async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -> Response:
+    body = await request.body()
+    try:
+        await off_loop(len(body), lambda: parse_openai(model, json_object(body)))
+        return await deps.engine.relay(request)
+    except UserError as error:
+        return JSONResponse(error_body(error), error.status)
+    except EngineAwayError:
+        engine = await engine_state(deps.store)
+        away = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
+        return JSONResponse(error_body(away), 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+    except ClientGoneError:
+        return Response(status_code=CLIENT_GONE)

@@ -1,0 +1,105 @@
+"""After every sync: do the samplers give a model's tokens the logprobs that the trainer gave them?"""
+
+import logging
+import math
+from dataclasses import dataclass
+
+from skyrl_tinker.engine.metrics import Metrics
+from skyrl_tinker.engine.probe import (
+    largest_difference,
+    probe_tokens,
+    sampler_logprobs,
+    trainer_logprobs,
+)
+from skyrl_tinker.engine.samplers import Samplers
+from skyrl_tinker.errors import NotFoundError, SamplerError, StateLostError
+from skyrl_tinker.store import state
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.wire.ids import ModelId, ModelKey
+from skyrl_tinker.wire.values import BaseModelFacts, Float32, WeightVersion
+
+METRIC = "sampler_logprob_gap"
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
+"""Of the trainer's dtype: bfloat16 alone moves logprobs by 0.02 to 0.12."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A model's probe as the trainer scored it, [tokens - 1], with the weights that are being published."""
+
+    key: ModelKey
+    model_id: ModelId
+    logprobs: Float32
+
+
+class GapMonitor:
+    """The trainer's half runs in the turn of the save; the samplers' half after the save is answered."""
+
+    def __init__(
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        samplers: Samplers,
+        facts: BaseModelFacts,
+        metrics: Metrics,
+        *,
+        tokens: int,
+        bound: float,
+    ) -> None:
+        """`tokens`: length of the probe, below 2 = off."""
+        self._store = store
+        self._trainer = trainer
+        self._samplers = samplers
+        self._metrics = metrics
+        self._tokens = probe_tokens(facts, tokens)
+        self._bound = bound
+        self._news: dict[ModelKey, float] = {}
+        self._apart: set[ModelKey] = set()
+
+    async def begin(self) -> None:
+        """What an earlier engine warned of is over."""
+        await self._store.write(lambda conn: state.put(conn, state.WARNING, None))
+
+    async def score(self, key: ModelKey, model_id: ModelId) -> Scored | None:
+        """None when probes are off."""
+        if len(self._tokens) < 2:
+            return None
+        return Scored(key, model_id, await trainer_logprobs(self._trainer, key, self._tokens))
+
+    async def compare(self, scored: Scored, version: WeightVersion) -> None:
+        """Ask the samplers, and tell: the metrics, the model's next step, and beyond the bound the user."""
+        try:
+            sampled = await sampler_logprobs(self._samplers, version, self._tokens)
+        except (NotFoundError, StateLostError, SamplerError) as error:  # dropped meanwhile, or samplers down
+            _log.info("the logprobs of %s were not compared: %s", version.name, error)
+            return
+        gap = largest_difference(sampled, scored.logprobs)
+        self._metrics.compared(gap)
+        self._news[scored.key] = _worse(gap, self._news.get(scored.key, 0.0))
+        await self._judge(scored, gap)
+
+    def take(self, model: ModelKey) -> dict[str, float]:
+        """What a step's metrics tell: the largest gap that nobody was told of yet."""
+        return {METRIC: self._news.pop(model)} if model in self._news else {}
+
+    async def _judge(self, scored: Scored, gap: float) -> None:
+        """The store keeps a warning from the first model that is apart until the last one agrees again."""
+        stood = bool(self._apart)
+        warning = None
+        if gap <= self._bound:  # false for NaN
+            self._apart.discard(scored.key)
+        else:
+            self._apart.add(scored.key)
+            warning = (
+                f"the sampler's logprobs of {scored.model_id} differ from the trainer's by {gap:.1e}, "
+                f"allowed {self._bound:.0e} (logprob_gap_bound): importance ratios start away from 1"
+            )
+            _log.warning("%s", warning)
+        if stood != bool(self._apart):
+            await self._store.write(lambda conn: state.put(conn, state.WARNING, warning))
+
+
+def _worse(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)

@@ -1,0 +1,50 @@
+"""`kind: inflight`: weights that move under the sampling clients of a model."""
+
+from dataclasses import dataclass
+
+from skyrl_tinker.wire.ids import ModelKey
+from skyrl_tinker.wire.values import WeightVersion
+
+
+@dataclass(eq=False)
+class Target:
+    """What all inflight sampling clients of one model share. `version` only ever moves on."""
+
+    model: ModelKey
+    version: WeightVersion
+
+    @property
+    def tag(self) -> str:
+        """Under which its running requests are known to the inference client."""
+        return f"m{self.model}"
+
+
+Wanted = WeightVersion | Target | None
+"""What a sampling client samples from; None: the base model."""
+
+
+def newest(wanted: WeightVersion | Target) -> WeightVersion:
+    """What it stands for now."""
+    return wanted.version if isinstance(wanted, Target) else wanted
+
+
+class Targets:
+    """One target per model, until its last version is dropped."""
+
+    def __init__(self) -> None:
+        self._targets: dict[ModelKey, Target] = {}
+
+    def at_least(self, model: ModelKey, version: WeightVersion) -> Target:
+        """The target of this model, moved on to `version` unless it is newer: publications may overtake
+        each other."""
+        target = self._targets.get(model)
+        if target is None:
+            target = self._targets[model] = Target(model, version)
+        elif target.version.id < version.id:
+            target.version = version
+        return target
+
+    def drop(self, version: WeightVersion) -> None:
+        """Nobody samples it any more: nor the target, where it has moved no further."""
+        for target in [each for each in self._targets.values() if each.version == version]:
+            del self._targets[target.model]

@@ -1,0 +1,158 @@
+"""Counts for Prometheus: one object, made in the composition root and handed to the parts."""
+
+import math
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.wire.ids import FutureStatus, RequestKind
+from skyrl_tinker.wire.values import Failure, PassOutput, SampleOutput
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "skyrl_tinker"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TOKENS = tuple(float(2**power) for power in range(4, 21, 2))
+Outcome = Literal["ok", "user", "server", "unknown", "cancelled"]
+
+
+class Metrics:
+    """No label is of unbounded number: kinds and outcomes only, never models or users."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._pending: dict[int, QueuedRow] = {}  # by future id
+        self._requests = self._counter("requests", "Requests answered", "kind", "outcome")
+        self._latency = self._histogram(
+            "request_seconds", "From a request's acceptance to its answer", _SECONDS, "kind"
+        )
+        self._unit_rows = self._histogram(
+            "unit_requests", "Requests in one training pass", (1, 2, 4, 8, 16, 32, 64)
+        )
+        self._unit_tokens = self._histogram("unit_tokens", "Tokens in one training pass", _TOKENS)
+        self._trained = self._counter("trained_tokens", "Tokens through the trainer", "kind")
+        self._sampled = self._counter("sampled_tokens", "Tokens generated")
+        self._publish = self._histogram(
+            "publish_seconds", "From a captured save to its answer; one sync each", _SECONDS, "weights"
+        )
+        self._gap = self._gauge(
+            "sampler_logprob_gap", "Largest |sampler - trainer| logprob on the probe of the last sync"
+        )
+        self._largest_gap = 0.0
+        self._gap_max = self._gauge("sampler_logprob_gap_max", "The largest since the engine started")
+        self.trainer = Occupancy(
+            self._counter("trainer_busy_seconds", "Time in which the workers worked"),
+            self._counter("trainer_waiting_seconds", "Time in which there was work and the workers did not"),
+        )
+        self._registry.register(_Pending(self._pending))
+
+    def text(self) -> bytes:
+        """The exposition format; content type CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+    def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """A gauge that is read when somebody asks."""
+        self._gauge(name, help_text).set_function(value)
+
+    # Requests of the journal
+
+    def arrived(self, rows: Iterable[QueuedRow]) -> None:
+        """A row may come twice."""
+        for row in rows:
+            if row.status is FutureStatus.PENDING:
+                self._pending[row.id] = row
+            else:
+                self.counted(row.kind, "user")  # refused at the door
+
+    def answered(self, future_id: int, outcome: Outcome) -> None:
+        row = self._pending.pop(future_id, None)
+        if row is not None:
+            self.counted(row.kind, outcome)
+            self._latency.labels(row.kind).observe(max(0.0, time.time() - row.created_at))
+
+    def counted(self, kind: str, outcome: Outcome) -> None:
+        """One request, also of those that do not go through the journal."""
+        self._requests.labels(kind, outcome).inc()
+
+    # Work
+
+    def passed(self, rows: Sequence[QueuedRow], outputs: Sequence[PassOutput | Failure]) -> None:
+        """One pass of the trainer."""
+        sizes = [
+            sum(len(each) for each in output.logprobs) if isinstance(output, PassOutput) else 0
+            for output in outputs
+        ]
+        self._unit_rows.observe(len(rows))
+        self._unit_tokens.observe(sum(sizes))
+        for row, size in zip(rows, sizes, strict=True):
+            self._trained.labels(row.kind).inc(size)
+
+    def sampled(self, output: SampleOutput) -> None:
+        self.sampled_tokens(sum(len(sequence.tokens) for sequence in output.sequences))
+
+    def sampled_tokens(self, count: int) -> None:
+        self._sampled.inc(count)
+
+    def published(self, weights: Literal["lora", "full"], seconds: float) -> None:
+        self._publish.labels(weights).observe(seconds)
+
+    def compared(self, gap: float) -> None:
+        self._gap.set(gap)
+        if math.isnan(gap) or gap > self._largest_gap:
+            self._largest_gap = gap
+            self._gap_max.set(gap)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"{_PREFIX}_{name}", help_text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(f"{_PREFIX}_{name}", help_text, registry=self._registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"{_PREFIX}_{name}", help_text, labels, buckets=buckets, registry=self._registry)
+
+
+class Occupancy:
+    """Splits the time in which there is work: what the workers worked, and what they were kept waiting.
+
+    busy / (busy + waiting) is the trainer's busy fraction; time without work counts as neither.
+    """
+
+    def __init__(self, busy: Counter, waiting: Counter) -> None:
+        self._busy = busy
+        self._waiting = waiting
+        self._since: float | None = None
+
+    def work_came(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def no_work(self) -> None:
+        self._since = None
+
+    def unit_done(self, worked_s: float) -> None:
+        """One unit is through, in which the workers themselves were busy for `worked_s`."""
+        now = time.monotonic()
+        passed = now - (now if self._since is None else self._since)
+        self._busy.inc(worked_s)
+        self._waiting.inc(max(0.0, passed - worked_s))
+        self._since = now
+
+
+class _Pending(Collector):
+    def __init__(self, rows: dict[int, QueuedRow]) -> None:
+        self._rows = rows
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            f"{_PREFIX}_requests_pending", "Requests accepted and not yet answered", labels=["kind"]
+        )
+        tally = Tally(row.kind for row in self._rows.values())
+        for kind in RequestKind:
+            family.add_metric([kind], tally[kind])
+        yield family

@@ -1,0 +1,128 @@
+"""`--placement colocated`: trainer and samplers take turns, and clients notice nothing but time."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from .client import Client, datum, logprobs_of, prompt, random_tokens, train
+from .conftest import Server
+
+TOKENS = random_tokens(40, seed=3)
+LONG = 400
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("colocated")
+    settings = home / "settings.toml"
+    settings.write_text("phase_max_s = 0.6\nphase_min_s = 0.1\n")
+    server = Server(home / "home", "--placement", "colocated", "--config", str(settings))
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def colocated(running: Server) -> Iterator[Client]:
+    with tinker.ServiceClient(base_url=running.url) as service:
+        yield Client(running.url, service)
+
+
+def turns(client: Client) -> dict[str, float]:
+    """How often each state was left, and after how many seconds in all."""
+    text = httpx.get(f"{client.url}/metrics", timeout=10).text
+    lines = (line.split() for line in text.splitlines() if line.startswith("skyrl_tinker_turn"))
+    return {name.removeprefix("skyrl_tinker_"): float(value) for name, value in lines}
+
+
+def children_of(server: Server) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def generate(sampler: tinker.SamplingClient, tokens: int, seed: int = 5):  # type: ignore[no-untyped-def]
+    params = types.SamplingParams(max_tokens=tokens, stop=[], seed=seed)
+    return sampler.sample(prompt(TOKENS[:10]), 1, params, include_prompt_logprobs=True)
+
+
+def test_two_tenants_train_sample_and_wait_for_their_saves(colocated: Client) -> None:
+    tenants = [colocated.new_lora(seed=1), colocated.new_lora(seed=2, rank=4)]
+    before = turns(colocated)
+    for _ in range(2):
+        samplers = [tenant.save_weights_and_get_sampling_client().result() for tenant in tenants]
+        for tenant, sampler in zip(tenants, samplers, strict=True):
+            rollout = generate(sampler, 16).result().sequences[0]
+            scored = sampler.compute_logprobs(prompt(TOKENS)).result()
+            np.testing.assert_allclose(scored[1:], logprobs_of(tenant, TOKENS), atol=1e-3)
+            train(tenant, [*TOKENS[:10], *rollout.tokens])
+    after = turns(colocated)
+    for state in ("training", "sampling", "to_training", "to_sampling"):
+        assert after[f"turns_{state}"] - before[f"turns_{state}"] > 1
+
+
+def test_full_parameters_take_their_turns_too(colocated: Client) -> None:
+    full = colocated.new_full()
+    train(full, TOKENS, 1e-3)
+    sampler = full.save_weights_and_get_sampling_client().result()
+    scored = sampler.compute_logprobs(prompt(TOKENS)).result()
+    np.testing.assert_allclose(scored[1:], logprobs_of(full, TOKENS), atol=1e-3)
+
+
+def test_long_generations_span_turns_and_come_out_the_same(colocated: Client, client: Client) -> None:
+    """The same tokens with the same logprobs as where nothing ever stands still."""
+    training = colocated.new_lora()
+    before = turns(colocated)
+    pending = [generate(colocated.base_sampler(), LONG, seed) for seed in range(8)]
+    while not all(each.future().done() for each in pending):
+        training.forward_backward([datum(TOKENS)], "cross_entropy").result()
+    assert turns(colocated)["turns_sampling"] - before["turns_sampling"] > 1
+    undisturbed = [generate(client.base_sampler(), LONG, seed) for seed in range(8)]
+    for one, other in zip(pending, undisturbed, strict=True):
+        found, expected = one.result(), other.result()
+        np.testing.assert_allclose(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=1e-4)
+        assert found.sequences[0].tokens == expected.sequences[0].tokens
+        np.testing.assert_allclose(found.sequences[0].logprobs, expected.sequences[0].logprobs, atol=1e-4)
+
+
+def test_a_flood_of_samples_and_training_share_the_time(colocated: Client) -> None:
+    training, sampler = colocated.new_lora(), colocated.base_sampler()
+    over = threading.Event()
+    sampled: list[int] = []
+
+    def flood() -> None:
+        while not over.is_set():
+            pending = [generate(sampler, 50, seed) for seed in range(16)]
+            sampled.extend(len(each.result().sequences[0].tokens) for each in pending)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    began, steps, before = time.monotonic(), 0, turns(colocated)
+    while time.monotonic() - began < 4:
+        train(training, TOKENS)
+        steps += 1
+    over.set()
+    thread.join()
+    after = turns(colocated)
+    assert steps >= 3
+    assert len(sampled) >= 16
+    assert after["turns_training"] - before["turns_training"] > 1
+
+
+def test_a_sampler_that_dies_asleep_is_replaced_and_its_requests_come_back(
+    running: Server, colocated: Client
+) -> None:
+    training, sampler = colocated.new_lora(), colocated.base_sampler()
+    pending = generate(sampler, LONG)
+    heavy = training.forward_backward([datum(random_tokens(500, seed=i)) for i in range(60)], "cross_entropy")
+    before = turns(colocated)["turns_to_training"]
+    while turns(colocated)["turns_to_training"] == before:
+        time.sleep(0.02)
+    next(each for each in children_of(running) if "vllm.entrypoints" in " ".join(each.cmdline())).kill()
+    heavy.result()
+    train(training, TOKENS)
+    assert len(pending.result().sequences[0].tokens) == LONG

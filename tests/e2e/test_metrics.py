@@ -1,0 +1,109 @@
+"""/metrics, and the gap between samplers and trainer: in numbers, in a step's metrics, and as a warning."""
+
+import math
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import tinker
+from prometheus_client.parser import text_string_to_metric_families
+from tinker import types
+
+from tests.faults.serve import Serve
+
+from .client import Client, datum, prompt, random_tokens, train
+
+TOKENS = random_tokens(40, seed=5)
+GAP = "sampler_logprob_gap"
+
+
+def scraped(url: str) -> dict[str, float]:
+    """Samples without labels by name; labelled ones as name/value/value."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    return {
+        "/".join((sample.name.removeprefix("skyrl_tinker_"), *sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def next_step(training: tinker.TrainingClient) -> dict[str, float]:
+    """The metrics of one more step."""
+    training.forward_backward([datum(TOKENS)], "cross_entropy").result()
+    return training.optim_step(types.AdamParams(learning_rate=1e-4)).result().metrics or {}
+
+
+def gap_of_next_step(training: tinker.TrainingClient) -> float:
+    """The samplers are asked in the background, so it may be the step after the next."""
+    deadline = time.monotonic() + 60
+    while GAP not in (metrics := next_step(training)):
+        assert time.monotonic() < deadline, "no step tells the gap"
+    assert GAP not in next_step(training), "told twice"
+    return metrics[GAP]
+
+
+def test_requests_tokens_and_the_busy_fraction_are_counted(client: Client) -> None:
+    training = client.new_lora()
+    before = scraped(client.url)
+    train(training, TOKENS)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    sampler.sample(prompt(TOKENS), 2, types.SamplingParams(max_tokens=8, stop=[])).result()
+    after = scraped(client.url)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert grown("requests_total/forward_backward/ok") == 1
+    assert grown("requests_total/sample/ok") == 1
+    assert grown("request_seconds_count/optim_step") == 1
+    assert grown("trained_tokens_total/forward_backward") == len(TOKENS) - 1
+    assert grown("sampled_tokens_total") >= 16
+    assert grown("publish_seconds_count/lora") == 1
+    assert grown("unit_tokens_count") == 1
+    assert grown("trainer_busy_seconds_total") > 0
+    assert grown("trainer_waiting_seconds_total") > 0
+    assert after["replicas"] == 1
+    assert after["engine_up"] == 1
+    assert after["ready"] == 1
+    assert {after["requests_pending/sample"], after["samples_in_flight"], after["samples_queued"]} == {0}
+    assert after["training_backlog_tokens"] == 0
+
+
+@pytest.mark.parametrize("rank", [8, 0])
+def test_each_sync_tells_the_gap_in_the_next_step(client: Client, rank: int) -> None:
+    training = client.new_lora(rank=rank)
+    train(training, TOKENS, 1e-2 if rank else 1e-3)
+    training.save_weights_for_sampler("compared").result()
+    gap = gap_of_next_step(training)
+    assert 0 <= gap < 1e-3
+    assert scraped(client.url)["sampler_logprob_gap_max"] >= gap
+
+
+def test_a_gap_beyond_the_bound_is_a_warning_that_users_see(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No float is as near as 1e-12 to another one that was computed in another way."""
+    config = tmp_path / "settings.toml"
+    config.write_text("logprob_gap_bound = 1e-12\ncanary = false\n")
+    server = Serve(tmp_path / "home", "--config", str(config))
+    try:
+        server.wait_ready()
+        with tinker.ServiceClient(base_url=server.url) as service:
+            training = Client(server.url, service).new_lora()
+            train(training, TOKENS)
+            training.save_weights_for_sampler("apart").result()
+            gap = gap_of_next_step(training)
+        assert not math.isnan(gap)
+        assert "differ from the trainer's" not in caplog.text
+        with tinker.ServiceClient(base_url=server.url) as service:
+            Client(server.url, service).base_sampler()  # needs a session
+        assert "differ from the trainer's" in caplog.text, "create_session said nothing"
+        log = (tmp_path / "home" / "logs" / "engine.log").read_text()
+        assert f"differ from the trainer's by {gap:.1e}" in log
+        assert " WARNING " in log
+        assert server.process.stderr is not None
+        assert "logprob_gap_bound" in server.process.stderr.readline()
+        server.stop()
+    finally:
+        server.close()

@@ -1,0 +1,193 @@
+"""The unmodified `openai` client against our OpenAI-compatible routes."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from .client import Client, logprobs_of, random_tokens, train
+
+PROMPT = random_tokens(12, seed=21)
+CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which letter?"}]
+
+
+@pytest.fixture(scope="module")
+def oai(client: Client) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{client.url}/oai/api/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def asynchronous(client: Client) -> Any:
+    async with openai.AsyncOpenAI(base_url=f"{client.url}/oai/api/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def trained(request: pytest.FixtureRequest, client: Client) -> tuple[str, np.ndarray]:
+    """The path of sampler weights, and how the trainer scores PROMPT with them."""
+    training = client.new_lora() if request.param == "lora" else client.new_full()
+    train(training, PROMPT, 3e-2 if request.param == "lora" else 1e-3)
+    path = training.save_weights_for_sampler("oai").result().path
+    return path, logprobs_of(training, PROMPT)
+
+
+def counted(client: Client, kind: str, outcome: str) -> float:
+    text = httpx.get(f"{client.url}/metrics").text
+    name = f'skyrl_tinker_requests_total{{kind="{kind}",outcome="{outcome}"}} '
+    return next((float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name)), 0.0)
+
+
+def test_base_models_are_listed(oai: openai.OpenAI, client: Client) -> None:
+    assert client.model in [model.id for model in oai.models.list()]
+
+
+def test_a_completion_of_text(oai: openai.OpenAI, client: Client) -> None:
+    answer = oai.completions.create(model=client.model, prompt="What is", max_tokens=6, seed=3, user="me")
+    assert answer.model == client.model
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    again = oai.completions.create(model=client.model, prompt="What is", max_tokens=6, seed=3)
+    assert again.choices[0].text == answer.choices[0].text
+
+
+def test_sixteen_tokens_are_the_default_of_a_completion(oai: openai.OpenAI, client: Client) -> None:
+    answer = oai.completions.create(model=client.model, prompt=PROMPT, temperature=0)
+    assert answer.usage is not None
+    assert answer.choices[0].finish_reason == "stop" or answer.usage.completion_tokens == 16
+
+
+def test_several_prompts_and_choices_come_in_order(oai: openai.OpenAI, client: Client) -> None:
+    answer = oai.completions.create(model=client.model, prompt=["a", "b"], n=2, max_tokens=1, echo=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text[0] for choice in answer.choices] == ["a", "a", "b", "b"]
+
+
+def test_a_path_is_sampled_as_the_trainer_left_it(
+    oai: openai.OpenAI, trained: tuple[str, np.ndarray]
+) -> None:
+    path, expected = trained
+    answer = oai.completions.create(model=path, prompt=PROMPT, max_tokens=0, echo=True, logprobs=0)
+    assert answer.model == path
+    assert answer.choices[0].logprobs is not None
+    scored = answer.choices[0].logprobs.token_logprobs
+    assert scored is not None
+    assert scored[0] is None
+    np.testing.assert_allclose(np.asarray(scored[1:], float), expected, atol=1e-3)
+
+
+def test_every_end_of_text_token_ends_a_sequence(oai: openai.OpenAI, client: Client) -> None:
+    """Until one of them comes up: an untrained model takes each about once in 512 tokens."""
+    answer = oai.completions.create(model=client.model, prompt=PROMPT, n=16, max_tokens=2000, seed=0)
+    reasons = {choice.finish_reason for choice in answer.choices}
+    stops = {choice.model_extra["stop_reason"] for choice in answer.choices if choice.model_extra}
+    assert "stop" in reasons
+    assert len(stops - {None}) == 2, "one token only ends text"
+
+
+def test_a_chat_completion(oai: openai.OpenAI, client: Client) -> None:
+    answer = oai.chat.completions.create(
+        model=client.model, messages=CHAT, max_completion_tokens=5, n=2, logprobs=True, top_logprobs=2
+    )
+    assert len(answer.choices) == 2
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.content is not None
+    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
+
+
+def test_a_streamed_chat_says_the_same_as_a_whole_one(oai: openai.OpenAI, client: Client) -> None:
+    asked: dict[str, Any] = {"model": client.model, "messages": CHAT, "max_tokens": 12, "temperature": 0}
+    whole = oai.chat.completions.create(**asked)
+    chunks = list(oai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert {chunk.model for chunk in chunks} == {client.model}
+    assert chunks[-1].usage == whole.usage or chunks[-1].usage is not None
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+def test_usage_comes_only_when_asked_for(oai: openai.OpenAI, trained: tuple[str, np.ndarray]) -> None:
+    path, _ = trained
+    chunks = list(oai.completions.create(model=path, prompt=PROMPT, max_tokens=4, stream=True))
+    assert {chunk.model for chunk in chunks} == {path}
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 100_000}, r"12 prompt tokens \+ 100000 max_tokens > \d+"),
+        ({"prompt": [100_000]}, "found token 100000"),
+        ({"n": 0}, "n: "),
+        ({"extra_body": {"best_of": 2}}, "best_of is not supported"),
+        ({"model": "tinker://nobody:train:0/weights/x"}, "no weights for sampling"),
+    ],
+)
+def test_what_is_wrong_is_a_bad_request_that_says_so(
+    oai: openai.OpenAI, client: Client, fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=named):
+        oai.completions.create(**{"model": client.model, "prompt": PROMPT, **fields})
+
+
+def test_tools_and_images_are_refused_by_name(oai: openai.OpenAI, client: Client) -> None:
+    image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
+    with pytest.raises(openai.BadRequestError, match="image_url"):
+        oai.chat.completions.create(model=client.model, messages=image)
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(openai.BadRequestError, match="tools") as refused:
+        oai.chat.completions.create(model=client.model, messages=CHAT, tools=tools)
+    assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("model", ["no-such-model", "tinker://nobody:train:0/sampler_weights/x"])
+def test_an_unknown_model_is_not_found(oai: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError) as refused:
+        oai.completions.create(model=model, prompt="a")
+    assert refused.value.code == "model_not_found"
+
+
+async def test_twenty_at_once_streamed_and_not(client: Client) -> None:
+    async with asynchronous(client) as oai:
+
+        async def streamed() -> int:
+            chunks = await oai.completions.create(
+                model=client.model, prompt=PROMPT, max_tokens=8, stream=True
+            )
+            return len([chunk async for chunk in chunks])
+
+        async def whole() -> int:
+            answer = await oai.completions.create(model=client.model, prompt=PROMPT, max_tokens=8)
+            return len(answer.choices)
+
+        lengths = await asyncio.gather(*(streamed() for _ in range(10)), *(whole() for _ in range(10)))
+    assert min(lengths) >= 1
+
+
+async def test_a_client_that_leaves_aborts_its_requests(client: Client) -> None:
+    """They leave until one has got as far as the engine."""
+    async with asynchronous(client) as oai:
+        asked: dict[str, Any] = {"model": client.model, "messages": CHAT, "n": 64}
+        before = counted(client, "chat_completion", "cancelled")
+        while counted(client, "chat_completion", "cancelled") == before:
+            stream = await oai.chat.completions.create(**asked, stream=True)
+            await anext(aiter(stream))
+            await stream.close()
+        before = counted(client, "chat_completion", "cancelled")
+        while counted(client, "chat_completion", "cancelled") == before:
+            with pytest.raises(openai.APITimeoutError):
+                await oai.chat.completions.create(**asked, timeout=httpx.Timeout(30, read=0.5))
+
+
+def test_the_routes_are_documented_with_their_bodies(client: Client) -> None:
+    document = httpx.get(f"{client.url}/api/v1/openapi.json").json()
+    for path, field in (("completions", "prompt"), ("chat/completions", "messages")):
+        body = document["paths"][f"/oai/api/v1/{path}"]["post"]["requestBody"]
+        schema = body["content"]["application/json"]["schema"]
+        assert field in schema["required"]
+        assert "$ref" not in str(schema)

@@ -1,0 +1,125 @@
+"""Sampling on two replicas goes on when one of them, or the router before them, is killed."""
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from tests.e2e.client import Client, prompt, random_tokens, train
+
+from .serve import HEAL_S, KINDS, Serve, command, wait_until
+
+PROMPT = random_tokens(20, seed=3)
+LENGTH = 300
+SAMPLES = 64
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    running = Serve(tmp_path_factory.mktemp("replicas"), "--replicas", "2").wait_ready()
+    yield running
+    running.stop()
+    running.close()
+
+
+@pytest.fixture
+def client(server: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    with tinker.ServiceClient(base_url=server.url) as service:
+        yield Client(server.url, service)
+
+
+def vllm_servers(server: Serve) -> list[psutil.Process]:
+    found = [each for each in server.tree() if KINDS["vLLM server"] in command(each)]
+    return [each for each in found if "--port" in each.cmdline()]
+
+
+def adapters_of(vllm: psutil.Process) -> set[str]:
+    line = vllm.cmdline()
+    models = httpx.get(f"http://127.0.0.1:{line[line.index('--port') + 1]}/v1/models").json()["data"]
+    return {model["id"] for model in models if model["parent"]}
+
+
+def detail(server: Serve) -> str:
+    return str(httpx.get(f"{server.url}/readyz").json()["detail"])
+
+
+def sample_many(server: Serve, sampler: tinker.SamplingClient) -> list[Future[types.SampleResponse]]:
+    """Of different prompts, so that they are spread over the replicas; returns when these have them all."""
+    pending = [
+        sampler.sample(
+            prompt([*PROMPT, index]),
+            num_samples=1,
+            sampling_params=types.SamplingParams(max_tokens=LENGTH, stop=[], seed=index),
+        )
+        for index in range(SAMPLES)
+    ]
+    assert wait_until(lambda: samples_in_flight(server) > 0, 10)
+    return pending
+
+
+def samples_in_flight(server: Serve) -> float:
+    metrics = httpx.get(f"{server.url}/metrics").text
+    return float(re.search(r"^\S*samples_in_flight (\S+)$", metrics, re.M)[1])  # type: ignore[index]
+
+
+def assert_right(sampler: tinker.SamplingClient, answers: list[types.SampleResponse]) -> None:
+    """Tokens and logprobs belong together and to their own prompts."""
+    scored = [
+        sampler.compute_logprobs(prompt([*PROMPT, index, *answer.sequences[0].tokens]))
+        for index, answer in enumerate(answers)
+    ]
+    for answer, score in zip(answers, scored, strict=True):
+        (sequence,) = answer.sequences
+        assert len(sequence.tokens) == LENGTH
+        assert score.result(HEAL_S)[len(PROMPT) + 1 :] == pytest.approx(sequence.logprobs, abs=1e-3)
+
+
+def test_no_sample_is_lost_when_a_replica_is_killed_and_it_comes_back_with_all_adapters(
+    server: Serve, client: Client
+) -> None:
+    training = client.new_lora()
+    train(training, PROMPT)
+    before = training.save_weights_and_get_sampling_client().result()
+    pending = sample_many(server, before)
+    victim, survivor = vllm_servers(server)
+    victim.kill()
+    assert_right(before, [each.result(HEAL_S) for each in pending])
+
+    assert server.ready()
+    train(training, PROMPT)
+    meanwhile = training.save_weights_and_get_sampling_client().result()
+    assert_right(meanwhile, [each.result(HEAL_S) for each in sample_many(server, meanwhile)])
+
+    assert wait_until(lambda: detail(server) == "", HEAL_S)
+    (newcomer,) = [each for each in vllm_servers(server) if each != survivor]
+    assert adapters_of(newcomer) == adapters_of(survivor)
+    assert len(adapters_of(newcomer)) == 2
+    assert_right(meanwhile, [each.result(HEAL_S) for each in sample_many(server, meanwhile)])
+
+
+def test_no_sample_is_lost_when_the_router_is_killed(server: Serve, client: Client) -> None:
+    sampler = client.base_sampler()
+    pending = sample_many(server, sampler)
+    router = server.find("router")
+    assert router is not None
+    router.kill()
+    assert_right(sampler, [each.result(HEAL_S) for each in pending])
+    assert wait_until(lambda: server.find("router") not in (None, router), HEAL_S)
+    assert_right(sampler, [each.result(HEAL_S) for each in sample_many(server, sampler)])
+    assert server.ready()
+
+
+def test_both_replicas_killed_at_once_come_back_and_samples_wait(server: Serve, client: Client) -> None:
+    sampler = client.base_sampler()
+    pending = sample_many(server, sampler)
+    for vllm in vllm_servers(server):
+        vllm.kill()
+    assert wait_until(lambda: not server.ready(), 10)
+    assert_right(sampler, [each.result(HEAL_S) for each in pending])
+    assert server.ready()
