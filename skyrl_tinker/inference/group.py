@@ -127,8 +127,6 @@ class _Replica:
         """Why it runs no more; None while it runs."""
         try:
             code = (await self.status()).exit_code
-            if code is not None:
-                _log.error("the log of the vLLM server that died ends with:\n%s", await self.log_tail())
         except SamplerError as error:
             return str(error)
         return None if code is None else f"vLLM ended with code {code}"

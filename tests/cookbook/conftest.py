@@ -1,0 +1,36 @@
+"""One server and one taught model for all of the cookbook's loops."""
+
+from collections.abc import Iterator
+
+import pytest
+import tinker
+
+from tests.faults.serve import Serve
+
+from .kitchen import MODEL, Kitchen, Run
+
+
+@pytest.fixture(scope="package")
+def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
+    made = Kitchen(tmp_path_factory.mktemp("kitchen"))
+    options = ("--base-model", str(made.model_directory), "--model-name", MODEL)
+    server = Serve(made.directory / "home", *options)
+    try:
+        made.url = server.wait_ready().url
+        yield made
+        server.stop()
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="package")
+def service(kitchen: Kitchen) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=kitchen.url, api_key="tml-local") as client:
+        yield client
+
+
+@pytest.fixture(scope="package")
+def taught(kitchen: Kitchen) -> Run:
+    """sl_loop teaches the form of an answer, without which no group of samples ever has different rewards."""
+    settings = ("batch_size=8", "learning_rate=6e-3", "max_length=512", "save_every=5")
+    return kitchen.cook("sl_loop", "taught", *settings)

@@ -1,0 +1,83 @@
+"""A directory from which tinker-cookbook's recipes run offline, and what a run of one leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import data
+
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # recipes choose their renderer by this name; a directory of it is here
+RENDERER = "qwen3_instruct"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a recipe wrote to its log_path."""
+
+    log_path: Path
+
+    @property
+    def metrics(self) -> list[Row]:
+        """One row for each step of training; some loops write a last one that only sums up."""
+        rows = read_jsonl(self.log_path / "metrics.jsonl")
+        return [row for row in rows if any(key.startswith("progress") for key in row)]
+
+    @property
+    def checkpoints(self) -> list[Row]:
+        return read_jsonl(self.log_path / "checkpoints.jsonl")
+
+    def column(self, name: str) -> list[float]:
+        return [row[name] for row in self.metrics]
+
+
+class Kitchen:
+    """Model, datasets and logs of all runs, under one working directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model_directory = directory / MODEL
+        command = [sys.executable, "-m", "skyrl_tinker.cli", "make-model", str(self.model_directory)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        data.write_all(directory)
+        self.url = ""
+
+    def cook(self, recipe: str, name: str, *arguments: str) -> Run:
+        """`python -m tinker_cookbook.recipes.RECIPE ...` as a user runs it; AssertionError if it fails."""
+        run = self.log(name)
+        common = [f"model_name={MODEL}", f"log_path={run.log_path}", f"base_url={self.url}"]
+        finished = subprocess.run(
+            [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", *common, *arguments],
+            cwd=self.directory,
+            env=os.environ | self._offline(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert finished.returncode == 0, finished.stdout[-5000:]
+        return run
+
+    def log(self, name: str, *checkpoints: Row) -> Run:
+        """The log_path of that name; with checkpoints, as a run that ended after them left it."""
+        run = Run(self.directory / "logs" / name)
+        if checkpoints:
+            data.write_jsonl(run.log_path / "checkpoints.jsonl", checkpoints)
+        return run
+
+    def _offline(self) -> dict[str, str]:
+        return {
+            "TINKER_API_KEY": "tml-local",
+            "TINKER_TELEMETRY": "0",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "HF_HOME": str(self.directory / "huggingface"),
+        }
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
