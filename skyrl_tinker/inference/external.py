@@ -77,6 +77,7 @@ async def _require_fit(url: str) -> None:
     client = RemoteInferenceClient(url, (url,))
     try:
         await client.weight_version()
+        await client.resume()  # a pause that it heard too late, when it hung, would hold all requests
         for name in await client.adapters():
             await client.unload_adapter(name)
         await client.generate(
