@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.store import futures as future_rows
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Finished, Outcome
+from skyrl_tinker.store.futures import Outcome
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire.ids import FutureStatus, RequestId
 
@@ -47,13 +47,13 @@ class FutureWaiter:
     async def announce(self) -> None:
         """Answer everybody whose future finished since the last call; one query reads all their results."""
         async with self._store.read() as conn:
-            finished = await future_rows.finished_after(conn, self._cursor)
-        wanted = [each for each in finished if each.request_id in self._waiting]
-        for outcome in await self._read(wanted):
-            for wait in self._waiting.get(outcome.request_id, ()):
-                _answer(wait, outcome)
-        if finished:
-            self._cursor = finished[-1].cursor
+            finished = await future_rows.finished_after(conn, self._cursor, _SMALL_BYTES)
+        for cursor, outcome in finished:
+            if outcome.request_id in self._waiting:
+                whole = await self._whole(outcome)
+                for wait in self._waiting.get(outcome.request_id, ()):
+                    _answer(wait, whole)
+            self._cursor = cursor
 
     def stop(self) -> None:
         """End every wait now, and those to come at once: the process is shutting down."""
@@ -90,21 +90,16 @@ class FutureWaiter:
                 del self._waiting[request_id]
 
     async def _look(self, request_id: RequestId) -> Outcome | None:
-        """Most are pending when they are first asked for, so a large result is left for a second look."""
         async with self._store.read() as conn:
             outcome = await future_rows.outcome(conn, request_id, _SMALL_BYTES)
-        if outcome is None or not outcome.withheld:
-            return outcome
-        return await self._store.fetch(lambda conn: future_rows.outcome(conn, request_id))
+        return outcome and await self._whole(outcome)
 
-    async def _read(self, finished: Sequence[Finished]) -> Sequence[Outcome]:
-        if not finished:
-            return ()
-        ids = [each.request_id for each in finished]
-        if sum(each.size for each in finished) > _SMALL_BYTES:
-            return await self._store.fetch(lambda conn: future_rows.outcomes(conn, ids))
-        async with self._store.read() as conn:
-            return await future_rows.outcomes(conn, ids)
+    async def _whole(self, outcome: Outcome) -> Outcome:
+        """With its result, also where that is large: then it is read off the loop."""
+        if not outcome.withheld:
+            return outcome
+        found = await self._store.fetch(lambda conn: future_rows.outcome(conn, outcome.request_id))
+        return found or outcome
 
 
 def _answer(wait: _Wait, outcome: Outcome | None) -> None:

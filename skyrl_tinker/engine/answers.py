@@ -1,7 +1,8 @@
 """How results leave the engine: encoded once, committed together, then the API is rung."""
 
+import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,8 @@ class Outbox:
         self._store = store
         self._bell = bell
         self._metrics = metrics or Metrics()
+        self._waiting: dict[int, Outcome] = {}  # by future id
+        self._sending: asyncio.Task[None] | None = None
 
     async def commit(self, op: Op[T], *done: int) -> T:
         """Commit an op that finishes these futures well, then ring the API."""
@@ -60,22 +63,39 @@ class Outbox:
 
     async def send(self, outcomes: Iterable[tuple[int, Outcome]], *also: Op[Any]) -> None:
         """Finish futures (by id), together with what must stand or fall with them."""
-        finished = list(outcomes)
+        finished = dict(outcomes)
+        if also:
+            await self._send(finished, also)
+        elif finished:
+            self._waiting |= finished
+            if self._sending is None:
+                self._sending = asyncio.create_task(self._send_waiting())
+            await asyncio.shield(self._sending)
 
+    async def _send_waiting(self) -> None:
+        """What finishes in the same turn of the loop goes together: samples end many at once."""
+        await asyncio.sleep(0)
+        self._sending, finished, self._waiting = None, self._waiting, {}
+        await self._send(finished, ())
+
+    async def _send(self, finished: Mapping[int, Outcome], also: Sequence[Op[Any]]) -> None:
         async def op(conn: AsyncConnection) -> None:
             for each in also:
                 await each(conn)
-            for future_id, outcome in finished:
-                await finish(conn, future_id, outcome)
+            await finish_all(conn, finished)
 
-        if finished or also:
-            await self.commit(op)
-            for future_id, outcome in finished:
-                self._metrics.answered(future_id, outcome.category if isinstance(outcome, Failure) else "ok")
+        await self.commit(op)
+        for future_id, outcome in finished.items():
+            self._metrics.answered(future_id, outcome.category if isinstance(outcome, Failure) else "ok")
 
 
-async def finish(conn: AsyncConnection, future_id: int, outcome: Outcome) -> None:
-    if isinstance(outcome, Failure):
-        await futures.fail(conn, future_id, outcome)
-    else:
-        await futures.succeed(conn, future_id, outcome.content_type, outcome.body)
+async def finish_all(conn: AsyncConnection, outcomes: Mapping[int, Outcome]) -> None:
+    """By future id."""
+    results: dict[int, tuple[str, bytes]] = {}
+    for future_id, outcome in outcomes.items():
+        if isinstance(outcome, Failure):
+            await futures.fail(conn, future_id, outcome)
+        else:
+            results[future_id] = (outcome.content_type, outcome.body)
+    if results:
+        await futures.succeed_all(conn, results)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.engine.answers import Outbox, failure_of, finish, json_answer
+from skyrl_tinker.engine.answers import Outbox, failure_of, finish_all, json_answer
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.models import expiry, free_directory, require_free
 from skyrl_tinker.engine.samplers import Samplers
@@ -176,7 +176,7 @@ def _record(capture: Capture, size: int) -> Callable[[AsyncConnection], Any]:
             answer = {"path": str(capture.path), "type": TYPE}
         else:
             answer = {"sampling_session_id": await _session(conn, capture), "type": TYPE}
-        await finish(conn, capture.row.id, json_answer(answer))
+        await finish_all(conn, {capture.row.id: json_answer(answer)})
 
     return op
 

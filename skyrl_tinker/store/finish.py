@@ -1,6 +1,7 @@
 """How futures end: once, with bytes that stay fetchable."""
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -18,18 +19,40 @@ _END = update(Future).where(
     Future.id == bindparam("future_id"), Future.status == literal(FutureStatus.PENDING, Future.status.type)
 )
 _END = _END.values({name: bindparam(name) for name in ("status", "finished_at", "error", "category")})
+_DONE = (
+    update(Future)
+    .where(
+        Future.id.in_(bindparam("future_ids", expanding=True)),
+        Future.status == literal(FutureStatus.PENDING, Future.status.type),
+    )
+    .values(status=FutureStatus.DONE, finished_at=bindparam("now"))
+    .returning(Future.id)
+)
 _RESULT = insert(Result)
-_DROP_BODY = delete(Request).where(Request.future_id == bindparam("future_id"))
+_DROP_BODIES = delete(Request).where(Request.future_id.in_(bindparam("future_ids", expanding=True)))
 
 
 async def succeed(conn: AsyncConnection, future_id: int, content_type: str, body: bytes) -> None:
     """Finish with the bytes that the client gets. Nothing happens if it has finished already."""
-    await _finish(conn, future_id, FutureStatus.DONE, content_type, body)
+    await succeed_all(conn, {future_id: (content_type, body)})
+
+
+async def succeed_all(conn: AsyncConnection, results: Mapping[int, tuple[str, bytes]]) -> None:
+    """Content type and body by future id; those that have finished already are passed over."""
+    ended = await conn.execute(_DONE, {"future_ids": list(results), "now": time.time()})
+    ids = sorted(ended.scalars())
+    if ids:
+        rows = [{"future_id": id_, "content_type": results[id_][0], "body": results[id_][1]} for id_ in ids]
+        await conn.execute(_RESULT, rows)
+        await _drop_bodies(conn, ids)
 
 
 async def fail(conn: AsyncConnection, future_id: int, failure: Failure) -> None:
     """Finish with an error. Nothing happens if it has finished already."""
-    await _finish(conn, future_id, FutureStatus.FAILED, JSON_TYPE, failure_body(failure), failure)
+    key = {"future_id": future_id}
+    if (await conn.execute(_END, key | _end(FutureStatus.FAILED, failure))).rowcount:
+        await conn.execute(_RESULT, key | {"content_type": JSON_TYPE, "body": failure_body(failure)})
+        await _drop_bodies(conn, [future_id])
 
 
 async def fail_pending(conn: AsyncConnection, up_to_id: int | None, failure: Failure) -> int:
@@ -56,26 +79,15 @@ def failure_body(failure: Failure) -> bytes:
     return orjson.dumps({"error": failure.message, "category": failure.category})
 
 
-async def _finish(
-    conn: AsyncConnection,
-    future_id: int,
-    status: FutureStatus,
-    content_type: str,
-    body: bytes,
-    failure: Failure | None = None,
-) -> None:
-    key = {"future_id": future_id}
-    if not (await conn.execute(_END, key | _end(status, failure))).rowcount:
-        return
-    await conn.execute(_RESULT, key | {"content_type": content_type, "body": body})
-    # Until there are snapshots to replay from, nothing needs the body of a finished request.
-    await conn.execute(_DROP_BODY, key)
+async def _drop_bodies(conn: AsyncConnection, future_ids: Sequence[int]) -> None:
+    """Until there are snapshots to replay from, nothing needs the body of a finished request."""
+    await conn.execute(_DROP_BODIES, {"future_ids": future_ids})
 
 
-def _end(status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
+def _end(status: FutureStatus, failure: Failure) -> dict[str, Any]:
     return {
         "status": status,
         "finished_at": time.time(),
-        "error": failure and failure.message,
-        "category": failure and failure.category,
+        "error": failure.message,
+        "category": failure.category,
     }

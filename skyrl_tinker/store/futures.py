@@ -2,12 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from sqlalchemy import and_, bindparam, case, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.store.finish import fail, fail_pending, failure_body, purge_results, succeed
+from skyrl_tinker.store.finish import (
+    fail,
+    fail_pending,
+    failure_body,
+    purge_results,
+    succeed,
+    succeed_all,
+)
 from skyrl_tinker.store.submit import Accepted, submit_create, submit_sample, submit_training
 from skyrl_tinker.store.tables import Future, Model, Request, Result
 from skyrl_tinker.wire.ids import (
@@ -21,7 +27,6 @@ from skyrl_tinker.wire.ids import (
 
 __all__ = [
     "Accepted",
-    "Finished",
     "Outcome",
     "QueuedRow",
     "bodies",
@@ -39,6 +44,7 @@ __all__ = [
     "submit_sample",
     "submit_training",
     "succeed",
+    "succeed_all",
 ]
 
 
@@ -74,14 +80,6 @@ class Outcome:
     withheld: bool | None = None  # there is a body, larger than what was asked for
 
 
-class Finished(NamedTuple):
-    """`cursor`: results.id; `size`: bytes of the result."""
-
-    cursor: int
-    request_id: RequestId
-    size: int
-
-
 # Statements of the hot path are built once: making one costs more than running it.
 _WAITING = or_(
     Future.status == literal(FutureStatus.PENDING, Future.status.type),
@@ -108,24 +106,29 @@ _QUEUED = (
     .order_by(Future.id)
     .limit(bindparam("most"))
 )
+_BODIES = select(Request.future_id, Request.body).where(
+    Request.future_id.in_(bindparam("future_ids", expanding=True))
+)
+_OUTCOME = (
+    Future.id,
+    Future.request_id,
+    Future.kind,
+    Future.status,
+    Result.content_type,
+    case((func.length(Result.body) <= bindparam("most"), Result.body)).label("body"),
+    Model.model_id,
+    (func.length(Result.body) > bindparam("most")).label("withheld"),
+)
 _OUTCOMES = (
-    select(
-        Future.id,
-        Future.request_id,
-        Future.kind,
-        Future.status,
-        Result.content_type,
-        case((func.length(Result.body) <= bindparam("most"), Result.body)).label("body"),
-        Model.model_id,
-        (func.length(Result.body) > bindparam("most")).label("withheld"),
-    )
+    select(*_OUTCOME)
     .outerjoin(Result, Result.future_id == Future.id)
     .outerjoin(Model, Model.key == Future.model_key)
     .where(Future.request_id.in_(bindparam("request_ids", expanding=True)))
 )
 _FINISHED = (
-    select(Result.id, Future.request_id, func.length(Result.body).label("size"))
+    select(Result.id.label("cursor"), *_OUTCOME)
     .join(Future, Future.id == Result.future_id)
+    .outerjoin(Model, Model.key == Future.model_key)
     .where(Result.id > bindparam("cursor"))
     .order_by(Result.id)
 )
@@ -139,8 +142,7 @@ async def queued_after(conn: AsyncConnection, cursor: int, limit: int = 1000) ->
 
 async def bodies(conn: AsyncConnection, ids: Sequence[int]) -> dict[int, bytes]:
     """Bodies by future id; those that finished meanwhile are left out."""
-    query = select(Request.future_id, Request.body).where(Request.future_id.in_(ids))
-    return {row.future_id: row.body for row in await conn.execute(query)}
+    return {row.future_id: row.body for row in await conn.execute(_BODIES, {"future_ids": ids})}
 
 
 async def max_id(conn: AsyncConnection) -> int:
@@ -162,9 +164,12 @@ async def outcomes(
     return [Outcome(*row) for row in rows]
 
 
-async def finished_after(conn: AsyncConnection, cursor: int) -> list[Finished]:
-    """What finished after the cursor, in that order."""
-    return [Finished(*row) for row in await conn.execute(_FINISHED, {"cursor": cursor})]
+async def finished_after(
+    conn: AsyncConnection, cursor: int, most_bytes: int = ANY_SIZE
+) -> list[tuple[int, Outcome]]:
+    """(results.id, outcome) of what finished after the cursor, in that order. Large results are withheld."""
+    rows = await conn.execute(_FINISHED, {"cursor": cursor, "most": most_bytes})
+    return [(row[0], Outcome(*row[1:])) for row in rows]
 
 
 async def last_result_id(conn: AsyncConnection) -> int:

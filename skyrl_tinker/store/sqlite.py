@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+import orjson
 from sqlalchemy import Connection, NullPool, event, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -86,8 +87,13 @@ def _engine(connection: Callable[[], "_Connection"], begin: str) -> AsyncEngine:
     async def connected() -> Any:
         return connection()
 
-    made = create_async_engine(f"{DRIVER}://", async_creator=connected, poolclass=NullPool)
-    event.listen(made.sync_engine, "begin", starts_with(begin))
+    made = create_async_engine(
+        f"{DRIVER}://",
+        async_creator=connected,
+        poolclass=NullPool,
+        json_serializer=lambda value: orjson.dumps(value).decode(),
+    )
+    event.listen(made.sync_engine, "begin", lambda conn: conn.connection.driver_connection.begin(begin))
     return made
 
 
@@ -174,10 +180,7 @@ class _Cursor:
         return self
 
     async def execute(self, sql: str, parameters: Sequence[Any] = ()) -> None:
-        if sql in (BEGIN_READ, BEGIN_WRITE):
-            self._connection.begin(sql)
-        else:
-            self._keep(self._connection.raw.execute(sql, parameters))
+        self._keep(self._connection.raw.execute(sql, parameters))
 
     async def executemany(self, sql: str, parameters: Sequence[Sequence[Any]]) -> None:
         self._keep(self._connection.raw.executemany(sql, parameters))

@@ -40,8 +40,8 @@ async def test_a_bad_save_is_accepted_and_fails(
     assert message in await world.failure((await world.ok(route, body))["request_id"])
 
 
-async def test_inflight_saves_are_refused_by_name(world: World) -> None:
-    body = {"model_id": await world.model(), "seq_id": 1, "sampling_session_seq_id": 0, "kind": "inflight"}
+async def test_a_named_save_cannot_be_inflight(world: World) -> None:
+    body = {"model_id": await world.model(), "seq_id": 1, "path": "one", "kind": "inflight"}
     assert "inflight" in await world.failure((await world.ok("save_weights_for_sampler", body))["request_id"])
 
 

@@ -67,7 +67,7 @@ async def test_finished_futures_come_in_the_order_in_which_they_finished(
         newest = await futures.last_result_id(conn)
         rest = await futures.finished_after(conn, finished[0][0])
         nothing = await futures.finished_after(conn, newest)
-    assert [each.request_id for each in finished] == [accepted[i].request_id for i in (2, 0, 1)]
+    assert [outcome.request_id for _, outcome in finished] == [accepted[i].request_id for i in (2, 0, 1)]
     assert rest == finished[1:]
     assert newest == finished[-1][0]
     assert nothing == []
