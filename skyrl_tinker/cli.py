@@ -76,6 +76,16 @@ def serve(
     device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cpu]")] = None,
     trainer_ranks: Annotated[int | None, typer.Option(help="FSDP workers [default: 1]")] = None,
     replicas: Annotated[int | None, typer.Option(help="vLLM servers [default: 1]")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="GPUs, on a CPU processes, of each replica [default: 1]")
+    ] = None,
+    sampler_urls: Annotated[
+        list[str] | None,
+        typer.Option(help="A vLLM server that runs already, in place of replicas; give it once for each"),
+    ] = None,
+    router_url: Annotated[
+        str | None, typer.Option(help="A router before the sampler URLs [default: one of our own]")
+    ] = None,
     placement: Annotated[str | None, typer.Option(help="separate or colocated [default: separate]")] = None,
     max_lora_rank: Annotated[int | None, typer.Option(help="[default: 64]")] = None,
     context_length: Annotated[int | None, typer.Option(help="[default: the model's, at most 4096]")] = None,
@@ -101,6 +111,9 @@ def serve(
             device=device,
             trainer_ranks=trainer_ranks,
             replicas=replicas,
+            tensor_parallel_size=tensor_parallel_size,
+            sampler_urls=tuple(sampler_urls) if sampler_urls else None,
+            router_url=router_url,
             placement=placement,
             max_lora_rank=max_lora_rank,
             context_length=context_length,

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
@@ -53,8 +54,22 @@ def _check_samplers(settings: Settings) -> None:
             f"--replicas {settings.replicas} and sampler_urls: either this server starts samplers, or it "
             "uses those that run; give one of the two"
         )
+    named = [("sampler_urls", url) for url in settings.sampler_urls]
+    for name, url in [*named, *([("router_url", settings.router_url)] if settings.router_url else [])]:
+        if not _is_http(url):
+            raise StartupError(f"{name}: found {url!r}, expected http://host:port")
+    if len({url.rstrip("/") for url in settings.sampler_urls}) < len(settings.sampler_urls):
+        raise StartupError(f"sampler_urls name a server twice: {', '.join(settings.sampler_urls)}")
     if settings.router_url is not None and not settings.sampler_urls:
         raise StartupError("router_url needs sampler_urls: adapters and weights go to each sampler directly")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number
+        return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,6 +15,12 @@ def test_help_names_the_defaults() -> None:
         assert default in shown
 
 
+def test_sampler_urls_are_given_one_by_one() -> None:
+    urls = ["--sampler-urls", "http://127.0.0.1:9", "--sampler-urls", "http://127.0.0.1:9/"]
+    result = CliRunner().invoke(app, ["serve", *urls])
+    assert "sampler_urls name a server twice: http://127.0.0.1:9, http://127.0.0.1:9/" in result.stderr
+
+
 def test_it_tells_its_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"skyrl-tinker {__version__}\n"
 

@@ -15,6 +15,10 @@ from skyrl_tinker.places import Places
     [
         ({"replicas": 2, "sampler_urls": ["http://127.0.0.1:9"]}, "--replicas 2 and sampler_urls"),
         ({"router_url": "http://127.0.0.1:9"}, "router_url needs sampler_urls"),
+        ({"sampler_urls": ["localhost:9"]}, "sampler_urls: found 'localhost:9', expected http://host:port"),
+        ({"sampler_urls": ["http://a:b"]}, "sampler_urls: found 'http://a:b'"),
+        ({"sampler_urls": ["http://a:9", "http://a:9/"]}, "sampler_urls name a server twice"),
+        ({"sampler_urls": ["http://a:9"], "router_url": "b"}, "router_url: found 'b'"),
         ({"placement": "colocated", "phase_min_s": 2, "phase_max_s": 1}, "phase_min_s 2 > phase_max_s 1"),
         (
             {"placement": "colocated", "device": "cuda", "trainer_ranks": 2},

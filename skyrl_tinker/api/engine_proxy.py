@@ -14,6 +14,7 @@ from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.wire.models.openai import error_body
 
 EVENTS = "text/event-stream"
+GET_S = 5.0
 T = TypeVar("T")
 
 
@@ -37,11 +38,11 @@ class EngineProxy:
             await self._session.close()
 
     async def get(self, path: str) -> bytes:
-        """The body. EngineAwayError."""
+        """The body. EngineAwayError, also when it does not come in GET_S."""
         try:
-            async with self._pool().get(f"http://engine{path}") as answer:
+            async with asyncio.timeout(GET_S), self._pool().get(f"http://engine{path}") as answer:
                 return await answer.read()
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineAwayError from error
 
     async def relay(self, request: Request) -> Response:

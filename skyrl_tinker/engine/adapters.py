@@ -49,13 +49,16 @@ class Adapters:
                 await self._load(version)
 
     async def drop(self, version: WeightVersion) -> None:
-        """Nobody will sample it any more."""
+        """Nobody will sample it any more. One that a request began with meanwhile stays."""
         async with self._fleet.changing:
-            await self._unload(version.id)
+            if version.id not in self._users:
+                await self._unload(version.id)
+                self._wake()
 
     def forget(self, version: WeightVersion) -> None:
         """Some sampler has lost it: it is loaded again, which does no harm to those that have it."""
         self._loaded.pop(version.id, None)
+        self._wake()
 
     async def equip(self, newcomer: RemoteInferenceClient) -> None:
         """Load what the other replicas have; called with `changing` held.

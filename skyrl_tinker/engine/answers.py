@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.metrics import Metrics
@@ -18,6 +19,7 @@ from skyrl_tinker.store.writer import Op, T
 from skyrl_tinker.wire.values import Failure
 
 JSON_TYPE = "application/json"
+RETRY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +64,10 @@ class Outbox:
         return value
 
     async def send(self, outcomes: Iterable[tuple[int, Outcome]], *also: Op[Any]) -> None:
-        """Finish futures (by id), together with what must stand or fall with them."""
+        """Finish futures (by id), together with what must stand or fall with them.
+
+        Results alone wait for a database that fails for a while; what goes with more raises OperationalError.
+        """
         finished = dict(outcomes)
         if also:
             await self._send(finished, also)
@@ -76,7 +81,7 @@ class Outbox:
         """What finishes in the same turn of the loop goes together: samples end many at once."""
         await asyncio.sleep(0)
         self._sending, finished, self._waiting = None, self._waiting, {}
-        await self._send(finished, ())
+        await persistently(lambda: self._send(finished, ()))
 
     async def _send(self, finished: Mapping[int, Outcome], also: Sequence[Op[Any]]) -> None:
         async def op(conn: AsyncConnection) -> None:
@@ -87,6 +92,16 @@ class Outbox:
         await self.commit(op)
         for future_id, outcome in finished.items():
             self._metrics.answered(future_id, outcome.category if isinstance(outcome, Failure) else "ok")
+
+
+async def persistently(op: Callable[[], Awaitable[T]]) -> T:
+    """A database that fails for a while delays; it must neither lose a request nor end those of others."""
+    while True:
+        try:
+            return await op()
+        except OperationalError as error:
+            _log.warning("the store failed, trying again in %.0f s: %s", RETRY_S, error)
+            await asyncio.sleep(RETRY_S)
 
 
 async def finish_all(conn: AsyncConnection, outcomes: Mapping[int, Outcome]) -> None:

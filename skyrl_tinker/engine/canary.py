@@ -74,7 +74,7 @@ async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, dire
     version = WeightVersion(VERSION, "lora", str(directory))
     try:
         await samplers.load(version)
-        base, adapter = await asyncio.gather(
+        (base, _), (adapter, _) = await asyncio.gather(
             sampler_logprobs(samplers, None, probed.tokens),
             sampler_logprobs(samplers, version, probed.tokens),
         )

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
+from sqlalchemy.exc import OperationalError
+
 from skyrl_tinker.engine.placement import SEPARATE, Changing, Placement
 from skyrl_tinker.engine.status import Status
 from skyrl_tinker.errors import SamplerError
@@ -145,6 +147,8 @@ class Fleet:
             self._note_change()
         ended = await self._servers.end(loss.index)
         if loss.silent and not ended:  # which requests it holds is not known
+            self._losses += 1  # also explains those that began after it was dropped
+            self._note_change()
             for attempt in self._attempts:
                 attempt.cancel()
 
@@ -168,6 +172,9 @@ class Fleet:
             try:
                 await asyncio.wait((equipping, lost), return_when=asyncio.FIRST_COMPLETED)
                 if not equipping.done():
+                    await self._servers.end(index)  # nothing waits for it any more
+                    equipping.cancel()
+                    await asyncio.wait((equipping,))  # a sync that breaks off tidies up before the next one
                     raise SamplerError(f"{url} was lost before it served: {lost.result().reason}")
                 equipping.result()
             finally:
@@ -250,12 +257,15 @@ class Fleet:
         self._changed = asyncio.Event()
 
     async def _tell(self, status: Status) -> None:
-        if not self._members:
-            await status.say("restarting", "no sampler serves; they are started again, models are unharmed")
-        elif self.size < self._replicas:
-            await status.say("ready", f"{self.size} of {self._replicas} replicas serve")
-        else:
-            await status.say("ready", "")
+        try:
+            if not self._members:
+                await status.say("restarting", "no sampler serves; they start again, models are unharmed")
+            elif self.size < self._replicas:
+                await status.say("ready", f"{self.size} of {self._replicas} replicas serve")
+            else:
+                await status.say("ready", "")
+        except OperationalError as error:  # a database that fails briefly ends no engine
+            _log.warning("the status could not be told: %s", error)
 
 
 async def _nothing(newcomer: RemoteInferenceClient) -> None:

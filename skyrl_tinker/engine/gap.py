@@ -4,6 +4,7 @@ import logging
 import math
 from dataclasses import dataclass
 
+from skyrl_tinker.engine.answers import persistently
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.probe import (
     largest_difference,
@@ -12,7 +13,7 @@ from skyrl_tinker.engine.probe import (
     trainer_logprobs,
 )
 from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.errors import NotFoundError, SamplerError, StateLostError
+from skyrl_tinker.errors import SkyrlTinkerError, StateLostError
 from skyrl_tinker.store import state
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
@@ -60,20 +61,30 @@ class GapMonitor:
 
     async def begin(self) -> None:
         """What an earlier engine warned of is over."""
-        await self._store.write(lambda conn: state.put(conn, state.WARNING, None))
+        await self._warn(None)
 
     async def score(self, key: ModelKey, model_id: ModelId) -> Scored | None:
-        """None when probes are off."""
+        """None when probes are off, or this one failed, which must not fail the save."""
         if len(self._tokens) < 2:
             return None
-        return Scored(key, model_id, await trainer_logprobs(self._trainer, key, self._tokens))
-
-    async def compare(self, scored: Scored, version: WeightVersion) -> None:
-        """Ask the samplers, and tell: the metrics, the model's next step, and beyond the bound the user."""
         try:
-            sampled = await sampler_logprobs(self._samplers, version, self._tokens)
-        except (NotFoundError, StateLostError, SamplerError) as error:  # dropped meanwhile, or samplers down
+            return Scored(key, model_id, await trainer_logprobs(self._trainer, key, self._tokens))
+        except StateLostError as error:
+            _log.warning("the probe of %s failed: %s", model_id, error)
+            return None
+
+    async def compare(self, scored: Scored, version: WeightVersion, *, inflight: bool) -> None:
+        """Ask the samplers, and tell: the metrics, the model's next step, and beyond the bound the user.
+
+        An inflight version is asked as those ask who sample it: nobody's rollouts make room for the probe.
+        """
+        wanted = self._samplers.target(scored.key, version) if inflight else version
+        try:
+            sampled, served = await sampler_logprobs(self._samplers, wanted, self._tokens)
+        except SkyrlTinkerError as error:  # dropped meanwhile, samplers down, or logprobs that are no numbers
             _log.info("the logprobs of %s were not compared: %s", version.name, error)
+            return
+        if inflight and served != version.name:  # the target has moved on, and is compared again
             return
         gap = largest_difference(sampled, scored.logprobs)
         self._metrics.compared(gap)
@@ -98,7 +109,10 @@ class GapMonitor:
             )
             _log.warning("%s", warning)
         if stood != bool(self._apart):
-            await self._store.write(lambda conn: state.put(conn, state.WARNING, warning))
+            await persistently(lambda: self._warn(warning))
+
+    async def _warn(self, warning: str | None) -> None:
+        await self._store.write(lambda conn: state.put(conn, state.WARNING, warning))
 
 
 def _worse(one: float, other: float) -> float:

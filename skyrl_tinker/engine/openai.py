@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -100,7 +100,7 @@ class OpenAIServer:
 
     async def _prepare(self, wanted: Wanted) -> _Call:
         version = await self._target(wanted.model)
-        counts = await asyncio.gather(*(self._count(each) for each in texts_to_count(wanted)))
+        counts = await asyncio.gather(*(self._count(each) for each in texts_to_count(wanted, self._facts)))
         length = longest_prompt(wanted, counts, self._facts)
         return _Call(wanted, version, upstream_body(wanted, length, self._facts))
 
@@ -151,9 +151,10 @@ class OpenAIServer:
             )
             await response.prepare(http)
             try:
-                async for event in events:
-                    if passed_on := self._passed_on(call, event):
-                        await response.write(b"data: " + passed_on + b"\n\n")
+                async with _read_ahead(events, upstream) as ahead:
+                    async for event in ahead:
+                        if passed_on := self._passed_on(call, event):
+                            await response.write(b"data: " + passed_on + b"\n\n")
             except SamplerError as error:  # too late for a status
                 await response.write(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
             await response.write_eof()
@@ -202,6 +203,36 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         raise SamplerError(f"the sampler broke off: {error!r}") from error
     if event != _END:
         raise SamplerError("the sampler broke off")
+
+
+@asynccontextmanager
+async def _read_ahead(
+    events: AsyncIterator[bytes], upstream: AsyncExitStack
+) -> AsyncIterator[AsyncIterator[bytes]]:
+    """The same events, taken as fast as they come, `upstream` left behind the last one: a client that reads
+    slowly, or no more, must not keep weights in use that others make room for."""
+    taken: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def take() -> None:
+        try:
+            async with upstream:
+                async for event in events:
+                    taken.put_nowait(event)
+        finally:
+            taken.put_nowait(None)
+
+    taking = asyncio.create_task(take())
+    try:
+        yield _emptied(taken, taking)
+    finally:
+        taking.cancel()
+        await asyncio.wait((taking,))
+
+
+async def _emptied(taken: asyncio.Queue[bytes | None], taking: asyncio.Task[None]) -> AsyncIterator[bytes]:
+    while (event := await taken.get()) is not None:
+        yield event
+    await taking  # raises what it broke off with
 
 
 async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

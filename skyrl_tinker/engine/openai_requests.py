@@ -13,10 +13,33 @@ from skyrl_tinker.wire.values import BaseModelFacts
 
 Wanted = CompletionRequest | ChatCompletionRequest
 _OURS = {"model", "user", "max_tokens", "max_completion_tokens", "stream_options"}
+LONGEST_TOKEN = 1024
+"""Characters of a tokenizer's longest token, and more: a text that even so does not fit is not counted."""
 
 
-def texts_to_count(wanted: Wanted) -> list[dict[str, Any]]:
-    """Bodies of /tokenize for the prompts whose length is not known yet."""
+def texts_to_count(wanted: Wanted, facts: BaseModelFacts) -> list[dict[str, Any]]:
+    """Bodies of /tokenize for the prompts whose length is not known yet. FieldError for an endless one."""
+    bodies = _texts(wanted)
+    most = LONGEST_TOKEN * facts.context_length
+    for body in bodies:
+        _require_short(body, most, facts.context_length)
+    return bodies
+
+
+def _require_short(body: dict[str, Any], most: int, context: int) -> None:
+    field, found = next(iter(body.items()))
+    size = len(found) if isinstance(found, str) else sum(map(_characters, found))
+    if size > most:
+        message = f"{field}: {size} characters, expected at most {most} for {context} tokens of context"
+        raise FieldError(message, field, "context_length_exceeded")
+
+
+def _characters(message: dict[str, Any]) -> int:
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+
+
+def _texts(wanted: Wanted) -> list[dict[str, Any]]:
     if isinstance(wanted, ChatCompletionRequest):
         return [{"messages": [message.model_dump(exclude_none=True) for message in wanted.messages]}]
     prompts = [wanted.prompt] if isinstance(wanted.prompt, str) else wanted.prompt

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from skyrl_tinker.engine.inflight import Wanted
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import StateLostError
 from skyrl_tinker.training.group import TrainerGroup
@@ -16,7 +17,6 @@ from skyrl_tinker.wire.values import (
     PassItem,
     SampleRequest,
     SamplingParams,
-    WeightVersion,
 )
 
 _REQUEST = RequestId("probe")
@@ -48,12 +48,14 @@ async def trainer_logprobs(
 
 
 async def sampler_logprobs(
-    samplers: Samplers, version: WeightVersion | None, tokens: tuple[int, ...]
-) -> Float32:
-    """The same, [N-1], from the samplers."""
+    samplers: Samplers, wanted: Wanted, tokens: tuple[int, ...]
+) -> tuple[Float32, str | None]:
+    """The same, [N-1], from the samplers, and the version with which they scored, if they say so."""
     request = SampleRequest(tokens, 1, SamplingParams(max_tokens=1), prompt_logprobs=True)
-    output = await samplers.sample(version, request)
-    return np.asarray((output.prompt_logprobs or ())[1:], np.float32)
+    output = await samplers.sample(wanted, request)
+    spans = output.sequences[0].versions
+    logprobs = np.asarray((output.prompt_logprobs or ())[1:], np.float32)
+    return logprobs, spans[0].version if spans else None
 
 
 def largest_difference(one: Float32, other: Float32) -> float:

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.engine.answers import Outbox, failure_of, finish_all, json_answer
+from skyrl_tinker.engine.answers import Outbox, failure_of, finish_all, json_answer, persistently
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.models import expiry, free_directory, require_free
 from skyrl_tinker.engine.samplers import Samplers
@@ -159,7 +160,8 @@ class Publisher:
             await self._samplers.drop(capture.version)
         for directory in (capture.staging, capture.directory):
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-        await self._store.write(lambda conn: sampling.drop_version(conn, capture.version.id))
+        drop = partial(sampling.drop_version, version_id=capture.version.id)
+        await persistently(lambda: self._store.write(drop))
 
 
 def _path(model: ModelRow, body: SaveSamplerBody) -> TinkerPath | None:

@@ -47,6 +47,7 @@ class Residency:
         self._inside = 0
         self._waiting: OrderedDict[Hashable, int] = OrderedDict()  # group -> how many
         self._swapping: asyncio.Task[None] | None = None
+        self._coming: WeightVersion | None = None  # while swapping
         self._changed: set[asyncio.Future[None]] = set()
 
     @asynccontextmanager
@@ -76,8 +77,9 @@ class Residency:
         return self._state.version
 
     def in_use(self, version: WeightVersion) -> bool:
-        """Whether requests run on it."""
-        return self._inside > 0 and self._state.version == version
+        """Whether requests run on it, or it is on its way to the samplers."""
+        running = self._inside > 0 and self._state.version == version
+        return running or (self._swapping is not None and self._coming == version)
 
     def forget(self) -> None:
         """The samplers may serve different weights: the next request brings its own."""
@@ -111,6 +113,7 @@ class Residency:
 
     async def _bring(self, new: _State) -> None:
         """To its end, also when the request that asked for it is given up meanwhile."""
+        self._coming = new.version
         self._swapping = asyncio.create_task(self._exchange(new))
         self._swapping.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._swapping)

@@ -1,16 +1,13 @@
 """Sampling: many requests in flight, none of which ever waits for training."""
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
-from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.engine.answers import Answer, Outbox, Outcome, failure_of
+from skyrl_tinker.engine.answers import Answer, Outbox, Outcome, failure_of, persistently
 from skyrl_tinker.engine.inflight import Wanted
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.samplers import Samplers
@@ -26,9 +23,6 @@ from skyrl_tinker.wire.values import WeightVersion
 
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
-RETRY_S = 1.0
-T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 class SamplerDriver:
@@ -71,7 +65,7 @@ class SamplerDriver:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 batch = await self._next()
-                bodies = await _persistently(partial(self._bodies, batch))
+                bodies = await persistently(partial(self._bodies, batch))
                 for row in batch:
                     if row.id in bodies:  # else it has finished already
                         self._in_flight += 1
@@ -94,7 +88,7 @@ class SamplerDriver:
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         try:
             outcome = await self._outcome(row, body)
-            await _persistently(lambda: self._outbox.send([(row.id, outcome)]))
+            await self._outbox.send([(row.id, outcome)])
         finally:
             self._in_flight -= 1
             self._changed.set()
@@ -122,16 +116,6 @@ class SamplerDriver:
             else:
                 self._targets[session] = version
         return self._targets[session]
-
-
-async def _persistently(op: Callable[[], Awaitable[T]]) -> T:
-    """A database that fails for a while delays; it must neither lose a request nor end those of others."""
-    while True:
-        try:
-            return await op()
-        except OperationalError as error:
-            _log.warning("the store failed, trying again in %.0f s: %s", RETRY_S, error)
-            await asyncio.sleep(RETRY_S)
 
 
 async def _target(

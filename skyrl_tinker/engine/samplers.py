@@ -37,6 +37,7 @@ class Samplers:
         self._residency = Residency(self._swap, self._served)
         self._targets = Targets()
         self._users: Counter[VersionId] = Counter()
+        self._spoiled: set[str] = set()  # replicas that an update left with part of its weights
         fleet.equip = self._equip
 
     async def sample(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
@@ -160,6 +161,7 @@ class Samplers:
             try:
                 await sync_weights(self._fleet.client, self._transport, *self._source(new), previous)
             except WeightSyncError as error:
+                self._spoiled.update(error.lost)
                 for url in error.lost:
                     self._fleet.condemn(url, str(error))
                 raise
@@ -172,14 +174,19 @@ class Samplers:
 
     async def _equip(self, newcomer: RemoteInferenceClient) -> None:
         """What a replica that was started anew lacks; called with `changing` held."""
+        await self._transport.leave()  # it may be at the address of one that had joined
         await self._adapters.equip(newcomer)
         resident = self._residency.resident
         if resident is not None and not _there(resident):  # nobody samples from it any more
             self._residency.forget()
             resident = None
-        current = await newcomer.weight_version()  # one that we did not start may have any
-        if current not in ((UNSYNCED, BASE_MODEL) if resident is None else (resident.name,)):
+        # One that we did not start may have any weights, and under an old name parts of newer ones.
+        started_anew = await newcomer.weight_version() == UNSYNCED and self._spoiled.isdisjoint(
+            newcomer.server_urls
+        )
+        if resident is not None or not started_anew:
             await sync_weights(newcomer, self._transport, *self._source(resident), self._source(None))
+        self._spoiled.difference_update(newcomer.server_urls)
 
     def _source(self, version: WeightVersion | None) -> tuple[Path, str]:
         if version is None:

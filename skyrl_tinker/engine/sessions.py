@@ -92,6 +92,8 @@ class SessionKeeper:
         if self._samplers.in_use(version):
             return False
         await self._samplers.drop(version)
+        if self._samplers.in_use(version):  # since a moment ago: dropping waits for its turn
+            return False
         await self._store.write(lambda conn: sampling.drop_version(conn, version.id))
         self._sampler.forget_targets()
         return True

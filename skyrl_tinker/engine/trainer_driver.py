@@ -16,7 +16,7 @@ from skyrl_tinker.engine.models import Finished, Models
 from skyrl_tinker.engine.passes import PassRunner, ReadyPass, encode
 from skyrl_tinker.engine.placement import SEPARATE, Placement
 from skyrl_tinker.engine.planner import Pass, Single, Steps, Unit, next_unit
-from skyrl_tinker.engine.publisher import Publisher
+from skyrl_tinker.engine.publisher import Capture, Publisher
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.store import futures, models
 from skyrl_tinker.store.futures import QueuedRow
@@ -31,7 +31,7 @@ from skyrl_tinker.wire.bodies import (
     SaveWeightsBody,
 )
 from skyrl_tinker.wire.ids import FutureStatus, ModelKey, ModelState, RequestKind
-from skyrl_tinker.wire.values import Failure, PassOutput, StepItem, StepOutput, WeightVersion
+from skyrl_tinker.wire.values import Failure, PassOutput, StepItem, StepOutput
 
 
 class TrainerDriver:
@@ -259,13 +259,13 @@ class TrainerDriver:
                 publishing = self._background.create_task(self._publisher.publish(capture))
                 scored = await self._gaps.score(model.key, model.model_id)  # the same weights
                 if scored is not None:
-                    self._background.create_task(self._compare(publishing, scored, capture.version))
+                    self._background.create_task(self._compare(publishing, scored, capture))
             case kind, _:
                 raise AssertionError(f"{kind} is no barrier")
 
-    async def _compare(self, publishing: asyncio.Task[bool], scored: Scored, version: WeightVersion) -> None:
+    async def _compare(self, publishing: asyncio.Task[bool], scored: Scored, capture: Capture) -> None:
         if await publishing:
-            await self._gaps.compare(scored, version)
+            await self._gaps.compare(scored, capture.version, inflight=capture.inflight)
 
     async def _created(self, row: QueuedRow, model: ModelRow, finished: Finished) -> None:
         self._on_workers.add(model.key)

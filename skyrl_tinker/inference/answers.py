@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference import prompt_scores
 from skyrl_tinker.inference.prompt_scores import PromptScores
 from skyrl_tinker.inference.spec import BASE_MODEL
@@ -21,6 +21,9 @@ from skyrl_tinker.wire.values import (
 
 VLLM_START_VERSION = "default"
 """How vLLM calls the weights with which it started: those of the base model."""
+
+VLLM_LEAST_LOGPROB = -9999.0
+"""What vLLM writes in place of what is less, or no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class Answer:
 
 
 def parse(payload: Mapping[str, Any], request: SampleRequest) -> Answer:
-    """SamplerError when a prompt was not scored although nothing was aborted."""
+    """SamplerError when a prompt was not scored although nothing was aborted; UserError for weights that give
+    no numbers."""
     choices = sorted(payload["choices"], key=lambda choice: int(choice["index"]))
     details = payload["usage"].get("prompt_tokens_details") or {}
     rows, matrix = payload.get("prompt_logprobs"), payload.get("prompt_token_id_logprobs")
@@ -110,12 +114,22 @@ def _require_abort(answer: Answer) -> None:
 def _generated(choice: Mapping[str, Any], model: str | None, topk: int) -> Generated:
     content = (choice["logprobs"] or {}).get("content") or ()
     tokens = tuple(choice["token_ids"] or ())
+    logprobs = tuple(float(position["logprob"]) for position in content)
+    if min(logprobs, default=0.0) <= VLLM_LEAST_LOGPROB:  # nobody draws a token of which this is true
+        raise diverged()
     return Generated(
         tokens,
-        tuple(float(position["logprob"]) for position in content),
+        logprobs,
         choice["finish_reason"],
         tuple(_topk_sampled(position, topk) for position in content) if topk else (),
         _versions(choice, model, len(tokens)),
+    )
+
+
+def diverged() -> UserError:
+    return UserError(
+        "the weights give logprobs that are not finite numbers: their training has diverged; "
+        "go back to an earlier checkpoint"
     )
 
 

@@ -170,6 +170,8 @@ class _Call:
 def _refusal(error: HttpStatusError) -> UserError | SamplerError:
     if error.status == 404:
         return NotFoundError(error.message)
+    if "not JSON compliant" in error.message:  # vLLM's words for NaN in its answer
+        return answers.diverged()
     if error.status in (400, 422):
         return UserError(error.message)
     return SamplerError(f"the sampler answered {error}")

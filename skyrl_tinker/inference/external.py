@@ -80,13 +80,14 @@ async def _require_fit(url: str) -> None:
         await client.resume()  # a pause that it heard too late, when it hung, would hold all requests
         for name in await client.adapters():
             await client.unload_adapter(name)
+        await client.reset_prefix_cache()  # it knows adapters by name and path only
         await client.generate(
             {"model": BASE_MODEL, "token_ids": [0], "sampling_params": {"max_tokens": 1, "logprobs": 0}}
         )
     except SamplerError as error:
         raise SamplerError(
-            f"{url} (sampler_urls) does not serve what is needed ({error}); start it with "
-            f"VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}"
+            f"{url} (sampler_urls) does not serve what is needed ({error}); start it as the README says, "
+            f"above all with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}"
         ) from error
     finally:
         await client.close()

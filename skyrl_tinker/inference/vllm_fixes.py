@@ -38,6 +38,7 @@ def apply() -> None:
         _multiply_adapters_by_slot()
         _score_prompts_with_their_adapter()
         _draw_for_whole_prompts_only()
+        _zero_reused_blocks()
         vllm_prompt_scores.apply(_rows_of)
         _repack_tied_heads()
     else:
@@ -228,6 +229,17 @@ def _rows_of(runner: Any, request: str) -> Iterator[None]:
     finally:
         rows.indices_len[1] = len(before)
         rows._sampler_indices[: len(before)] = before
+
+
+def _zero_reused_blocks() -> None:
+    """Attention multiplies what it masks by zero, and zero times the NaN that a diverged model has left in a
+    block of the KV cache is NaN: samples of others, who get that block next, would be garbage."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)  # type: ignore[assignment, method-assign]
+    prepare_gpu_kernel = "_init_kv_zero_meta"
+    setattr(CPUModelRunner, prepare_gpu_kernel, lambda self: None)
 
 
 def _repack_tied_heads() -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import orjson
 from sqlalchemy import Connection, NullPool, event, make_url
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from skyrl_tinker.errors import StartupError
@@ -113,7 +114,11 @@ class _Connection:
         return _Cursor(self)
 
     def begin(self, sql: str) -> None:
-        self.raw.execute(sql)
+        """SQLAlchemy's OperationalError, as of any statement: it does not wrap what its listeners raise."""
+        try:
+            self.raw.execute(sql)
+        except sqlite3.OperationalError as error:
+            raise OperationalError(sql, None, error) from error
 
     async def create_function(self, *args: Any, **kwargs: Any) -> None:
         self.raw.create_function(*args, **kwargs)

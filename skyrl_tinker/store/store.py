@@ -54,4 +54,8 @@ class Store:
     async def fetch(self, op: Op[T]) -> T:
         """For bodies, which may be large: `op(conn)` reads in a thread, and must await nothing but `conn`."""
         async with self.read() as conn:
-            return await asyncio.to_thread(lambda: sqlite.drive(op(conn)))
+            reading = asyncio.create_task(asyncio.to_thread(lambda: sqlite.drive(op(conn))))
+            try:
+                return await asyncio.shield(reading)
+            finally:  # who is cancelled gives the connection back only after the thread did
+                await asyncio.wait((reading,))

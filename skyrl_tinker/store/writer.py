@@ -97,6 +97,9 @@ class Writer:
             error = None
         except Exception as raised:  # of an op that was alone, or of the transaction: all is undone
             error = raised
+            if not begun:  # there was no transaction: nobody waits for ever for one
+                begun.extend(self._queue)
+                self._queue.clear()
         finally:
             for write in begun:
                 write.settle(error)

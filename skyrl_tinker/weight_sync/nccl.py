@@ -5,9 +5,13 @@ unpacking.
 """
 
 import base64
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.port import Message
 from skyrl_tinker.weight_sync.source import Chunk
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "nccl"
+TIMEOUT_S = 60.0
+"""For the members to meet, and for one chunk. NCCL itself waits for ever for a member that does not come."""
 
 
 class NcclSender(BroadcastSender):
@@ -41,18 +47,28 @@ class NcclSender(BroadcastSender):
         from vllm.utils.nccl import unpinned_nccl_env
 
         device = torch.device("cuda", torch.cuda.current_device())
-        with unpinned_nccl_env():
-            self._group = PyNcclCommunicator.from_unique_id_bytes(
-                base64.b64decode(place), rank=0, world_size=world, device=device
-            )
+
+        def join() -> Any:
+            with unpinned_nccl_env():
+                return PyNcclCommunicator.from_unique_id_bytes(
+                    base64.b64decode(place), rank=0, world_size=world, device=device
+                )
+
+        self._group = in_time(join, TIMEOUT_S)
 
     def broadcast(self, packed: "torch.Tensor") -> None:
         import torch
 
-        assert self._group is not None, "meet() comes first"
+        group = self._group
+        assert group is not None, "meet() comes first"
         stream = torch.cuda.current_stream()
-        self._group.broadcast(packed, src=0, stream=stream)
-        stream.synchronize()
+
+        def send() -> None:
+            with torch.cuda.device(packed.device):
+                group.broadcast(packed, src=0, stream=stream)
+                stream.synchronize()
+
+        in_time(send, TIMEOUT_S)  # `leave` aborts one that was given up
 
     def leave(self) -> None:
         group, self._group = self._group, None
@@ -80,3 +96,22 @@ class NcclTransport(BroadcastTransport):
 
     def update(self, chunk: Chunk, *, last: bool) -> Message:
         return {"names": chunk.names, "dtype_names": chunk.dtypes, "shapes": chunk.shapes}
+
+
+def in_time(work: Callable[[], Any], seconds: float) -> Any:
+    """What it returns. SamplerError when it takes longer: its thread is then left to itself."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    Thread(target=run, daemon=True, name="nccl").start()
+    try:
+        return result.result(seconds)
+    except TimeoutError as error:
+        if result.done():  # its own
+            raise
+        raise SamplerError(f"not all samplers took part in NCCL within {seconds:.0f} s") from error

@@ -61,6 +61,8 @@ async def test_what_is_wrong_is_said_without_asking_the_engine(http: httpx.Async
         "param": "tools",
         "code": None,
     }
+    answer = await http.post("/oai/api/v1/completions", json={**COMPLETION, "prompt": ["a"] * 9, "n": 128})
+    assert "9 prompts x n 128, expected at most 1024 together" in answer.json()["error"]["message"]
     answer = await http.post("/oai/api/v1/chat/completions", content=b"{")
     assert "not valid JSON" in answer.json()["error"]["message"]
 

@@ -1,5 +1,6 @@
 """Every transport carries the same tensors, cut in the same places, to the last bit."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from skyrl_tinker.errors import SamplerError, StartupError
 from skyrl_tinker.training.tensor_file import write_tensors
 from skyrl_tinker.weight_sync.broadcast import BroadcastTransport
 from skyrl_tinker.weight_sync.choice import backend_of, choose, make_transport
+from skyrl_tinker.weight_sync.nccl import in_time
 from skyrl_tinker.weight_sync.source import read_chunks
 from tests.conformance.ends import Tensors, ThreadSenders, carry, ends, size_of
 
@@ -92,6 +94,12 @@ async def test_each_replicas_workers_have_ranks_of_their_own(name: str) -> None:
     assert [message["rank_offset"] for message in messages] == [1, 2, 6]
     assert {message["world_size"] for message in messages} == {8}
     await transport.leave()
+
+
+def test_nccl_is_not_waited_for_for_ever() -> None:
+    assert in_time(lambda: 7, 5.0) == 7
+    with pytest.raises(SamplerError, match="not all samplers took part in NCCL within 0 s"):
+        in_time(threading.Event().wait, 0.01)
 
 
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:

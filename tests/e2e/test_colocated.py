@@ -118,8 +118,8 @@ def test_a_sampler_that_dies_asleep_is_replaced_and_its_requests_come_back(
 ) -> None:
     training, sampler = colocated.new_lora(), colocated.base_sampler()
     pending = generate(sampler, LONG)
-    heavy = training.forward_backward([datum(random_tokens(500, seed=i)) for i in range(60)], "cross_entropy")
     before = turns(colocated)["turns_to_training"]
+    heavy = training.forward_backward([datum(random_tokens(500, seed=i)) for i in range(60)], "cross_entropy")
     while turns(colocated)["turns_to_training"] == before:
         time.sleep(0.02)
     next(each for each in children_of(running) if "vllm.entrypoints" in " ".join(each.cmdline())).kill()

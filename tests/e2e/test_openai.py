@@ -122,6 +122,7 @@ def test_usage_comes_only_when_asked_for(oai: openai.OpenAI, trained: tuple[str,
     ("fields", "named"),
     [
         ({"max_tokens": 100_000}, r"12 prompt tokens \+ 100000 max_tokens > \d+"),
+        ({"prompt": "a" * 5_000_000}, "prompt: 5000000 characters, expected at most 4194304 for 4096 tokens"),
         ({"prompt": [100_000]}, "found token 100000"),
         ({"n": 0}, "n: "),
         ({"extra_body": {"best_of": 2}}, "best_of is not supported"),

@@ -5,7 +5,7 @@ import pytest
 import tinker
 from tinker import types
 
-from .client import Client, datum, prompt, random_tokens
+from .client import Client, datum, prompt, random_tokens, train
 
 START = random_tokens(10, seed=11)
 
@@ -91,3 +91,16 @@ def test_many_samples_at_once_all_come_back(client: Client) -> None:
     pending = [sampler.sample(prompt(random_tokens(8, seed=i)), 1, params) for i in range(64)]
     lengths = np.array([len(p.result().sequences[0].tokens) for p in pending])
     assert (lengths == 8).all()
+
+
+def test_a_diverged_model_leaves_nothing_in_the_cache_of_others(client: Client) -> None:
+    diverged = client.new_lora()
+    train(diverged, START, learning_rate=1e30)
+    sampler = diverged.save_weights_and_get_sampling_client().result()
+    with pytest.raises(tinker.RequestFailedError, match="diverged"):
+        sample(sampler, 4, stop=[])
+    base = client.base_sampler()
+    params = types.SamplingParams(max_tokens=5, stop=[])
+    pending = [base.sample(prompt(random_tokens(20, seed=seed)), 1, params) for seed in range(40)]
+    for each in pending:
+        assert max(each.result().sequences[0].logprobs) <= 0

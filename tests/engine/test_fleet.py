@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.engine.fleet import Fleet
+from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.status import Status
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client import RemoteInferenceClient
@@ -18,6 +19,7 @@ from skyrl_tinker.store import state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.weight_sync.adapters import publish_adapter
+from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.wire.values import SampleOutput
 from tests.inference.samplers import CONTEXT, Served, ask, prompt_of, random_adapter, unique
 
@@ -188,3 +190,14 @@ async def test_what_no_loss_explains_is_raised_and_what_cannot_be_served_is_refu
     nobody = ExternalServers(["http://127.0.0.1:9"], startup_s=1.0, hang_s=2.0)
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 \(sampler_urls\) gave no answer in 1 s"):
         await nobody.ready()
+
+
+async def test_whoever_is_equipped_joins_the_weight_transport_anew(
+    fleet: Fleet, servers: dict[str, Served]
+) -> None:
+    """A server that was started again at its old address knows nothing of the group that it had joined."""
+    transport = SharedMemoryTransport(1 << 20)
+    Samplers(fleet, transport, servers["tied"].facts, 8)
+    transport.members = fleet.client.server_urls
+    await fleet.adopt()
+    assert transport.members != fleet.client.server_urls

@@ -209,3 +209,14 @@ async def test_a_renewal_that_fails_leaves_requests_on_the_old_weights() -> None
     await asyncio.sleep(0.01)
     end.set()
     assert await asyncio.gather(rollout, second) == [B, B]
+
+
+async def test_weights_on_their_way_to_the_samplers_are_in_use() -> None:
+    """Their files are being read: whoever removes them asks first."""
+    server = Server()
+    request = asyncio.create_task(server.request(A))
+    await asyncio.sleep(0)
+    assert server.residency.in_use(A)
+    assert not server.residency.in_use(B)
+    await request
+    assert not server.residency.in_use(A)

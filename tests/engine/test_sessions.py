@@ -28,6 +28,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.used: set[int] = set()
+        self.begins: set[int] = set()  # to be used, while it is being dropped
         self.dropped: list[int] = []
 
     def in_use(self, version: WeightVersion) -> bool:
@@ -35,6 +36,7 @@ class Parts:
 
     async def drop(self, version: WeightVersion) -> None:
         self.dropped.append(version.id)
+        self.used |= self.begins
 
     def forget_targets(self) -> None:
         pass
@@ -131,6 +133,23 @@ async def test_weights_under_a_running_sample_outlive_their_session(
     await keeper.sweep()
     assert not exists(version)
     assert parts.dropped == [version.id]
+
+
+async def test_a_sample_that_begins_while_its_version_is_dropped_keeps_the_files(
+    store: Store, parts: Parts, tmp_path: Path
+) -> None:
+    session = await journal.new_session(store)
+    model = await new_model(store, session)
+    version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
+    keeper = keeper_of(store, parts, tmp_path)
+    await finish(store, session)
+    parts.begins.add(version.id)
+    await keeper.sweep()
+    assert exists(version)
+    parts.begins.clear()
+    parts.used.clear()
+    await keeper.sweep()
+    assert not exists(version)
 
 
 async def test_an_expired_checkpoint_is_removed_once_nobody_samples_it(

@@ -82,3 +82,11 @@ def test_a_sampler_that_does_not_fit_is_refused_with_the_numbers(tmp_path: objec
     spec = spec_of(facts(64), tmp_path)  # type: ignore[arg-type]
     with pytest.raises(SamplerError, match=r"needs 1538 MiB \(514 for the KV cache .* but 700 MiB are free"):
         require_memory(spec, available=700 * MiB)
+
+
+def test_weights_that_give_no_numbers_are_an_error_not_a_sample() -> None:
+    """vLLM puts its least logprob in the place of NaN."""
+    content = [{"token_id": 0, "logprob": logprob} for logprob in (-1.0, -9999.0)]
+    choice = {"index": 0, "token_ids": [0, 0], "logprobs": {"content": content}, "finish_reason": "length"}
+    with pytest.raises(UserError, match="not finite numbers: their training has diverged"):
+        parse({"choices": [choice], "usage": {}}, ask((5,)))

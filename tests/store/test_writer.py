@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
-from skyrl_tinker.store import Store, state
+from skyrl_tinker.store import Store, sqlite, state
 from skyrl_tinker.wire.ids import SessionId
 from tests.store.rows import new_session
 
@@ -182,6 +182,43 @@ async def test_a_full_disk_acknowledges_nothing_that_is_not_there(store: Store) 
         assert (await value(store, key) is not None) == (result is None)
     await put("after", 10)
     assert await value(store, "after") is not None
+
+
+async def test_where_no_transaction_can_begin_every_caller_learns_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(*_: object) -> None:
+        raise OperationalError("BEGIN IMMEDIATE", None, OSError("locked"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite._WritingConnection, "begin", locked)
+        results = await asyncio.gather(
+            *(store.write(lambda conn: state.put(conn, "k", 1)) for _ in range(3)), return_exceptions=True
+        )
+    assert [type(result) for result in results] == [OperationalError] * 3
+    await store.write(lambda conn: state.put(conn, "k", 2))
+    assert await value(store, "k") == 2
+
+
+async def test_a_fetch_that_is_given_up_keeps_its_connection_to_its_end(store: Store) -> None:
+    inside, let_go = threading.Event(), threading.Event()
+
+    async def slow(conn: AsyncConnection) -> None:
+        inside.set()
+        let_go.wait()
+        await state.get(conn, "k")
+
+    fetching = asyncio.create_task(store.fetch(slow))
+    await asyncio.to_thread(inside.wait)
+    fetching.cancel()
+    await asyncio.sleep(0.01)
+    async with store.read() as conn:  # another connection
+        await state.get(conn, "k")
+    let_go.set()
+    await asyncio.wait((fetching,))
+    assert fetching.cancelled()
+    for _ in range(2):
+        assert await value(store, "k") is None
 
 
 async def test_close_writes_what_was_accepted(url: str) -> None:

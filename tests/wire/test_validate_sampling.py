@@ -94,6 +94,7 @@ def test_seeds_are_reduced_to_63_bits(seed: int | None, stored: int | None) -> N
         ({"params": {"top_k": -2}}, "top_k is -2"),
         ({"params": {"stop": ""}}, "stop holds an empty string"),
         ({"params": {"stop": ["a", ""]}}, "stop holds an empty string"),
+        ({"params": {"stop": ["a"] * 1025}}, "stop has 1025 entries, expected at most 1024"),
         ({"params": {"stop": [10]}}, r"stop\[0\] is 10, expected a token id in \[0, 10\)"),
         ({"params": {"stop": ["a", 1]}}, "sampling_params.stop"),
         ({"params": {"seed": "x"}}, "sampling_params.seed: .*found 'x'"),

@@ -129,6 +129,7 @@ def test_widths_out_of_bounds_are_named(fields: dict[str, Any], message: str) ->
             r"row 0 has \[1, 0\], expected rising numbers in \[0, 2\)",
         ),
         (sparse([1], [0, 0, 0, 1], [2], [3, 2]), r"row 2 has \[2\]"),
+        (sparse([1], [0, 0, 0, 1], [2**63], [3, 2**63 + 1]), r"shape is .*, expected int64 numbers"),
         (tensor([1], [3, 1], sparse_col_indices=[0]), "sparse_crow_indices: found 0 values"),
         (tensor([1] * 6000, [3, 2000]), "has 2000 tokens in a row, expected at most 1024"),
     ],

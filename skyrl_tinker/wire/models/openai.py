@@ -12,6 +12,9 @@ from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.wire.models.base import MAX_INT64, Message, describe
 
 MAX_CHOICES = 128
+MAX_TEXTS = 1024
+"""Most answers of one request: prompts x n."""
+MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is what is left of the context
 
@@ -82,7 +85,7 @@ class OpenAIRequest(OpenAIMessage):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: Annotated[StrictInt, Field(ge=0, le=MAX_INT64 - MAX_CHOICES)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -105,6 +108,13 @@ class CompletionRequest(OpenAIRequest):
     def _something_to_answer(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0, expected at least 1 without echo")
+        return self
+
+    @model_validator(mode="after")
+    def _not_too_much_to_answer(self) -> "CompletionRequest":
+        prompts = 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
+        if prompts * self.n > MAX_TEXTS:
+            raise ValueError(f"prompt: {prompts} prompts x n {self.n}, expected at most {MAX_TEXTS} together")
         return self
 
 

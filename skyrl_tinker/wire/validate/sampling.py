@@ -9,6 +9,8 @@ from skyrl_tinker.wire.values import SampleRequest, SamplingParams
 _LOWEST_TEMPERATURE = 0.01  # vLLM would silently sample at this one instead
 _HIGHEST_TEMPERATURE = 2.0  # vLLM refuses more
 _SEEDS = 2**63
+MAX_STOPS = 1024
+"""Most stop strings or tokens: the sampler looks for each of them after every token."""
 MAX_SAMPLES = 4096
 """Most samples of one request: each is a sequence of its own on the sampler."""
 
@@ -88,6 +90,8 @@ def _stop(
     """A bare string is a single stop string; [] stays empty: never stop."""
     if stop is None:
         return None
+    if not isinstance(stop, str) and len(stop) > MAX_STOPS:
+        raise UserError(f"stop has {len(stop)} entries, expected at most {MAX_STOPS}")
     strings = [stop] if isinstance(stop, str) else [item for item in stop if isinstance(item, str)]
     if "" in strings:
         raise UserError("stop holds an empty string, expected strings of at least one character")

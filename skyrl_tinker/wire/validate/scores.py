@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.wire.models.base import MAX_INT64
 from skyrl_tinker.wire.models.sampling import AsampleRequest, TensorJson
 from skyrl_tinker.wire.validate.limits import Limits, check_ids
 from skyrl_tinker.wire.values import SampleRequest, TargetTokens
@@ -96,6 +97,8 @@ def _shape(tensor: TensorJson, prompt: int) -> tuple[int, int]:
             f"{_TARGETS}.shape is {tensor.shape}, expected [{prompt - 1}, K]: a row per prompt token "
             "after the first, and K of at least 1"
         )
+    if shape[1] > MAX_INT64:  # of CSR, whose rows list few of their cells
+        raise UserError(f"{_TARGETS}.shape is {tensor.shape}, expected int64 numbers")
     return shape[0], shape[1]
 
 

@@ -1,0 +1,34 @@
+"""Results reach the store once it can take them."""
+
+import pytest
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.engine import answers
+from skyrl_tinker.engine.answers import Outbox, json_answer
+from skyrl_tinker.store import futures
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.ids import FutureStatus
+
+from . import journal
+
+
+async def test_a_result_waits_for_a_database_that_fails_for_a_moment(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted = await journal.submit_create(store, await journal.new_session(store))
+    async with store.read() as conn:
+        (row,) = await futures.queued_after(conn, 0)
+    finish, failures = futures.succeed_all, [OperationalError("UPDATE", None, OSError("disk full"))]
+
+    async def succeed_all(conn: AsyncConnection, results: dict[int, tuple[str, bytes]]) -> None:
+        if failures:
+            raise failures.pop()
+        await finish(conn, results)
+
+    monkeypatch.setattr(futures, "succeed_all", succeed_all)
+    monkeypatch.setattr(answers, "RETRY_S", 0.01)
+    await Outbox(store, bell).send([(row.id, json_answer({}))])
+    assert failures == []
+    assert (await journal.outcome(store, accepted)).status is FutureStatus.DONE
