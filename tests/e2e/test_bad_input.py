@@ -124,8 +124,3 @@ def test_a_wrong_base_model_fails_at_creation(client: Client) -> None:
 def test_a_rank_above_the_limit_names_the_setting(client: Client) -> None:
     with pytest.raises(tinker.TinkerError, match=r"max.lora.rank"):
         client.new_lora(rank=1000)
-
-
-def test_inflight_is_refused_clearly(client: Client) -> None:
-    with pytest.raises(tinker.TinkerError, match="inflight"):
-        client.new_lora().save_weights_and_get_sampling_client(kind="inflight").result()

@@ -77,7 +77,7 @@ async def test_capturing_gathers_one_parameter_at_a_time(group: TrainerGroup, tm
     await group.open_sender(watched_sender(), every_rank=True)
     grown = await growth(group, lambda: group.capture_full(MODEL, str(tmp_path / "v1")))
     whole, largest = sizes(tmp_path / "v1")
-    assert max(grown) < 3 * largest + SLACK < whole / 4, [g / MiB for g in grown]
+    assert max(grown) < 5 * largest + SLACK < whole / 3, [g / MiB for g in grown]
     await group.release(MODEL)
 
 
