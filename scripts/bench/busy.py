@@ -107,7 +107,7 @@ def run(url: str, base_model: str, seconds: float, size: int) -> dict[str, float
     summary: dict[str, float] = {}
     stop = threading.Event()
     with tinker.ServiceClient(base_url=url) as service:
-        sampler = service.create_sampling_client(base_model=base_model)
+        sampler = service.create_sampling_client(base_model=base_model).result()
         clients = [
             service.create_lora_training_client(base_model=base_model, rank=32).result()
             for _ in range(TENANTS)

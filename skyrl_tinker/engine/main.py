@@ -59,6 +59,7 @@ def _ray_environment() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_prestart_worker_first_driver": "0",  # idle workers cost 40 MB each
         "RAY_enable_worker_prestart": "0",
+        "RAY_worker_niceness": "0",  # trainers come before samplers, which make themselves nice
     }
 
 

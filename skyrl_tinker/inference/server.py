@@ -8,7 +8,6 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ from skyrl_tinker.processes import die_with_parent
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` would need the dist to be named vllm
 STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000
+NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class VllmServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, signal.SIGKILL),
+                preexec_fn=_yield_and_die_with_parent,
             )
         return self.status()
 
@@ -117,6 +117,12 @@ def _shared_memory(pid: int) -> set[Path]:
                     if name.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
                         found.add(Path(name))
     return found
+
+
+def _yield_and_die_with_parent() -> None:
+    """Where cores are few, a flood of samples must not hold up the trainer, nor those who feed both."""
+    os.nice(NICENESS)
+    die_with_parent(signal.SIGKILL)
 
 
 def _kill_group(group: int) -> None:
