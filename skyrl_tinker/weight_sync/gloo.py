@@ -1,4 +1,4 @@
-"""Samplers on CPU, on any host: chunks are broadcast over TCP and staged in the samplers' memory."""
+"""Samplers on CPU, so far on this host: chunks are broadcast over TCP and staged in the samplers' memory."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
