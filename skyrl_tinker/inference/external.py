@@ -86,7 +86,8 @@ async def _require_fit(url: str) -> None:
         )
     except SamplerError as error:
         raise SamplerError(
-            f"{url} (sampler_urls) does not serve what is needed ({error}); start it as the README says, "
+            f"{url} (sampler_urls) does not serve what is needed ({error}); "
+            "start it as docs/external-samplers.md says, "
             f"above all with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}"
         ) from error
     finally:
