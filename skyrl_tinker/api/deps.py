@@ -27,6 +27,10 @@ class Services:
     limits: Limits
     engine: EngineProxy
 
+    def wake_engine(self) -> None:
+        """After a commit that gives it work."""
+        self.bell.ring("engine")
+
 
 def limits_of(settings: Settings, facts: BaseModelFacts) -> Limits:
     return Limits(

@@ -61,14 +61,14 @@ async def submit_training(services: Services, wanted: Submission) -> AcceptedFut
             body=wanted.body,
             digest=wanted.digest,
             failure=wanted.failure,
-        )
+        ),
+        services.wake_engine,
     )
     return announce(services, accepted, wanted.failure)
 
 
 def announce(services: Services, accepted: Accepted, failure: Failure | None = None) -> AcceptedFuture:
-    """Ring after the commit: the engine for its work, the API processes when the result is there already."""
-    services.bell.ring("engine")
+    """What the client is told; the API processes are rung when the result is there already."""
     if failure is not None:
         services.bell.ring("api")
     return AcceptedFuture(

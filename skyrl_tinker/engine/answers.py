@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -57,8 +58,7 @@ class Outbox:
 
     async def commit(self, op: Op[T], *done: int) -> T:
         """Commit an op that finishes these futures well, then ring the API."""
-        value = await self._store.write(op)
-        self._bell.ring("api")
+        value = await self._store.write(op, partial(self._bell.ring, "api"))
         for future_id in done:
             self._metrics.answered(future_id, "ok")
         return value

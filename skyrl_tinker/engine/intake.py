@@ -53,7 +53,8 @@ class Intake:
         if rows:
             self._metrics.arrived(rows)
             # Training first: it reads the database, and where that fails it may get the same rows again.
-            await self._trainer.submit([row for row in rows if row.kind is not RequestKind.SAMPLE])
+            if training := [row for row in rows if row.kind is not RequestKind.SAMPLE]:
+                await self._trainer.submit(training)
             self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
             self._cursor = rows[-1].id
         return len(rows) == PAGE

@@ -65,11 +65,9 @@ class SamplerDriver:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 batch = await self._next()
-                bodies = await persistently(partial(self._bodies, batch))
-                for row in batch:
-                    if row.id in bodies:  # else it has finished already
-                        self._in_flight += 1
-                        tasks.create_task(self._finish(row, bodies[row.id]))
+                for row, body in await self._with_bodies(batch):
+                    self._in_flight += 1
+                    tasks.create_task(self._finish(row, body))
 
     async def _next(self) -> list[QueuedRow]:
         """At least one row, and as many more as there are rows and room for them in flight."""
@@ -81,9 +79,16 @@ class SamplerDriver:
     def _room(self) -> int:
         return self._concurrency * self._samplers.replicas - self._in_flight
 
-    async def _bodies(self, batch: Sequence[QueuedRow]) -> dict[int, bytes]:
+    async def _with_bodies(self, batch: Sequence[QueuedRow]) -> list[tuple[QueuedRow, bytes]]:
+        """Without those that have finished already."""
+        large = [row.id for row in batch if row.body is None]
+        read = await persistently(partial(self._read, large)) if large else {}
+        found = [(row, row.body or read.get(row.id)) for row in batch]
+        return [(row, body) for row, body in found if body is not None]
+
+    async def _read(self, ids: Sequence[int]) -> dict[int, bytes]:
         async with self._store.read() as conn:
-            return await futures.bodies(conn, [row.id for row in batch])
+            return await futures.bodies(conn, ids)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         try:

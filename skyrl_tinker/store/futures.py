@@ -49,6 +49,7 @@ __all__ = [
 
 
 ANY_SIZE = 1 << 62
+SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class QueuedRow:
     status: FutureStatus
     body_bytes: int
     created_at: float
+    body: bytes | None = None  # of a small sample: it saves a read
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,15 @@ _WAITING = or_(
         Future.seq_id.is_not(None),
     ),
 )
+_SMALL_SAMPLE = case(
+    (
+        and_(
+            Future.kind == literal(RequestKind.SAMPLE, Future.kind.type),
+            func.length(Request.body) <= SMALL_BYTES,
+        ),
+        Request.body,
+    )
+)
 _QUEUED = (
     select(
         Future.id,
@@ -100,6 +111,7 @@ _QUEUED = (
         Future.status,
         func.coalesce(func.length(Request.body), 0),
         Future.created_at,
+        _SMALL_SAMPLE,
     )
     .outerjoin(Request, Request.future_id == Future.id)
     .where(Future.id > bindparam("cursor"), _WAITING)

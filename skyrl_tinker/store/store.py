@@ -1,7 +1,7 @@
 """The store: what API and engine share. Acknowledged means committed."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -34,12 +34,14 @@ class Store:
             await self._idle.pop().close()
         self._turn.close()
 
-    async def write(self, op: Op[T]) -> T:
+    async def write(self, op: Op[T], then: Callable[[], None] | None = None) -> T:
         """Run `op(conn)` in the next group commit; return its value after COMMIT.
 
         The op must await nothing but `conn`: it runs in the writer's thread, with the write lock held.
+
+        `then` is called after the commit, in that thread: for what must not wait for a busy loop.
         """
-        return await self._writer.write(op)
+        return await self._writer.write(op, then)
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:

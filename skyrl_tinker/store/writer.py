@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ MAX_HOLD_S = 0.02
 class _Write:
     op: Op[Any]
     done: asyncio.Future[Any]
+    then: Callable[[], None] | None = None
     value: Any = None
     error: Exception | None = None
 
@@ -53,15 +55,18 @@ class Writer:
         self._closed = False
         self._task = asyncio.create_task(self._run(), name="store-writer")
 
-    async def write(self, op: Op[T]) -> T:
+    async def write(self, op: Op[T], then: Callable[[], None] | None = None) -> T:
         """Run `op` in the next transaction; return its value once that is on disk.
+
+        `then` is called in the writer's thread the moment it is, since the loop may be busy; an OSError of it
+        is passed over.
 
         What `op` raises is raised here and undoes this op only. If BEGIN or COMMIT fails, every op of the
         batch raises that. An op whose caller is cancelled before it began is left out.
         """
         if self._closed:
             raise _closed()
-        write = _Write(op, asyncio.get_running_loop().create_future())
+        write = _Write(op, asyncio.get_running_loop().create_future(), then)
         self._queue.append(write)
         self._arrived.set()
         result: T = await write.done
@@ -115,6 +120,10 @@ class Writer:
             if len(begun) < 2:
                 raise
             drive(self._apart(begun))
+        for write in begun:
+            if write.then is not None and write.error is None:
+                with suppress(OSError):
+                    write.then()
 
     async def _together(self, begun: list[_Write]) -> None:
         """Run what waits, and what arrives meanwhile. `begun` gets each write before it is run."""

@@ -37,7 +37,7 @@ router = APIRouter(tags=["models"])
 async def create_model(request: Request, deps: Deps) -> AcceptedFuture:
     payload = await read_json(request)
     made = creation.anew(parse(CreateModelRequest, payload), payload, deps.limits)
-    return announce(deps, await deps.store.write(made.submit), made.failure)
+    return announce(deps, await deps.store.write(made.submit, deps.wake_engine), made.failure)
 
 
 @router.post("/load_weights", summary="A new model from a checkpoint, or with `model_id` a load in place")
@@ -60,7 +60,7 @@ async def _create_via_load(deps: Services, payload: Mapping[str, Any]) -> Accept
         made = await creation.from_checkpoint(conn, wanted, payload, deps.limits)
         return made, await made.submit(conn)
 
-    made, accepted = await deps.store.write(create)
+    made, accepted = await deps.store.write(create, deps.wake_engine)
     return announce(deps, accepted, made.failure)
 
 

@@ -87,7 +87,7 @@ async def get_sampler(sampler_id: str, deps: Deps) -> GetSamplerResponse:
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     body = await request.body()
     wanted = await off_loop(len(body), lambda: _read_sample(body, deps.limits))
-    return announce(deps, await deps.store.write(wanted.submit))
+    return announce(deps, await deps.store.write(wanted.submit, deps.wake_engine))
 
 
 @dataclass(frozen=True, slots=True)
