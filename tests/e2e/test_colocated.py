@@ -41,6 +41,12 @@ def turns(client: Client) -> dict[str, float]:
     return {name.removeprefix("skyrl_tinker_"): float(value) for name, value in lines}
 
 
+def samplers_awake(client: Client) -> bool:
+    """No turn of the trainer has begun that has not ended."""
+    counts = turns(client)
+    return counts["turns_to_training"] == counts["turns_to_sampling"]
+
+
 def children_of(server: Server) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
@@ -118,9 +124,8 @@ def test_a_sampler_that_dies_asleep_is_replaced_and_its_requests_come_back(
 ) -> None:
     training, sampler = colocated.new_lora(), colocated.base_sampler()
     pending = generate(sampler, LONG)
-    before = turns(colocated)["turns_to_training"]
     heavy = training.forward_backward([datum(random_tokens(500, seed=i)) for i in range(60)], "cross_entropy")
-    while turns(colocated)["turns_to_training"] == before:
+    while samplers_awake(colocated):
         time.sleep(0.02)
     next(each for each in children_of(running) if "vllm.entrypoints" in " ".join(each.cmdline())).kill()
     heavy.result()
