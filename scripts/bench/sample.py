@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--sampler-url", help="of its vLLM server")
     parser.add_argument("--base-model", default="tiny")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=128, help="sampled per request")
+    parser.add_argument("--tokens", type=int, default=64, help="sampled per request")
     arguments = parser.parse_args()
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
     with (
