@@ -13,32 +13,76 @@ class ConfigKey:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """`inputs`: float32 [N] arrays needed beside target_tokens."""
+    """`inputs`: float32 arrays of the shape of target_tokens that the client sends beside them."""
 
     name: str
     inputs: tuple[str, ...]
     config: Mapping[str, ConfigKey] = field(default_factory=dict)
+    optional: Mapping[str, float] = field(default_factory=dict)
+    """Inputs that may be left out, and the number that then stands at every position."""
+    recorded: tuple[str, ...] = ()
+    """Inputs that the engine fills in, from what was recorded while sampling."""
+    candidates: bool = False
+    """Whether target_tokens may be [N, K]."""
+    whole_request: bool = False
+    """Whether it needs all datums of a request at once, not one by one."""
 
 
 _RL_INPUTS = ("logprobs", "advantages")
+_MOST = 1e6
+
+
+def _thresholds(low: float, high: float) -> Mapping[str, ConfigKey]:
+    return {
+        "clip_low_threshold": ConfigKey(low, 0.0, _MOST),
+        "clip_high_threshold": ConfigKey(high, 0.0, _MOST),
+    }
+
+
+_EPSILONS = {"eps_low": ConfigKey(0.2, 0.0, 1.0), "eps_high": ConfigKey(0.2, 0.0, _MOST)}
 
 LOSSES: Mapping[str, LossSpec] = {
     spec.name: spec
     for spec in (
-        LossSpec("cross_entropy", ("weights",)),
+        LossSpec("cross_entropy", ("weights",), candidates=True),
         LossSpec("importance_sampling", _RL_INPUTS),
+        LossSpec("ppo", _RL_INPUTS, _thresholds(0.8, 1.2)),
+        LossSpec("cispo", _RL_INPUTS, _thresholds(0.0, 4.0)),
+        LossSpec("dro", _RL_INPUTS, {"beta": ConfigKey(0.05, 0.0, _MOST)}),
+        LossSpec("gspo", _RL_INPUTS, _thresholds(0.9997, 1.0004), optional={"sequence_ratio_mask": 1.0}),
         LossSpec(
-            "ppo",
-            _RL_INPUTS,
-            {"clip_low_threshold": ConfigKey(0.8, 0.0, 1e6), "clip_high_threshold": ConfigKey(1.2, 0.0, 1e6)},
+            "stable_reinforce",
+            ("advantages",),
+            {
+                "kl_coeff": ConfigKey(0.01, 0.0, _MOST),
+                "ratio_cap": ConfigKey(2.0, 0.0, _MOST),
+                "mask_low": ConfigKey(0.5, 0.0, 1.0),
+                "mask_high": ConfigKey(5.0, 1.0, _MOST),
+            },
+            recorded=("sampling_logprobs", "sampled"),
+        ),
+        LossSpec("regular", _RL_INPUTS, _EPSILONS),
+        LossSpec("dual_clip", _RL_INPUTS, {**_EPSILONS, "clip_ratio_c": ConfigKey(3.0, 1.0, _MOST)}),
+        LossSpec(
+            "sapo", _RL_INPUTS, {"tau_pos": ConfigKey(1.0, 0.0, _MOST), "tau_neg": ConfigKey(1.05, 0.0, _MOST)}
         ),
         LossSpec(
-            "cispo",
+            "clip_cov",
             _RL_INPUTS,
-            {"clip_low_threshold": ConfigKey(0.0, 0.0, 1e6), "clip_high_threshold": ConfigKey(4.0, 0.0, 1e6)},
+            {
+                **_EPSILONS,
+                "clip_cov_ratio": ConfigKey(2e-4, 0.0, 1.0),
+                "clip_cov_low": ConfigKey(1.0, -_MOST, _MOST),
+                "clip_cov_high": ConfigKey(5.0, -_MOST, _MOST),
+            },
+            whole_request=True,
         ),
+        LossSpec(
+            "kl_cov",
+            _RL_INPUTS,
+            {"kl_cov_ratio": ConfigKey(2e-4, 0.0, 1.0), "kl_coeff": ConfigKey(1.0, 0.0, _MOST)},
+            whole_request=True,
+        ),
+        LossSpec("custom", (), candidates=True),
     )
 }
-
-NOT_YET: tuple[str, ...] = ("dro", "gspo", "stable_reinforce", "custom")
-"""Known to the SDK, refused until they are built."""

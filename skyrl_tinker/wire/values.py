@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,47 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 
 
+Number = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenanceSpan:
+    """`length` targets of a datum are tokens [offset, offset + length) of a sequence: of those that were
+    sampled, or of its prompt."""
+
+    sequence_id: str
+    offset: int
+    length: int
+    sampled: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One training example of N tokens: position i predicts token i+1, so targets are already shifted."""
+    """One training example of N tokens: position i predicts token i+1, so targets are already shifted.
+
+    K candidates may be scored at every position: target_tokens and what goes with them are then [N, K].
+    """
 
     tokens: Int32  # [N]
-    target_tokens: Int64  # [N]
-    inputs: Mapping[str, Float32]  # each [N]; keys per wire.losses (weights | logprobs, advantages)
+    target_tokens: Int64  # [N] or [N, K]
+    inputs: Mapping[str, Number]
+    """By wire.losses: float32, of the shape of target_tokens. For the loss `custom` as sent: float32 or
+    int64, of any shape with up to 2 dimensions."""
+    spans: tuple[ProvenanceSpan, ...] = ()
+    """Where the target tokens come from: they tile target_tokens, or there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """A client's own loss as data: checked, never executed as code. See training.losses.custom.
+
+    `inputs`: (name, rank) of what it takes, `logprobs` first; rank 0 is a scalar, 1 [N], 2 [N, K].
+    `nodes`: in execution order, as the client sent them (JSON values).
+    """
+
+    name: str
+    inputs: tuple[tuple[str, int], ...]
+    nodes: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +68,7 @@ class ForwardBackward:
     loss_fn: str
     loss_config: Mapping[str, float]  # as sent, defaults not filled in
     forward_only: bool
+    loss_id: str | None = None  # of the loss `custom`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +84,19 @@ class AdamParams:
 
 
 @dataclass(frozen=True, slots=True)
+class DimuonParams:
+    """One Dimuon step. `grad_clip_norm` as in AdamParams."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    grad_clip_norm: float = 0.0
+
+
+OptimizerFamily = Literal["adamw", "dimuon"]
+"""Chosen when a model is made."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoraSpec:
     """rank 0 means full-parameter training; the other fields are then unused."""
 
@@ -61,7 +109,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class PassItem:
-    """One forward/forward_backward request as the workers see it."""
+    """One forward/forward_backward request as the workers see it. `custom`: the loss of that name, checked."""
 
     request_id: RequestId
     model: ModelKey
@@ -69,12 +117,14 @@ class PassItem:
     loss_fn: str
     loss_config: Mapping[str, float]
     backward: bool
+    seq_id: int = 0
+    custom: CustomLoss | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
     request_id: RequestId
-    logprobs: tuple[Float32, ...]  # per datum, [N]
+    logprobs: tuple[Float32, ...]  # per datum, of the shape of its target_tokens
     metrics: Mapping[str, float]  # `name:reduction`, always with loss:sum
 
 
@@ -82,7 +132,7 @@ class PassOutput:
 class StepItem:
     request_id: RequestId
     model: ModelKey
-    adam: AdamParams
+    params: AdamParams | DimuonParams
 
 
 @dataclass(frozen=True, slots=True)
