@@ -1,4 +1,4 @@
-"""The command line: serve | engine | demo | make-model | db | doctor."""
+"""The command line: serve | engine | demo | make-model | import-adapter | db | doctor."""
 
 import os
 import sys
@@ -75,6 +75,15 @@ def serve(
     checkpoints: Annotated[Path | None, typer.Option(help="[default: <home>/checkpoints]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cpu]")] = None,
     trainer_ranks: Annotated[int | None, typer.Option(help="FSDP workers [default: 1]")] = None,
+    trainer_dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16, of the computation [default: float32]")
+    ] = None,
+    token_budget: Annotated[
+        int | None, typer.Option(help="Tokens per micro-batch and FSDP worker [default: 2048]")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option("--gradient-checkpointing", help="Less memory for a third more work")
+    ] = None,
     replicas: Annotated[int | None, typer.Option(help="vLLM servers [default: 1]")] = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option(help="GPUs, on a CPU processes, of each replica [default: 1]")
@@ -110,6 +119,9 @@ def serve(
             checkpoints=checkpoints,
             device=device,
             trainer_ranks=trainer_ranks,
+            trainer_dtype=trainer_dtype,
+            token_budget=token_budget,
+            gradient_checkpointing=gradient_checkpointing,
             replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,
             sampler_urls=tuple(sampler_urls) if sampler_urls else None,
@@ -177,6 +189,34 @@ def make_model(
             directory, hidden=hidden, layers=layers, vocab=vocab, tied=not untied, seed=seed
         )
     print(directory.absolute())
+
+
+@app.command()
+def import_adapter(
+    directory: Annotated[Path, typer.Argument(help="With adapter_config.json and adapter_model.safetensors")],
+    name: Annotated[str | None, typer.Option(help="Of the checkpoint [default: the directory's]")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="As for serve [default: what this home's server had last]")
+    ] = None,
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="[default: <home>/checkpoints]")] = None,
+    config_file: Config = None,
+) -> None:
+    """Make a PEFT LoRA adapter a checkpoint to train on from, and print its tinker:// path.
+
+    A server may run on the same home meanwhile. For example:
+
+    \b
+      skyrl-tinker import-adapter ./my-adapter --name start
+      training = service_client.create_training_client_from_state("tinker://…/weights/start")
+    """
+    from skyrl_tinker import import_adapter as importing
+
+    with _one_line_errors():
+        settings = config.load(config_file, home=home, database_url=database_url, checkpoints=checkpoints)
+        path = importing.import_adapter(directory, settings, name=name, served=base_model)
+    print(path)
 
 
 @db.command()

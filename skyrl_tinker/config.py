@@ -38,6 +38,18 @@ class Settings(BaseSettings):
     trainer_dtype: Literal["float32", "bfloat16"] = "float32"
     trainer_threads: int = Field(1, ge=1, description="torch threads per rank on CPU")
     token_budget: int = Field(2048, ge=1, description="tokens per micro-batch and rank")
+    gradient_checkpointing: bool = Field(
+        False, description="run layers twice, and keep only their inputs for the backward pass"
+    )
+    resident_models: int = Field(
+        0, ge=0, description="LoRA models on the trainer's devices at once, others wait on the host; 0 = all"
+    )
+    trainer_memory_gb: float | None = Field(
+        None,
+        gt=0,
+        description="what models may hold per trainer rank; above it no full-parameter model is made; "
+        "default: what the machine has",
+    )
     unit_tokens: int = Field(16384, ge=1, description="tokens that one unit of work takes from all lanes")
     max_lora_rank: int = Field(64, ge=1, le=512)
     context_length: int | None = Field(None, ge=2, description="default: the model's, at most 4096")
@@ -83,9 +95,15 @@ class Settings(BaseSettings):
     long_poll_s: float = Field(20.0, gt=0, lt=45)
     session_timeout_s: float = Field(600.0, gt=0)
     result_ttl_s: float = Field(86400.0, gt=0)
+    stability_ttl_s: float = Field(
+        86400.0, gt=0, description="how long what was recorded of a sample lasts after its last use"
+    )
     wire_body_mb: int = Field(64, ge=1)
     expanded_body_mb: int = Field(256, ge=1)
     max_datums: int = Field(4096, ge=1)
+    custom_loss_server_side: bool = Field(
+        True, description="run the losses that clients make with create_custom_loss here, not on the client"
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -18,7 +18,7 @@ def run(out: Path, seed: int, steps: int) -> bool:
     try:
         with background_server(home) as url:
             learned = _learn(url, out, seed, steps)
-    except Exception:
+    except Exception:  # whatever it was, the logs tell of it: they stay
         print(f"logs: {home / 'logs'}", file=sys.stderr)
         raise
     except KeyboardInterrupt:

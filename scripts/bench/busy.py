@@ -9,10 +9,7 @@ from the trainer, which makes its units slower (`unit_ms`) but does not stall it
 Prints a table and, as its last line, one JSON object.
 """
 
-import argparse
 import json
-import os
-import random
 import threading
 import time
 import urllib.request
@@ -21,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import tinker
+from client import options, random_datum, random_prompt
 from serving import served
 from tinker import types
 
@@ -28,20 +26,9 @@ TENANTS, DATUMS, TOKENS, AHEAD = 2, 8, 64, 3
 ADAM = types.AdamParams(learning_rate=1e-4)
 
 
-def datum() -> types.Datum:
-    tokens = [random.randrange(3, 300) for _ in range(TOKENS + 1)]
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[TOKENS]),
-            "weights": types.TensorData(data=[1.0] * TOKENS, dtype="float32", shape=[TOKENS]),
-        },
-    )
-
-
 def train(training: tinker.TrainingClient, stop: threading.Event) -> None:
     """With AHEAD steps always submitted, until `stop`."""
-    data = [datum() for _ in range(DATUMS)]
+    data = [random_datum(TOKENS) for _ in range(DATUMS)]
     submitted: deque[tuple[object, ...]] = deque()
     while not stop.is_set():
         submitted.append((training.forward_backward(data, "cross_entropy"), training.optim_step(ADAM)))
@@ -61,8 +48,7 @@ def flood(sampler: tinker.SamplingClient, size: int) -> Iterator[list[int]]:
     def keep() -> None:
         params = types.SamplingParams(max_tokens=64, stop=[])
         while not stop.is_set():
-            prompt = types.ModelInput.from_ints([random.randrange(3, 300) for _ in range(16)])
-            sampler.sample(prompt, 1, params).result()
+            sampler.sample(random_prompt(16), 1, params).result()
             done.append(1)
 
     with threads(keep for _ in range(size)):
@@ -127,15 +113,10 @@ def run(url: str, base_model: str, seconds: float, size: int) -> dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--base-url", help="of a running server; default: one is started")
-    parser.add_argument("--base-model", default="tiny")
+    parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--flood", type=int, default=64, help="samples in flight")
     arguments = parser.parse_args()
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
     server = nullcontext((arguments.base_url, 0)) if arguments.base_url else served()
     with server as (url, _):
         summary = run(url, arguments.base_model, arguments.seconds, arguments.flood)

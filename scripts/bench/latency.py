@@ -3,34 +3,24 @@
 
 usage: scripts/bench/latency.py [--base-url URL] [--base-model NAME] [--repeats N] [--pid PID]
 
---pid is the `serve` process: the memory (PSS) of it and all its descendants is reported too.
+Without a URL it starts a server of its own. --pid is the `serve` process of a running one: the memory (PSS)
+of it and all its descendants is reported too.
 Prints a table and, as its last line, one JSON object (milliseconds; memory in MB).
 """
 
-import argparse
 import json
-import os
-import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import tinker
+from client import options, random_datum, random_prompt
+from serving import served
 from tinker import types
 
 TOKENS = 64
 DATUMS = 8
-
-
-def row(length: int = TOKENS) -> types.Datum:
-    tokens = [random.randrange(3, 300) for _ in range(length + 1)]
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[length]),
-            "weights": types.TensorData(data=[1.0] * length, dtype="float32", shape=[length]),
-        },
-    )
 
 
 def timed(repeats: int, work: Callable[[], object], warm_up: int = 3) -> list[float]:
@@ -46,15 +36,12 @@ def timed(repeats: int, work: Callable[[], object], warm_up: int = 3) -> list[fl
 
 def samples_at_once(sampler: tinker.SamplingClient, count: int) -> None:
     params = types.SamplingParams(max_tokens=8, stop=[])
-    prompts = [
-        types.ModelInput.from_ints([random.randrange(3, 300) for _ in range(16)]) for _ in range(count)
-    ]
-    for pending in [sampler.sample(prompt, 1, params) for prompt in prompts]:
+    for pending in [sampler.sample(random_prompt(16), 1, params) for _ in range(count)]:
         pending.result()
 
 
 def measure(service: tinker.ServiceClient, base_model: str, repeats: int) -> dict[str, list[float]]:
-    data = [row() for _ in range(DATUMS)]
+    data = [random_datum(TOKENS) for _ in range(DATUMS)]
     adam = types.AdamParams(learning_rate=1e-4)
 
     def create() -> tinker.TrainingClient:
@@ -101,18 +88,15 @@ def report(figures: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
-    parser.add_argument("--base-model", default="tiny")
+    parser = options(__doc__)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--pid", type=int)
+    parser.add_argument("--pid", type=int, default=0)
     arguments = parser.parse_args()
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    idle = {"idle_pss_mb": round(memory_mb(arguments.pid))} if arguments.pid else {}
-    with tinker.ServiceClient(base_url=arguments.base_url) as service:
-        summary = report(measure(service, arguments.base_model, arguments.repeats))
+    running = (arguments.base_url, arguments.pid)
+    with nullcontext(running) if arguments.base_url else served() as (url, pid):
+        idle = {"idle_pss_mb": round(memory_mb(pid))} if pid else {}
+        with tinker.ServiceClient(base_url=url) as service:
+            summary = report(measure(service, arguments.base_model, arguments.repeats))
     print(json.dumps(summary | idle))
 
 

@@ -6,7 +6,8 @@ usage: scripts/bench/sample.py [--base-url URL --sampler-url URL] [--base-model 
 
 Without URLs it starts `skyrl-tinker serve` in a temporary home and finds its vLLM server. Both sides get the
 same prompts from the same plain HTTP client, in turns, so that what else the machine does hits both; `sdk` is
-the same work through the tinker SDK, whose own work shares the machine's cores.
+the same work through the tinker SDK, whose own work shares the machine's cores. A request samples 256
+tokens, as many as the cookbook's rl_loop asks for; --tokens changes that.
 Publish-to-first-token: from `save_weights_and_get_sampling_client` to one sampled token, through the SDK.
 Prints tables and, as its last line, one JSON object.
 """
@@ -15,8 +16,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,6 +26,7 @@ from typing import Any
 import aiohttp
 import psutil
 import tinker
+from client import options, random_datum, random_prompt, random_tokens
 from serving import served
 from tinker import types
 
@@ -49,10 +49,6 @@ class Figures:
     @property
     def rate(self) -> float:
         return statistics.median(self.rates)
-
-
-def prompt() -> list[int]:
-    return [random.randrange(3, 300) for _ in range(PROMPT)]
 
 
 # The two sides
@@ -113,7 +109,7 @@ async def round_of(ask: Ask, concurrency: int, requests: int, figures: Figures) 
     async def worker() -> None:
         for _ in left:
             start = time.perf_counter()
-            await ask(prompt())
+            await ask(random_tokens(PROMPT))
             figures.seconds.append(time.perf_counter() - start)
 
     start = time.perf_counter()
@@ -136,13 +132,7 @@ async def throughput(sides: dict[str, Ask], rounds: int) -> dict[int, dict[str, 
 def publish_to_first_token(service: tinker.ServiceClient, base_model: str, rank: int, repeats: int) -> float:
     """p50 in ms; every version differs from the one before. rank 0: full parameters."""
     training = service.create_lora_training_client(base_model=base_model, rank=rank).result()
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(prompt()),
-        loss_fn_inputs={
-            "target_tokens": types.TensorData(data=prompt(), dtype="int64", shape=[PROMPT]),
-            "weights": types.TensorData(data=[1.0] * PROMPT, dtype="float32", shape=[PROMPT]),
-        },
-    )
+    datum = random_datum(PROMPT)
     one = types.SamplingParams(max_tokens=1)
     figures = []
     for number in range(repeats + 2):
@@ -150,7 +140,7 @@ def publish_to_first_token(service: tinker.ServiceClient, base_model: str, rank:
         training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         start = time.perf_counter()
         sampler = training.save_weights_and_get_sampling_client().result()
-        sampler.sample(types.ModelInput.from_ints(prompt()), 1, one).result()
+        sampler.sample(random_prompt(PROMPT), 1, one).result()
         if number >= 2:
             figures.append(1000 * (time.perf_counter() - start))
     return statistics.median(figures)
@@ -230,16 +220,11 @@ async def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--base-url", help="of a running skyrl-tinker; default: one is started")
+    parser = options(__doc__)
     parser.add_argument("--sampler-url", help="of its vLLM server")
-    parser.add_argument("--base-model", default="tiny")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64, help="sampled per request")
+    parser.add_argument("--tokens", type=int, default=256, help="sampled per request; 256 is rl_loop's own")
     arguments = parser.parse_args()
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
     with (
         both(arguments.base_url, arguments.sampler_url) as (url, sampler_url),
         tinker.ServiceClient(base_url=url) as service,

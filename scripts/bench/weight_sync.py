@@ -25,6 +25,8 @@ from pathlib import Path
 import aiohttp
 import ray
 
+from skyrl_tinker import config
+from skyrl_tinker.base_model import resolve
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.group import ServerGroup
 from skyrl_tinker.inference.spec import SamplerSpec
@@ -145,20 +147,7 @@ def report(figures: dict[TransportName, dict[str, float]]) -> dict[str, float]:
 
 
 def facts_of(directory: Path) -> BaseModelFacts:
-    config = json.loads((directory / "config.json").read_text())
-    return BaseModelFacts(
-        directory=str(directory),
-        names=("bench",),
-        architecture=config["architectures"][0],
-        vocab_size=config["vocab_size"],
-        context_length=CONTEXT,
-        num_layers=config["num_hidden_layers"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        hidden_size=config["hidden_size"],
-        tied=config["tie_word_embeddings"],
-        eos_token_ids=(0,),
-    )
+    return resolve(config.load(base_model=str(directory), context_length=CONTEXT))
 
 
 def sampler_spec(facts: BaseModelFacts, home: Path, replicas: int) -> SamplerSpec:

@@ -13,8 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.store import futures
+from skyrl_tinker.store import futures, stability
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.stability import SequenceRecord
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.writer import Op, T
 from skyrl_tinker.wire.values import Failure
@@ -26,10 +27,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A result as its bytes go to the client."""
+    """A result as its bytes go to the client. `records`: kept of the sequences in it."""
 
     content_type: str
     body: bytes
+    records: tuple[SequenceRecord, ...] = ()
 
 
 Outcome = Answer | Failure
@@ -106,11 +108,19 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
 
 async def finish_all(conn: AsyncConnection, outcomes: Mapping[int, Outcome]) -> None:
     """By future id."""
-    results: dict[int, tuple[str, bytes]] = {}
+    answers: dict[int, Answer] = {}
     for future_id, outcome in outcomes.items():
         if isinstance(outcome, Failure):
             await futures.fail(conn, future_id, outcome)
         else:
-            results[future_id] = (outcome.content_type, outcome.body)
-    if results:
-        await futures.succeed_all(conn, results)
+            answers[future_id] = outcome
+    if answers:
+        await _succeed(conn, answers)
+
+
+async def _succeed(conn: AsyncConnection, answers: Mapping[int, Answer]) -> None:
+    results = {future_id: (answer.content_type, answer.body) for future_id, answer in answers.items()}
+    ended = await futures.succeed_all(conn, results)
+    records = {future_id: answers[future_id].records for future_id in ended if answers[future_id].records}
+    if records:
+        await stability.add(conn, records)

@@ -20,6 +20,7 @@ from skyrl_tinker.wire.values import (
     AdamParams,
     AdapterWeights,
     BaseModelFacts,
+    Failure,
     Float32,
     LoraSpec,
     StepItem,
@@ -60,12 +61,20 @@ async def probe(trainer: TrainerGroup, facts: BaseModelFacts) -> Probe:
     tokens = probe_tokens(facts, TOKENS)
     await trainer.create_model(MODEL, LoraSpec(rank=8, seed=0))
     try:
-        base = await trainer_logprobs(trainer, MODEL, tokens, backward=True)  # B is zero still
+        base = await _logprobs(trainer, tokens, backward=True)  # B is zero still
         await trainer.optim_step([StepItem(REQUEST, MODEL, AdamParams(LEARNING_RATE))])
-        adapter = await trainer_logprobs(trainer, MODEL, tokens)
-        return Probe(tokens, base, adapter, await trainer.capture_adapter(MODEL))
+        adapter = await _logprobs(trainer, tokens)
+        weights = await trainer.capture_adapters([MODEL])
+        return Probe(tokens, base, adapter, weights[MODEL])
     finally:
         await trainer.release(MODEL)
+
+
+async def _logprobs(trainer: TrainerGroup, tokens: tuple[int, ...], *, backward: bool = False) -> Float32:
+    (output,) = await trainer_logprobs(trainer, [MODEL], tokens, backward=backward)
+    if isinstance(output, Failure):
+        raise StartupError(f"the trainer could not score {len(tokens)} tokens: {output.message}")
+    return output
 
 
 async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, directory: Path) -> Gap:

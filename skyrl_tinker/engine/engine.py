@@ -23,6 +23,7 @@ from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.sampling_plane import assemble, launch_servers, sampler_gpus
+from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.engine.sleeping import Sleeping
 from skyrl_tinker.engine.status import Status
@@ -172,6 +173,9 @@ class Engine:
             dtype=settings.trainer_dtype,
             threads=settings.trainer_threads,
             token_budget=settings.token_budget,
+            resident_models=settings.resident_models,
+            memory_gb=settings.trainer_memory_gb,
+            gradient_checkpointing=settings.gradient_checkpointing,
         )
 
     def _sampler_spec(self, facts: BaseModelFacts, shared: tuple[Gpu, ...]) -> SamplerSpec:
@@ -213,24 +217,36 @@ class Engine:
     ) -> None:
         settings, store, outbox, places = self._settings, self._store, self._outbox, self._places
         root = places.checkpoint_root
-        keeper = Models(store, trainer, facts, root, settings.max_lora_rank)
+        saver = Saver(store, trainer, outbox, root)
+        keeper = Models(store, trainer, facts, saver, settings.max_lora_rank)
         metrics = self._metrics
         publisher = Publisher(store, trainer, samplers, outbox, facts, places.ephemeral_dir, root, metrics)
         gaps = self._gap_monitor(trainer, samplers, facts)
         await gaps.begin()
         training = TrainerDriver(
-            store, trainer, keeper, publisher, outbox, settings.unit_tokens, gaps, metrics, placement
+            store, trainer, keeper, saver, publisher, outbox, settings.unit_tokens, gaps, metrics, placement
         )
         sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
         self._watch_queues(training, sampler, fleet)
+        self._metrics.watch(
+            "retried_passes", "Passes that ran out of memory", lambda: float(trainer.retried_passes)
+        )
         self._watch_turns(placement)
         openai = OpenAIServer(store, samplers, fleet, facts, metrics)
         gateway = Gateway(places.engine_socket, openai, metrics, settings.expanded_body_mb * MiB)
         self._to_end.append(gateway.close)
         await gateway.start()
         await self._say_ready()
-        timeout, ttl = settings.session_timeout_s, settings.result_ttl_s
-        cleaner = SessionKeeper(store, training, sampler, samplers, self._overflow, timeout, ttl)
+        cleaner = SessionKeeper(
+            store,
+            training,
+            sampler,
+            samplers,
+            self._overflow,
+            settings.session_timeout_s,
+            settings.result_ttl_s,
+            settings.stability_ttl_s,
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(training.run())
             tasks.create_task(sampler.run())

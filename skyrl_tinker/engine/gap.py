@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skyrl_tinker.engine.answers import persistently
@@ -13,12 +14,12 @@ from skyrl_tinker.engine.probe import (
     trainer_logprobs,
 )
 from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.errors import SkyrlTinkerError, StateLostError
+from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store import state
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.wire.ids import ModelId, ModelKey
-from skyrl_tinker.wire.values import BaseModelFacts, Float32, WeightVersion
+from skyrl_tinker.wire.values import BaseModelFacts, Failure, Float32, WeightVersion
 
 METRIC = "sampler_logprob_gap"
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
@@ -63,15 +64,18 @@ class GapMonitor:
         """What an earlier engine warned of is over."""
         await self._warn(None)
 
-    async def score(self, key: ModelKey, model_id: ModelId) -> Scored | None:
-        """None when probes are off, or this one failed, which must not fail the save."""
-        if len(self._tokens) < 2:
-            return None
-        try:
-            return Scored(key, model_id, await trainer_logprobs(self._trainer, key, self._tokens))
-        except StateLostError as error:
-            _log.warning("the probe of %s failed: %s", model_id, error)
-            return None
+    async def score(self, models: Mapping[ModelKey, ModelId]) -> list[Scored]:
+        """All in one pass. Those whose probe failed are left out: it must not fail their save."""
+        if len(self._tokens) < 2 or not models:
+            return []
+        outputs = await trainer_logprobs(self._trainer, list(models), self._tokens)
+        scored = []
+        for (key, model_id), output in zip(models.items(), outputs, strict=True):
+            if isinstance(output, Failure):
+                _log.warning("the probe of %s failed: %s", model_id, output.message)
+            else:
+                scored.append(Scored(key, model_id, output))
+        return scored
 
     async def compare(self, scored: Scored, version: WeightVersion, *, inflight: bool) -> None:
         """Ask the samplers, and tell: the metrics, the model's next step, and beyond the bound the user.

@@ -8,6 +8,7 @@ from skyrl_tinker.wire.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.wire.values import Failure
 
 PASSES = frozenset({RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD})
+STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.LOAD_WEIGHTS})
 _BYTES_PER_TOKEN = 16  # a stored token: id 4, target 8, one float 4 (RL losses have two)
 
 
@@ -16,11 +17,17 @@ def cost(row: QueuedRow) -> int:
     return max(1, row.body_bytes // _BYTES_PER_TOKEN)
 
 
+def model_of(row: QueuedRow) -> ModelKey:
+    assert row.model_key is not None, "training requests have a model"
+    return row.model_key
+
+
 @dataclass(slots=True)
 class _Lane:
     next_seq: int = 0  # creation is 0: everything waits for it
     parked: dict[int, QueuedRow] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> what the API found wrong
+    held: bool = False  # a save is being written: no other one, and no load, begins
     poison: str | None = None  # why the gradients of the current accumulation window are worth nothing
 
 
@@ -76,6 +83,19 @@ class Lanes:
             model, seq_id = _place(row)
             _pop(self._open[model], seq_id)
 
+    def hold(self, model: ModelKey) -> None:
+        """Until `resume` neither saves nor loads of this model's state are runnable; the rest goes on."""
+        self._open[model].held = True
+
+    def resume(self, model: ModelKey) -> None:
+        lane = self._open.get(model)
+        if lane:
+            lane.held = False
+
+    def held(self, model: ModelKey) -> bool:
+        lane = self._open.get(model)
+        return lane is not None and lane.held
+
     def poison(self, model: ModelKey, why: str) -> None:
         """The next optim_step of this model must fail with this reason; the first reason stays."""
         lane = self._open.get(model)
@@ -91,9 +111,8 @@ class Lanes:
 
 
 def _place(row: QueuedRow) -> tuple[ModelKey, int]:
-    assert row.model_key is not None
-    assert row.seq_id is not None
-    return row.model_key, row.seq_id
+    assert row.seq_id is not None, "training requests have their place in a lane"
+    return model_of(row), row.seq_id
 
 
 def _pop(lane: _Lane, seq_id: int) -> None:
@@ -115,7 +134,7 @@ def _skip_refused(lane: _Lane) -> None:
 
 def _head(lane: _Lane, budget: int) -> list[QueuedRow]:
     first = lane.parked.get(lane.next_seq)
-    if first is None:
+    if first is None or (lane.held and first.kind in STORAGE):
         return []
     return list(_passes(lane, budget)) if first.kind in PASSES else [first]
 

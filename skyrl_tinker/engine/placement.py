@@ -250,7 +250,7 @@ class Changing:
         awake = self._placement.awake()
         try:
             await awake.__aenter__()
-        except BaseException:
+        except BaseException:  # also who is cancelled while waiting leaves the lock to the others
             self._lock.release()
             raise
         self._awake = awake

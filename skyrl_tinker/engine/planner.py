@@ -1,16 +1,20 @@
-"""What the workers do next. Pure: heads of all lanes in, one unit of work out.
+"""What the workers do next. Pure: what every lane may run in, one unit of work out.
 
-The oldest head decides between passes and barriers, so neither starves. Passes of all models share a unit by
-deficit round robin, so that a small tenant never waits behind a flood.
+Tenants take turns: whose turn it is says what kind of work comes next, and all that is ready of that kind
+goes along, passes within a budget. So a tenant waits at most one unit for each of those who were there before
+it, whatever they sent and with however many models, and passes and barriers never starve each other.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from skyrl_tinker.engine.lanes import PASSES, cost
+from skyrl_tinker.engine.lanes import PASSES, Lanes, cost
+from skyrl_tinker.engine.turns import Ledger, Waiting
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import ModelKey, RequestKind
+from skyrl_tinker.wire.ids import RequestKind
+
+MERGING = frozenset({RequestKind.OPTIM_STEP, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER})
+"""Barriers that the workers take for several models at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,64 +26,75 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """optim_steps, one per model."""
+class Barriers:
+    """Of one kind, each of another model; several only if they are of a MERGING kind."""
 
     rows: tuple[QueuedRow, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Single:
-    """One create, load or save."""
-
-    row: QueuedRow
+    @property
+    def kind(self) -> RequestKind:
+        return self.rows[0].kind
 
 
-Unit = Pass | Steps | Single
+Unit = Pass | Barriers
 
 
-def next_unit(
-    runnable: Mapping[ModelKey, Sequence[QueuedRow]], credit: dict[ModelKey, int], budget: int
-) -> Unit | None:
-    """The next unit, or None when nothing may run.
+class Planner:
+    """Takes unit after unit out of the lanes."""
 
-    `runnable` is what `Lanes.runnable` gives; `credit` carries each lane's unused share from unit to unit and
-    is updated; `budget` is the number of tokens in a pass (a larger single request still runs, alone).
-    """
-    heads = [rows[0] for rows in runnable.values()]
-    if not heads:
-        return None
-    oldest = min(heads, key=lambda row: row.id)
-    if oldest.kind in PASSES:
-        passes = {model: rows for model, rows in runnable.items() if rows[0].kind in PASSES}
-        return _share(passes, credit, budget)
-    if oldest.kind is RequestKind.OPTIM_STEP:
-        return Steps(tuple(row for row in heads if row.kind is RequestKind.OPTIM_STEP))
-    return Single(oldest)
+    def __init__(self, lanes: Lanes, budget: int) -> None:
+        """`budget`: tokens in a pass. A single request that is larger still runs, alone."""
+        self._lanes = lanes
+        self._budget = budget
+        self._ledger = Ledger()
+
+    def next(self) -> Unit | None:
+        """None when nothing may run."""
+        unit, ledger = self._plan()
+        if unit is not None:
+            self._take(unit, ledger)
+        return unit
+
+    def ahead(self) -> Pass | None:
+        """The next unit, taken while another runs, if it is a full pass: a smaller one may still grow."""
+        unit, ledger = self._plan()
+        if not isinstance(unit, Pass) or not unit.full:
+            return None
+        self._take(unit, ledger)
+        return unit
+
+    def _plan(self) -> tuple[Unit | None, Ledger]:
+        return next_unit(self._lanes.runnable(self._budget), self._ledger, self._budget)
+
+    def _take(self, unit: Unit, ledger: Ledger) -> None:
+        self._lanes.take(unit.rows)
+        self._ledger = ledger
 
 
-def _share(passes: Mapping[ModelKey, Sequence[QueuedRow]], credit: dict[ModelKey, int], budget: int) -> Pass:
-    queues = {model: deque(rows) for model, rows in passes.items()}
-    share = max(1, budget // len(queues))
+def next_unit(waiting: Waiting, ledger: Ledger, budget: int) -> tuple[Unit | None, Ledger]:
+    """The next unit, None when nothing waits, and the ledger after it."""
+    if not waiting:
+        return None, ledger
+    ledger = ledger.of(waiting)
+    first = ledger.first(waiting)
+    unit = _pass(first, waiting, ledger, budget) if first.kind in PASSES else _barriers(first, waiting)
+    return unit, ledger.after(first, unit.rows)
+
+
+def _barriers(first: QueuedRow, waiting: Waiting) -> Barriers:
+    if first.kind not in MERGING:
+        return Barriers((first,))
+    return Barriers(tuple(rows[0] for rows in waiting.values() if rows[0].kind is first.kind))
+
+
+def _pass(first: QueuedRow, waiting: Waiting, ledger: Ledger, budget: int) -> Pass:
+    """Whose turn it is has its request in, however large; then all have their shares of what is left."""
+    passes = {model: rows for model, rows in waiting.items() if rows[0].kind in PASSES}
+    others = (row for row in ledger.in_turn(passes) if row is not first)
     taken: list[QueuedRow] = []
-    left = budget
-    while queues and left > 0:
-        for model in _order(queues, credit):
-            queue = queues[model]
-            credit[model] = credit.get(model, 0) + share
-            while queue and cost(queue[0]) <= credit[model]:
-                if taken and cost(queue[0]) > left:
-                    credit[model] = cost(queue[0])  # enough to be served first next time, no more
-                    return Pass(tuple(taken), full=True)
-                credit[model] -= cost(queue[0])
-                left -= cost(queue[0])
-                taken.append(queue.popleft())
-            if not queue:
-                del queues[model]
-                credit.pop(model)  # who has nothing waiting saves nothing up
-    return Pass(tuple(taken), full=left <= 0)
-
-
-def _order(queues: Mapping[ModelKey, deque[QueuedRow]], credit: Mapping[ModelKey, int]) -> list[ModelKey]:
-    """Who had to wait last time comes first, then the oldest request."""
-    return sorted(queues, key=lambda model: (-credit.get(model, 0), queues[model][0].id))
+    for row in chain([first], others):
+        if taken and cost(row) > budget:
+            return Pass(tuple(taken), full=True)
+        taken.append(row)
+        budget -= cost(row)
+    return Pass(tuple(taken), full=budget <= 0)

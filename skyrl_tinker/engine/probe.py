@@ -6,7 +6,6 @@ import numpy as np
 
 from skyrl_tinker.engine.inflight import Wanted
 from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.errors import StateLostError
 from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.wire.ids import ModelKey, RequestId
 from skyrl_tinker.wire.values import (
@@ -15,11 +14,10 @@ from skyrl_tinker.wire.values import (
     Failure,
     Float32,
     PassItem,
+    PassOutput,
     SampleRequest,
     SamplingParams,
 )
-
-_REQUEST = RequestId("probe")
 
 
 def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:
@@ -29,22 +27,29 @@ def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:
 
 
 async def trainer_logprobs(
-    trainer: TrainerGroup, model: ModelKey, tokens: Sequence[int], *, backward: bool = False
-) -> Float32:
-    """log p(tokens[i+1] | tokens[:i+1]), [N-1] float32; NaN when the model's logits are not finite."""
-    count = len(tokens) - 1
+    trainer: TrainerGroup, models: Sequence[ModelKey], tokens: Sequence[int], *, backward: bool = False
+) -> list[Float32 | Failure]:
+    """By model, in one pass: log p(tokens[i+1] | tokens[:i+1]), [N-1] float32; NaN when its logits are not
+    finite."""
     datum = Datum(
         np.asarray(tokens[:-1], np.int32),
         np.asarray(tokens[1:], np.int64),
-        {"weights": np.ones(count, np.float32)},
+        {"weights": np.ones(len(tokens) - 1, np.float32)},
     )
-    item = PassItem(_REQUEST, model, (datum,), "cross_entropy", {}, backward)
-    (output,) = await trainer.run_pass(trainer.prepare([item]))
-    if isinstance(output, Failure):
-        if output.category == "user":  # the loss of these tokens is not finite
-            return np.full(count, np.nan, np.float32)
-        raise StateLostError(output.message)
-    return output.logprobs[0]
+    items = [
+        PassItem(RequestId(f"probe-{model}"), model, (datum,), "cross_entropy", {}, backward)
+        for model in models
+    ]
+    outputs = await trainer.run_pass(trainer.prepare(items))
+    return [_logprobs(output, len(tokens) - 1) for output in outputs]
+
+
+def _logprobs(output: PassOutput | Failure, count: int) -> Float32 | Failure:
+    if isinstance(output, PassOutput):
+        return output.logprobs[0]
+    if output.category == "user":  # the loss of these tokens is not finite
+        return np.full(count, np.nan, np.float32)
+    return output
 
 
 async def sampler_logprobs(

@@ -123,7 +123,7 @@ class Residency:
         try:
             await self._swap(new.version, old.version)
             self._state = new
-        except BaseException:
+        except BaseException:  # however it broke off: which weights the samplers have must be known
             await self._find_out(old, new)
             raise
         finally:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Answer, Outbox, Outcome, failure_of, persistently
@@ -15,11 +16,12 @@ from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import futures, sampling
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.sampling import SamplingSessionRow
+from skyrl_tinker.store.stability import SequenceRecord
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.ids import SamplingSessionId
+from skyrl_tinker.wire.ids import SamplingSessionId, sequence_ids
 from skyrl_tinker.wire.sample_codec import sample_from_body
-from skyrl_tinker.wire.values import WeightVersion
+from skyrl_tinker.wire.values import SampleOutput, SampleRequest, WeightVersion
 
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
@@ -102,9 +104,11 @@ class SamplerDriver:
         try:
             assert row.sampling_session_id is not None
             wanted = await self._target(row.sampling_session_id)
-            output = await self._samplers.sample(wanted, sample_from_body(body))
+            request = sample_from_body(body)
+            output = await self._samplers.sample(wanted, request)
             self._metrics.sampled(output)
-            return Answer(codec.PROTOBUF, codec.encode_sample_response(output))
+            records = _records(row, request, output) if request.record_stability_info else ()
+            return Answer(codec.PROTOBUF, codec.encode_sample_response(output), records)
         except Exception as error:  # becomes the result of this request
             return failure_of(error)
 
@@ -121,6 +125,19 @@ class SamplerDriver:
             else:
                 self._targets[session] = version
         return self._targets[session]
+
+
+def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tuple[SequenceRecord, ...]:
+    ids = sequence_ids(row.request_id, len(output.sequences))
+    return tuple(
+        SequenceRecord(
+            sequence_id,
+            np.asarray(sequence.tokens, np.int32),
+            np.asarray(sequence.logprobs, np.float32),
+            len(request.prompt),
+        )
+        for sequence_id, sequence in zip(ids, output.sequences, strict=True)
+    )
 
 
 async def _target(

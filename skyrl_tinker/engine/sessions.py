@@ -15,7 +15,7 @@ from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.store import checkpoints, futures, models, sampling, sessions
+from skyrl_tinker.store import checkpoints, custom_losses, futures, models, sampling, sessions, stability
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire.ids import ModelState, SessionId
@@ -37,6 +37,7 @@ class SessionKeeper:
         overflow: Overflow,
         session_timeout_s: float,
         result_ttl_s: float,
+        stability_ttl_s: float,
     ) -> None:
         self._store = store
         self._trainer = trainer
@@ -44,7 +45,8 @@ class SessionKeeper:
         self._samplers = samplers
         self._overflow = overflow
         self._timeout_s = session_timeout_s
-        self._ttl_s = result_ttl_s
+        self._result_ttl_s = result_ttl_s
+        self._stability_ttl_s = stability_ttl_s
         self._started = time.time()
         self._purged = 0.0
 
@@ -63,7 +65,7 @@ class SessionKeeper:
             await self._end(session)
         await self._drop_versions()
         await self._remove_checkpoints()
-        await self._purge_results()
+        await self._purge()
         await self._spare_memory()
 
     async def _over(self) -> list[SessionId]:
@@ -127,11 +129,13 @@ class SessionKeeper:
             if not await asyncio.to_thread(self._overflow.low):
                 return
 
-    async def _purge_results(self) -> None:
+    async def _purge(self) -> None:
         now = time.time()
         if now - self._purged > PURGE_S:
             self._purged = now
-            await self._store.write(lambda conn: futures.purge_results(conn, now - self._ttl_s))
+            await self._store.write(lambda conn: futures.purge_results(conn, now - self._result_ttl_s))
+            await self._store.write(lambda conn: custom_losses.purge(conn, now - self._result_ttl_s))
+            await self._store.write(lambda conn: stability.purge(conn, now - self._stability_ttl_s))
 
 
 def _remove_directory(directory: Path, number: int) -> None:

@@ -9,14 +9,16 @@ import orjson
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Outbox, Outcome, failure_of, json_answer
-from skyrl_tinker.engine.gap import GapMonitor, Scored
-from skyrl_tinker.engine.lanes import Lanes
+from skyrl_tinker.engine.gap import GapMonitor
+from skyrl_tinker.engine.lanes import Lanes, model_of
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.models import Finished, Models
 from skyrl_tinker.engine.passes import PassRunner, ReadyPass, encode
 from skyrl_tinker.engine.placement import SEPARATE, Placement
-from skyrl_tinker.engine.planner import Pass, Single, Steps, Unit, next_unit
-from skyrl_tinker.engine.publisher import Capture, Publisher
+from skyrl_tinker.engine.planner import Barriers, Pass, Planner, Unit
+from skyrl_tinker.engine.publisher import Publisher
+from skyrl_tinker.engine.saver import Saver, Saving
+from skyrl_tinker.engine.syncs import Syncs
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.store import futures, models
 from skyrl_tinker.store.futures import QueuedRow
@@ -27,7 +29,6 @@ from skyrl_tinker.wire.bodies import (
     CreateViaLoadBody,
     LoadWeightsBody,
     OptimStepBody,
-    SaveSamplerBody,
     SaveWeightsBody,
 )
 from skyrl_tinker.wire.ids import FutureStatus, ModelKey, ModelState, RequestKind
@@ -40,6 +41,7 @@ class TrainerDriver:
         store: Store,
         trainer: TrainerGroup,
         keeper: Models,
+        saver: Saver,
         publisher: Publisher,
         outbox: Outbox,
         unit_tokens: int,
@@ -50,15 +52,15 @@ class TrainerDriver:
         self._store = store
         self._trainer = trainer
         self._models = keeper
-        self._publisher = publisher
+        self._saver = saver
+        self._syncs = Syncs(store, publisher, gaps, outbox)
         self._outbox = outbox
-        self._budget = unit_tokens
         self._gaps = gaps
         self._metrics = metrics
         self._placement = placement
         self._passes = PassRunner(store, trainer)
         self._lanes = Lanes()
-        self._credit: dict[ModelKey, int] = {}
+        self._planner = Planner(self._lanes, unit_tokens)
         self._ahead: ReadyPass | None = None
         self._on_workers: set[ModelKey] = set()
         self._leaving: set[ModelKey] = set()
@@ -70,7 +72,7 @@ class TrainerDriver:
         refused: list[tuple[int, Outcome]] = []
         for row in rows:
             refusal = await self._refusal(row)
-            closed = await self._closed_by(_model_of(row))
+            closed = await self._closed_by(model_of(row))
             if closed is None:
                 self._lanes.add(row, refusal)
             elif row.status is FutureStatus.PENDING:
@@ -125,33 +127,24 @@ class TrainerDriver:
             ready, self._ahead = self._ahead, None
             return ready
         await self._release_idle()
-        while (unit := self._plan()) is None:
+        while (unit := self._planner.next()) is None:
             self._metrics.trainer.no_work()
             self._woken.clear()
             await self._woken.wait()
             await self._release_idle()
-        self._take(unit)
         return unit
 
-    def _plan(self) -> Unit | None:
-        return next_unit(self._lanes.runnable(self._budget), self._credit, self._budget)
-
-    def _take(self, unit: Unit) -> None:
-        self._lanes.take(_rows(unit))
-
     async def _look_ahead(self) -> None:
-        """Prepare the next pass while one runs, if it is full: a smaller one may still grow until then."""
-        credit = dict(self._credit)
-        unit = next_unit(self._lanes.runnable(self._budget), credit, self._budget)
-        if isinstance(unit, Pass) and unit.full:
-            self._credit = credit
-            self._take(unit)
+        """Prepare the next pass while one runs."""
+        unit = self._planner.ahead()
+        if unit is not None:
             self._ahead = await self._passes.prepare(unit)
 
     async def _release_idle(self) -> None:
         if self._leaving:
             busy = self._lanes.runnable(1)
-            for model in [model for model in self._leaving if model not in busy]:
+            idle = [model for model in self._leaving if model not in busy and not self._lanes.held(model)]
+            for model in idle:
                 self._leaving.discard(model)
                 await self._release(model)
 
@@ -175,7 +168,7 @@ class TrainerDriver:
                 await self._execute(unit)
                 self._metrics.trainer.unit_done(self._trainer.busy_s - worked)
         except TrainerError as error:  # fatal, but these clients shall know what their requests died of
-            await self._outbox.send([(row.id, failure_of(error)) for row in _rows(unit)])
+            await self._outbox.send([(row.id, failure_of(error)) for row in unit.rows])
             raise
 
     async def _execute(self, unit: Unit | ReadyPass) -> None:
@@ -184,10 +177,17 @@ class TrainerDriver:
                 await self._run_pass(unit)
             case Pass():
                 await self._run_pass(await self._passes.prepare(unit))
-            case Steps(rows):
-                await self._step(rows)
-            case Single(row):
-                await self._run_single(row)
+            case Barriers(rows):
+                await self._pass_barriers(unit.kind, rows)
+
+    async def _pass_barriers(self, kind: RequestKind, rows: Sequence[QueuedRow]) -> None:
+        if kind is RequestKind.OPTIM_STEP:
+            await self._step(rows)
+        elif kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
+            await self._syncs.run(rows, self._background)
+        else:
+            (row,) = rows
+            await self._run_single(row)
 
     async def _run_pass(self, ready: ReadyPass) -> None:
         outputs, _ = await asyncio.gather(self._passes.run(ready), self._look_ahead())
@@ -195,26 +195,27 @@ class TrainerDriver:
         for row, output in zip(ready.rows, outputs, strict=True):
             if isinstance(output, Failure) and row.kind is RequestKind.FORWARD_BACKWARD:
                 why = f"forward_backward with seq_id {row.seq_id} failed: {output.message}"
-                self._lanes.poison(_model_of(row), why)
-        self._background.create_task(self._answer_pass(ready.rows, outputs))
+                self._lanes.poison(model_of(row), why)
+        self._background.create_task(self._answer_pass(ready, outputs))
 
-    async def _answer_pass(self, rows: Sequence[QueuedRow], outputs: Sequence[PassOutput | Failure]) -> None:
+    async def _answer_pass(self, ready: ReadyPass, outputs: Sequence[PassOutput | Failure]) -> None:
         encoded = await encode(outputs)
-        await self._outbox.send((row.id, outcome) for row, outcome in zip(rows, encoded, strict=True))
+        await self._outbox.send((row.id, outcome) for row, outcome in zip(ready.rows, encoded, strict=True))
+        await self._passes.renew(ready)
 
     async def _step(self, rows: Sequence[QueuedRow]) -> None:
         """Steps whose window is sound run together; the windows of the others are cleared."""
-        poison = {row.id: self._lanes.poison_of(_model_of(row)) for row in rows}
+        poison = {row.id: self._lanes.poison_of(model_of(row)) for row in rows}
         pending = [row for row in rows if row.status is FutureStatus.PENDING]
         sound = [row for row in pending if poison[row.id] is None]
         spoiled = [row for row in rows if row not in sound]
         if spoiled:
-            await self._trainer.zero_gradients([_model_of(row) for row in spoiled])
+            await self._trainer.zero_gradients([model_of(row) for row in spoiled])
         outputs = await self._trainer.optim_step(await self._steps(sound)) if sound else []
         for row in rows:
-            self._lanes.cleanse(_model_of(row))
+            self._lanes.cleanse(model_of(row))
         answers = [
-            (row.id, _step_answer(output, self._gaps.take(_model_of(row))))
+            (row.id, _step_answer(output, self._gaps.take(model_of(row))))
             for row, output in zip(sound, outputs, strict=True)
         ]
         refusals = [(row.id, _not_stepped(row, why)) for row in pending if (why := poison[row.id])]
@@ -224,12 +225,12 @@ class TrainerDriver:
         async with self._store.read() as conn:
             bodies = await futures.bodies(conn, [row.id for row in rows])
         return [
-            StepItem(row.request_id, _model_of(row), OptimStepBody.from_bytes(bodies[row.id]).adam)
+            StepItem(row.request_id, model_of(row), OptimStepBody.from_bytes(bodies[row.id]).params)
             for row in rows
         ]
 
     async def _run_single(self, row: QueuedRow) -> None:
-        model = await self._row(_model_of(row))
+        model = await self._row(model_of(row))
         async with self._store.read() as conn:
             body = (await futures.bodies(conn, [row.id]))[row.id]
         try:
@@ -251,21 +252,18 @@ class TrainerDriver:
                 self._lanes.cleanse(model.key)
                 await self._finish(row, finished)
             case RequestKind.SAVE_WEIGHTS, _:
-                await self._finish(
-                    row, await self._models.save(model, SaveWeightsBody.from_bytes(body), row.id)
-                )
-            case RequestKind.SAVE_WEIGHTS_FOR_SAMPLER, _:
-                capture = await self._publisher.capture(row, model, SaveSamplerBody.from_bytes(body))
-                publishing = self._background.create_task(self._publisher.publish(capture))
-                scored = await self._gaps.score(model.key, model.model_id)  # the same weights
-                if scored is not None:
-                    self._background.create_task(self._compare(publishing, scored, capture))
+                saving = await self._saver.capture(row, model, SaveWeightsBody.from_bytes(body))
+                self._lanes.hold(model.key)
+                self._background.create_task(self._persist(saving))
             case kind, _:
-                raise AssertionError(f"{kind} is no barrier")
+                raise AssertionError(f"{kind} is no barrier of one model")
 
-    async def _compare(self, publishing: asyncio.Task[bool], scored: Scored, capture: Capture) -> None:
-        if await publishing:
-            await self._gaps.compare(scored, capture.version, inflight=capture.inflight)
+    async def _persist(self, saving: Saving) -> None:
+        try:
+            await self._saver.persist(saving)
+        finally:
+            self._lanes.resume(saving.model.key)
+            self._woken.set()
 
     async def _created(self, row: QueuedRow, model: ModelRow, finished: Finished) -> None:
         self._on_workers.add(model.key)
@@ -285,15 +283,6 @@ class TrainerDriver:
             [(row.id, failure), *((each.id, behind) for each in waiting)],
             _state(model.key, ModelState.FAILED, failure.message),
         )
-
-
-def _model_of(row: QueuedRow) -> ModelKey:
-    assert row.model_key is not None, "training requests have a model"
-    return row.model_key
-
-
-def _rows(unit: Unit | ReadyPass) -> Sequence[QueuedRow]:
-    return [unit.row] if isinstance(unit, Single) else unit.rows
 
 
 def _state(model: ModelKey, state: ModelState, reason: str) -> Any:

@@ -37,14 +37,16 @@ async def succeed(conn: AsyncConnection, future_id: int, content_type: str, body
     await succeed_all(conn, {future_id: (content_type, body)})
 
 
-async def succeed_all(conn: AsyncConnection, results: Mapping[int, tuple[str, bytes]]) -> None:
-    """Content type and body by future id; those that have finished already are passed over."""
+async def succeed_all(conn: AsyncConnection, results: Mapping[int, tuple[str, bytes]]) -> list[int]:
+    """Content type and body by future id. Returns the ids of those that had not finished already; the others
+    are passed over."""
     ended = await conn.execute(_DONE, {"future_ids": list(results), "now": time.time()})
     ids = sorted(ended.scalars())
     if ids:
         rows = [{"future_id": id_, "content_type": results[id_][0], "body": results[id_][1]} for id_ in ids]
         await conn.execute(_RESULT, rows)
         await _drop_bodies(conn, ids)
+    return ids
 
 
 async def fail(conn: AsyncConnection, future_id: int, failure: Failure) -> None:

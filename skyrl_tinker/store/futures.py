@@ -14,7 +14,13 @@ from skyrl_tinker.store.finish import (
     succeed,
     succeed_all,
 )
-from skyrl_tinker.store.submit import Accepted, submit_create, submit_sample, submit_training
+from skyrl_tinker.store.submit import (
+    Accepted,
+    submit_create,
+    submit_custom_loss,
+    submit_sample,
+    submit_training,
+)
 from skyrl_tinker.store.tables import Future, Model, Request, Result
 from skyrl_tinker.wire.ids import (
     FutureStatus,
@@ -23,6 +29,7 @@ from skyrl_tinker.wire.ids import (
     RequestId,
     RequestKind,
     SamplingSessionId,
+    SessionId,
 )
 
 __all__ = [
@@ -41,6 +48,7 @@ __all__ = [
     "purge_results",
     "queued_after",
     "submit_create",
+    "submit_custom_loss",
     "submit_sample",
     "submit_training",
     "succeed",
@@ -59,6 +67,7 @@ class QueuedRow:
     id: int
     request_id: RequestId
     kind: RequestKind
+    session_id: SessionId
     model_key: ModelKey | None
     sampling_session_id: SamplingSessionId | None
     seq_id: int | None
@@ -105,6 +114,7 @@ _QUEUED = (
         Future.id,
         Future.request_id,
         Future.kind,
+        Future.session_id,
         Future.model_key,
         Future.sampling_session_id,
         Future.seq_id,

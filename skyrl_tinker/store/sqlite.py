@@ -149,7 +149,7 @@ class _WritingConnection(_Connection):
         self._turn.take()
         try:
             super().begin(sql)
-        except BaseException:
+        except BaseException:  # no transaction has begun, and none will end it: the others go on
             self._turn.give()
             raise
 

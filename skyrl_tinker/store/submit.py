@@ -10,10 +10,11 @@ from sqlalchemy import and_, bindparam, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError, UserError
-from skyrl_tinker.store import finish, models, sessions
+from skyrl_tinker.store import custom_losses, finish, models, sessions
+from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.models import NewModel
 from skyrl_tinker.store.rows import AnyRow, insert_id
-from skyrl_tinker.store.tables import Future, Model, Request, SamplingSession, Session
+from skyrl_tinker.store.tables import Future, Model, Request, SamplingSession, Session, UploadedLoss
 from skyrl_tinker.wire.ids import (
     FutureStatus,
     ModelId,
@@ -22,6 +23,7 @@ from skyrl_tinker.wire.ids import (
     RequestId,
     RequestKind,
     SamplingSessionId,
+    sequence_ids,
 )
 from skyrl_tinker.wire.values import Failure
 
@@ -40,7 +42,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """A future to be written. Exactly one of `model_key` and `sampling_session_id` is set."""
+    """A future to be written. At most one of `model_key` and `sampling_session_id` is set."""
 
     kind: RequestKind
     seq_id: int
@@ -73,6 +75,11 @@ _OF_SAMPLER = (
         ),
     )
     .where(SamplingSession.sampling_session_id == bindparam("sampling_session_id"))
+)
+_OF_LOSS = (
+    select(*_FIRST)
+    .join(UploadedLoss, UploadedLoss.future_id == Future.id)
+    .where(UploadedLoss.loss_id == bindparam("loss_id"))
 )
 _BUMP = update(Model).where(Model.key == bindparam("model_key")).values(last_request_at=bindparam("now"))
 _FUTURE = insert(Future)
@@ -166,6 +173,35 @@ async def submit_sample(
     return await _record(conn, new, body, None, None)
 
 
+async def submit_custom_loss(
+    conn: AsyncConnection,
+    loss: NewLoss,
+    *,
+    digest: bytes,
+    result: bytes,
+    failure: Failure | None = None,
+) -> Accepted:
+    """An uploaded loss and its future, which is born finished: with `result` (JSON), or as failed.
+
+    Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), UserError (too many).
+    """
+    _check_seq_id("custom_loss_seq_id", loss.seq_id, lowest=0)
+    row = (await conn.execute(_OF_LOSS, {"loss_id": loss.loss_id})).one_or_none()
+    kind = RequestKind.CREATE_CUSTOM_LOSS
+    if row is not None:
+        _require_same(row, kind, digest, f"custom_loss_seq_id {loss.seq_id} of session {loss.session_id}")
+        return _again(row, None)
+    await sessions.require_live(conn, loss.session_id)
+    await custom_losses.require_room(conn, loss.session_id)
+    future_id, accepted = await _journal(conn, _New(kind, loss.seq_id, digest, loss.session_id), None)
+    await custom_losses.add(conn, loss, future_id)
+    if failure is not None:
+        await finish.fail(conn, future_id, failure)
+    else:
+        await finish.succeed(conn, future_id, finish.JSON_TYPE, result)
+    return accepted
+
+
 def _check_seq_id(name: str, seq_id: int, lowest: int) -> None:
     if not lowest <= seq_id <= MAX_SEQ_ID:
         raise UserError(f"{name} must lie between {lowest} and {MAX_SEQ_ID}, found {seq_id}")
@@ -189,8 +225,18 @@ async def _record(
     conn: AsyncConnection, new: _New, body: bytes, failure: Failure | None, model_id: ModelId | None
 ) -> Accepted:
     """Write the future and either its body or its failure."""
+    future_id, accepted = await _journal(conn, new, model_id)
+    if failure is not None:
+        await finish.fail(conn, future_id, failure)
+    else:
+        await conn.execute(_BODY, {"future_id": future_id, "body": body})
+    return accepted
+
+
+async def _journal(conn: AsyncConnection, new: _New, model_id: ModelId | None) -> tuple[int, Accepted]:
+    """Write the future, pending. Returns its key, too."""
     request_id = RequestId(uuid4().hex)
-    sequence_ids = tuple(f"{request_id}-{i}" for i in range(new.sequences))
+    sequences = sequence_ids(request_id, new.sequences)
     future_id = await insert_id(
         conn,
         _FUTURE,
@@ -202,13 +248,9 @@ async def _record(
             "sampling_session_id": new.sampling_session_id,
             "seq_id": new.seq_id,
             "digest": new.digest,
-            "sequence_ids": sequence_ids,
+            "sequence_ids": sequences,
             "status": FutureStatus.PENDING,
             "created_at": time.time(),
         },
     )
-    if failure is not None:
-        await finish.fail(conn, future_id, failure)
-    else:
-        await conn.execute(_BODY, {"future_id": future_id, "body": body})
-    return Accepted(request_id, sequence_ids, model_id, created=True)
+    return future_id, Accepted(request_id, sequences, model_id, created=True)

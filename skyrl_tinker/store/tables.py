@@ -180,6 +180,31 @@ class Result(Base):
     body: Mapped[bytes]
 
 
+class UploadedLoss(Base):
+    """`definition`: by wire.custom_loss.to_bytes; None if the loss was refused, as its future says."""
+
+    __tablename__ = "custom_losses"
+    __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
+    loss_id: Mapped[str] = mapped_column(primary_key=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id))
+    seq_id: Mapped[int] = mapped_column(BigInteger)
+    future_id: Mapped[int] = mapped_column(ForeignKey(Future.id))
+    definition: Mapped[bytes | None]
+    created_at: Mapped[float]
+
+
+class StabilityRecord(Base):
+    """What was sampled in one sequence: `tokens` int32 and `logprobs` float32, both little-endian."""
+
+    __tablename__ = "stability_records"
+    sequence_id: Mapped[str] = mapped_column(primary_key=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id), index=True)
+    tokens: Mapped[bytes]
+    logprobs: Mapped[bytes]
+    prompt_length: Mapped[int]
+    last_used_at: Mapped[float] = mapped_column(index=True)
+
+
 class Checkpoint(Base):
     __tablename__ = "checkpoints"
     __table_args__ = (

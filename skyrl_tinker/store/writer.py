@@ -116,7 +116,7 @@ class Writer:
         """Nearly all ops succeed, so they get SAVEPOINTs, which double the work, only when one failed."""
         try:
             drive(self._together(begun))
-        except Exception:
+        except Exception:  # of any op, or of the transaction: tried again, one by one, it is known whose
             if len(begun) < 2:
                 raise
             drive(self._apart(begun))

@@ -1,6 +1,7 @@
 """The base's linear layers with adapters: one autograd node each, however many models share the row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,12 +13,22 @@ from torch.nn.functional import linear
 from skyrl_tinker.training.lora import LoraModel, Pair, Target
 from skyrl_tinker.training.rows import Span
 
+Adapters = tuple[tuple[Span, LoraModel], ...]
+
 
 @dataclass(slots=True)
 class Routing:
     """Whose adapter applies to which tokens of the row that is in the network now."""
 
-    active: tuple[tuple[Span, LoraModel], ...] = field(default=())
+    active: Adapters = field(default=())
+
+    @contextmanager
+    def of(self, adapters: Adapters) -> Iterator[None]:
+        before, self.active = self.active, adapters
+        try:
+            yield
+        finally:
+            self.active = before
 
 
 def install(causal_lm: nn.Module, targets: Sequence[Target], routing: Routing) -> None:

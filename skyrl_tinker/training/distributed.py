@@ -1,15 +1,20 @@
 """The process group of the ranks: gloo on CPU, NCCL on CUDA."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from skyrl_tinker.errors import SkyrlTinkerError
+
 HOST = "127.0.0.1"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,22 @@ class Ranks:
         dist.all_reduce(counts)
         return [bool(count) for count in counts.tolist()]
 
+    def together(self, check: Callable[[], T]) -> T:
+        """The check's value, here; what it refuses on one rank is refused on all, for the same reason."""
+        error: SkyrlTinkerError | None = None
+        try:
+            value = check()
+        except SkyrlTinkerError as refused:
+            error = refused
+        errors = [error]
+        if self.world > 1:
+            errors *= self.world
+            dist.all_gather_object(errors, error)
+        for found in errors:
+            if found is not None:
+                raise found
+        return value
+
 
 def open_store(timeout_s: float) -> TCPStore:
     """Rank 0's rendezvous, on a port that the kernel picks: `.port`. It listens until `join`, and after."""
@@ -47,7 +68,7 @@ def connect_store(port: int, timeout_s: float) -> TCPStore:
     return TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def join(store: TCPStore, rank: int, world: int, device: str, timeout_s: float) -> Ranks:
+def join(store: Store, rank: int, world: int, device: str, timeout_s: float) -> Ranks:
     """Form the group; every rank must call it. A peer that hangs fails a collective after `timeout_s`."""
     backend = "nccl" if device == "cuda" else "gloo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo otherwise listens where the host's name points

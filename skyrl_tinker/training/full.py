@@ -2,45 +2,61 @@
 
 from collections.abc import Iterator
 
-import psutil
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.model import Network, trainable_network
 from skyrl_tinker.training.offload import network_tensors
 from skyrl_tinker.training.spec import TrainerSpec
-from skyrl_tinker.training.state import Part, TrainableModel
+from skyrl_tinker.training.state import Kind, TrainableModel
 from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec
+from skyrl_tinker.wire.values import LoraSpec, OptimizerFamily
 
 _PREFIX = "causal_lm."
-_BYTES_PER_PARAMETER = 16
-"""float32 weight, gradient and two moments."""
-_BYTES_WHILE_LOADING = 4
-"""Every rank reads the whole model before it keeps its shard."""
 
 
 class FullModel(TrainableModel):
     """Parameters, gradients and moments are this rank's shards; a tied head exists once, as the embedding."""
 
-    def __init__(self, key: ModelKey, spec: LoraSpec, network: Network, ranks: Ranks) -> None:
-        super().__init__(spec)
+    def __init__(
+        self, key: ModelKey, spec: LoraSpec, network: Network, ranks: Ranks, optimizer: OptimizerFamily
+    ) -> None:
+        super().__init__(spec, optimizer)
         self.network_key = key
+        self._settle(network, ranks)
+        self._saved: list[torch.Tensor | None] = []
+
+    def _settle(self, network: Network, ranks: Ranks) -> None:
         self.network = network
         self._ranks = ranks
         self._parameters = {
             name.removeprefix(_PREFIX): parameter for name, parameter in network.named_parameters()
         }
         self._index = {name: index for index, name in enumerate(self._parameters)}
-        self._saved: list[torch.Tensor | None] = []
+        tables = [module for module in network.modules() if isinstance(module, nn.Embedding)]
+        self._tables = {id(module.weight) for module in tables}
+
+    def move(self, network: Network, ranks: Ranks) -> None:
+        """Go on, outside of a pass, with the same shards in a fresh network over a fresh process group."""
+        old = self._parameters
+        self._settle(network, ranks)
+        for name, parameter in self._parameters.items():
+            _local(parameter.detach()).copy_(_local(old[name].detach()))
+            gradient = old[name].grad
+            if gradient is not None:
+                parameter.grad = self._sharing(name, _local(gradient))
 
     def _weights(self) -> list[torch.Tensor]:
         return [_local(parameter.detach()) for parameter in self._parameters.values()]
 
     def _own_tensors(self) -> Iterator[torch.Tensor]:
         return network_tensors(self.network)
+
+    def _local_gradients(self) -> list[torch.Tensor]:
+        found = (parameter.grad for parameter in self._parameters.values())
+        return [_local(gradient) for gradient in found if gradient is not None]
 
     def begin(self) -> None:
         """Costs a second set of gradients only while a pass adds to earlier ones."""
@@ -72,19 +88,29 @@ class FullModel(TrainableModel):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
-    def read(self, part: Part, name: str) -> torch.Tensor:
-        like = self._sharded(name)
-        local = self.local(part)[self._index[name]]
-        whole = DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        return whole.full_tensor()
+    def kind(self, name: str) -> Kind:
+        parameter = self._parameters[name]
+        if id(parameter) in self._tables:
+            return Kind.TABLE
+        return Kind.MATRIX if parameter.dim() == 2 else Kind.VECTOR
 
-    def write(self, part: Part, name: str, tensor: torch.Tensor) -> None:
+    def own(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[self._index[name]]
+
+    def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
+        return self._sharing(name, share).full_tensor()
+
+    def share(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         like = self._sharded(name)
-        whole = tensor.to(self._ranks.device)
-        sharded = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-        self.local(part)[self._index[name]].copy_(sharded.to_local())
+        there = whole.to(self._ranks.device)
+        return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+    def _sharing(self, name: str, share: torch.Tensor) -> DTensor:
+        """A whole of which `share` is this rank's part, laid out as the parameter is."""
+        like = self._sharded(name)
+        return DTensor.from_local(
+            share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
     def _sharded(self, name: str) -> DTensor:
         parameter = self._parameters[name].detach()
@@ -93,23 +119,11 @@ class FullModel(TrainableModel):
 
 
 def create_full(
-    key: ModelKey, spec: LoraSpec, trainer: TrainerSpec, base: Network, ranks: Ranks
+    key: ModelKey, spec: LoraSpec, trainer: TrainerSpec, ranks: Ranks, optimizer: OptimizerFamily = "adamw"
 ) -> FullModel:
-    """Every rank must call it. Raises UserError, on all ranks alike, when memory will not do."""
-    _require_memory(sum(parameter.numel() for parameter in base.parameters()), ranks)
-    return FullModel(key, spec, trainable_network(trainer.directory, trainer.dtype, ranks.mesh), ranks)
-
-
-def _require_memory(parameters: int, ranks: Ranks) -> None:
-    needed = parameters * (_BYTES_PER_PARAMETER / ranks.world + _BYTES_WHILE_LOADING)
-    on_gpu = ranks.device.type == "cuda"
-    # CPU ranks share one host's memory.
-    available = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available // ranks.world
-    if any(ranks.any_([needed > available])):
-        raise UserError(
-            f"full-parameter training (rank 0) of {parameters:,} parameters needs {needed / 1e9:.1f} GB per "
-            f"trainer rank, {available / 1e9:.1f} GB are free: use LoRA, more ranks or a larger machine"
-        )
+    """Every rank must call it. That there is memory for it has been seen to."""
+    network = trainable_network(trainer, ranks.mesh)
+    return FullModel(key, spec, network, ranks, optimizer)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -1,22 +1,26 @@
 """The trainer as the engine sees it: one Ray actor per rank behind one async object. No torch here."""
 
 import asyncio
+import itertools
 import logging
 import os
+import secrets
+import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError, UserError
+from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, StorageError, TrainerError, UserError
 from skyrl_tinker.training.batch import TrainingInputBatch, build_batch
-from skyrl_tinker.training.manifest import read_manifest
-from skyrl_tinker.training.outputs import assemble
+from skyrl_tinker.training.manifest import Contents, FileEntry, read_manifest
+from skyrl_tinker.training.outputs import RankOutput, assemble
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import (
@@ -24,13 +28,14 @@ from skyrl_tinker.wire.values import (
     Failure,
     Gpu,
     LoraSpec,
+    OptimizerFamily,
     PassItem,
     PassOutput,
     StepItem,
     StepOutput,
 )
 
-__all__ = ["PreparedPass", "TrainerGroup", "TrainerSpec", "read_manifest"]
+__all__ = ["CapturedState", "PreparedPass", "TrainerGroup", "TrainerSpec", "read_manifest"]
 
 STRAGGLERS_S = 2.0
 """After one rank failed: how long the others get to tell what they saw, before they are given up."""
@@ -48,10 +53,19 @@ class PreparedPass:
     argument: Any  # what the ranks are called with: the batch, or if large its ray.ObjectRef
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    """A model's state in the ranks' host memory until `persist_state` has written it."""
+
+    number: int
+    contents: Contents
+
+
 class RankProcess:
     """The actor of one rank. Collectives run in its one default thread.
 
-    `ping` has a thread of its own, the sender of weights another: training goes on while it sends.
+    `ping` has a thread of its own, the sender of weights another, the writer of checkpoints a third:
+    training goes on beside them.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
@@ -66,6 +80,9 @@ class RankProcess:
         started = time.perf_counter()
         value = getattr(self._worker, method)(*args)
         return value, time.perf_counter() - started
+
+    def disk_call(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*args)
 
     def ping(self) -> int:
         return os.getpid()
@@ -93,8 +110,11 @@ class TrainerGroup:
         self._actors = tuple(actors)
         self.busy_s = 0.0
         """How long rank 0 has worked so far."""
+        self.retried_passes = 0
+        """Those that ran out of memory, were undone and run again in smaller rows."""
         self._pids: list[int] = []
         self._sending: tuple[int, ...] = ()  # ranks that have a sender
+        self._captures = itertools.count()
 
     @classmethod
     def launch(cls, spec: TrainerSpec) -> "TrainerGroup":
@@ -105,7 +125,7 @@ class TrainerGroup:
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": gpus,
-            "concurrency_groups": {"ctl": 1, "sync": 1},
+            "concurrency_groups": {"ctl": 1, "sync": 1, "disk": 1},
         }
         actor: Any = ray.remote(**options)(RankProcess)
         return cls(spec, [actor.remote(spec, rank) for rank in range(spec.ranks)])
@@ -116,9 +136,11 @@ class TrainerGroup:
         port = await self._call(0, "open_store")
         await self._all("join", port)
 
-    async def create_model(self, model: ModelKey, spec: LoraSpec) -> None:
+    async def create_model(
+        self, model: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw"
+    ) -> None:
         """Raises UserError when a full-parameter copy does not fit into memory."""
-        await self._all("create_model", model, spec)
+        await self._all("create_model", model, spec, optimizer)
 
     def prepare(self, items: Sequence[PassItem]) -> PreparedPass:
         """Call it from a thread when there is much data."""
@@ -128,7 +150,10 @@ class TrainerGroup:
 
     async def run_pass(self, prepared: PreparedPass) -> list[PassOutput | Failure]:
         """Outputs in the order of the items. Failed requests leave no trace in any gradient."""
-        outputs = await self._all("run_pass", prepared.argument)
+        outputs: list[RankOutput] = await self._all("run_pass", prepared.argument)
+        if outputs[0].retried:
+            self.retried_passes += 1
+            _log.warning("a pass of %d tokens ran out of memory", len(prepared.batch.tokens))
         return assemble(prepared.batch, outputs)
 
     async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
@@ -138,9 +163,9 @@ class TrainerGroup:
     async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         await self._all("zero_gradients", tuple(models))
 
-    async def capture_adapter(self, model: ModelKey) -> AdapterWeights:
-        """Host copies of a LoRA model's weights, read-only arrays."""
-        weights: AdapterWeights = await self._call(0, "capture_adapter", model)
+    async def capture_adapters(self, models: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
+        """Host copies of LoRA models' weights, read-only arrays."""
+        weights: dict[ModelKey, AdapterWeights] = await self._call(0, "capture_adapters", tuple(models))
         return weights
 
     async def capture_full(self, model: ModelKey, directory: str) -> None:
@@ -149,8 +174,32 @@ class TrainerGroup:
 
     async def save_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> int:
         """Write a checkpoint directory atomically; returns its size in bytes."""
-        sizes: list[int] = await self._all("save_state", model, directory, optimizer)
-        return sizes[0]
+        return await self.persist_state(await self.capture_state(model, optimizer=optimizer), directory)
+
+    async def capture_state(self, model: ModelKey, *, optimizer: bool) -> CapturedState:
+        """A unit of work: copies in host memory. They stay there until persisted, which must follow."""
+        number = next(self._captures)
+        contents: list[Contents] = await self._all("capture_state", model, number, optimizer)
+        return CapturedState(number, contents[0])
+
+    async def persist_state(self, captured: CapturedState, directory: str) -> int:
+        """Write the checkpoint directory, atomically, while units of work go on; returns its bytes.
+
+        Raises StorageError that names the rank; nothing is left on the disk then.
+        """
+        target = Path(directory)
+        scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            ranks = range(len(self._actors))
+            parts = await _gathered(
+                self._disk(rank, "persist_state", captured.number, str(scratch)) for rank in ranks
+            )
+            files: dict[str, FileEntry] = {name: entry for part in parts for name, entry in part.items()}
+            size: int = await self._disk(0, "commit_state", captured.contents, files, str(scratch), directory)
+        except SkyrlTinkerError:
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            raise
+        return size
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         """In place; clears gradients. Raises UserError when the checkpoint does not fit the model."""
@@ -209,19 +258,18 @@ class TrainerGroup:
         self.busy_s += seconds if rank == 0 else 0.0
         return value
 
+    async def _disk(self, rank: int, method: str, *args: Any) -> Any:
+        call = self._actors[rank].disk_call.options(concurrency_group="disk").remote(method, *args)
+        return await _answer(call, rank, method, StorageError)
+
     async def _send_all(self, pick: Callable[[Any], Any], method: str, *args: Any) -> list[Any]:
         calls = [
             pick(self._actors[rank]).options(concurrency_group="sync").remote(*args) for rank in self._sending
         ]
         named = f"sending weights ({method})"
-        answers = (
+        return await _gathered(
             _answer(call, rank, named, SamplerError) for rank, call in zip(self._sending, calls, strict=True)
         )
-        results = await asyncio.gather(*answers, return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            raise _root_cause(errors)
-        return list(results)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank, results by rank. One failure does not wait for peers that hang."""
@@ -240,6 +288,15 @@ class TrainerGroup:
         if errors:
             raise _root_cause(errors)
         return [task.result() for task in tasks]
+
+
+async def _gathered(answers: Iterable[Awaitable[Any]]) -> list[Any]:
+    """All answers; when all have come and some are failures, what explains them."""
+    results = await asyncio.gather(*answers, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise _root_cause(errors)
+    return list(results)
 
 
 async def _answer(call: Awaitable[Any], rank: int, method: str, fault: type[SkyrlTinkerError]) -> Any:

@@ -1,5 +1,6 @@
 """Log-probabilities of target tokens without the [T, V] matrix of all of them."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,26 @@ class Head(NamedTuple):
     outer: torch.Tensor | None = None  # [V, r], B
 
 
-def token_logprobs(hidden: torch.Tensor, head: Head, targets: torch.Tensor) -> torch.Tensor:
-    """hidden [T, D], targets [T] int64 -> [T] float32, differentiable in hidden, weight, inner and outer."""
+def token_logprobs(
+    hidden: torch.Tensor, head: Head, targets: torch.Tensor, cell_tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """hidden [T, D], targets [C] int64 -> [C] float32, differentiable in hidden, weight, inner and outer.
+
+    `cell_tokens` [C] int64, not falling: which token each target is scored at; None: one each, C = T.
+    """
     result: torch.Tensor = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.inner, head.outer, targets
+        hidden, head.weight, head.inner, head.outer, targets, cell_tokens
     )
     return result
+
+
+class _Part(NamedTuple):
+    """One chunk: its tokens, its cells, and where the cells lie in the chunk's logits, flattened."""
+
+    tokens: slice
+    cells: slice
+    rows: torch.Tensor | None  # [c], token of each cell within the chunk; None: one each
+    targets: torch.Tensor  # [c]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -38,23 +53,25 @@ class _TokenLogprobs(torch.autograd.Function):
         inner: torch.Tensor | None,
         outer: torch.Tensor | None,
         targets: torch.Tensor,
+        cell_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
         result = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        lse = torch.empty_like(result)
-        keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT
+        lse = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        keep = any(ctx.needs_input_grad) and len(hidden) * len(weight) <= KEPT
         ctx.kept = {}
-        for part in _chunks(len(targets)):
-            logits = _logits(hidden[part], weight, _cut(inner, part), outer)
-            lse[part] = logits.logsumexp(-1)
-            result[part] = logits.gather(-1, targets[part, None])[:, 0] - lse[part]
+        for part in _parts(len(hidden), targets, cell_tokens):
+            tokens = part.tokens
+            logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer)
+            lse[tokens] = logits.logsumexp(-1)
+            result[part.cells] = _pick(logits, part) - _per_cell(lse[tokens], part)
             if keep:
-                ctx.kept[part.start] = logits
-        ctx.save_for_backward(hidden, weight, inner, outer, targets, lse)
+                ctx.kept[tokens.start] = logits
+        ctx.save_for_backward(hidden, weight, inner, outer, targets, cell_tokens, lse)
         return result
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, inner, outer, targets, lse = ctx.saved_tensors
+        hidden, weight, inner, outer, targets, cell_tokens, lse = ctx.saved_tensors
         grads = [
             torch.zeros_like(tensor, dtype=dtype) if wanted else None
             for tensor, wanted, dtype in zip(
@@ -64,15 +81,28 @@ class _TokenLogprobs(torch.autograd.Function):
                 strict=False,
             )
         ]
-        for part in _chunks(len(targets)):
-            if upstream[0][part].any():
-                logits = ctx.kept.pop(part.start, None)  # once: _delta overwrites it
+        for part in _parts(len(hidden), targets, cell_tokens):
+            tokens, own = part.tokens, upstream[0][part.cells]
+            if own.any():
+                logits = ctx.kept.pop(tokens.start, None)  # once: _delta overwrites it
                 if logits is None:
-                    logits = _logits(hidden[part], weight, _cut(inner, part), outer)
-                delta = _delta(logits, lse[part], targets[part], upstream[0][part]).to(hidden.dtype)
-                _accumulate(grads, part, delta, (hidden, weight, inner, outer))
+                    logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer)
+                delta = _delta(logits, lse[tokens], part, own).to(hidden.dtype)
+                _accumulate(grads, tokens, delta, (hidden, weight, inner, outer))
         _match(grads, (hidden, weight, inner, outer))
-        return (*grads, None)
+        return (*grads, None, None)
+
+
+def _parts(tokens: int, targets: torch.Tensor, cell_tokens: torch.Tensor | None) -> Iterator[_Part]:
+    chunks = _chunks(tokens)
+    if cell_tokens is None:
+        yield from (_Part(chunk, chunk, None, targets[chunk]) for chunk in chunks)
+        return
+    edges = torch.tensor([chunk.start for chunk in chunks], device=cell_tokens.device)
+    bounds = [*torch.searchsorted(cell_tokens, edges).tolist(), len(targets)]
+    for chunk, start, stop in zip(chunks, bounds, bounds[1:], strict=False):
+        cells = slice(start, stop)
+        yield _Part(chunk, cells, cell_tokens[cells] - chunk.start, targets[cells])
 
 
 def _chunks(length: int) -> list[slice]:
@@ -91,12 +121,25 @@ def _logits(
     return logits if inner is None or outer is None else logits.add_(inner @ outer.T)
 
 
-def _delta(
-    logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor
-) -> torch.Tensor:
-    """d loss / d logits = (onehot - softmax) * upstream; overwrites logits."""
-    delta = logits.sub_(lse[:, None]).exp_().mul_(-upstream[:, None])
-    return delta.scatter_add_(-1, targets[:, None], upstream[:, None])
+def _pick(logits: torch.Tensor, part: _Part) -> torch.Tensor:
+    """The logits of the cells, [c]."""
+    if part.rows is None:
+        return logits.gather(-1, part.targets[:, None])[:, 0]
+    return logits[part.rows, part.targets]
+
+
+def _per_cell(values: torch.Tensor, part: _Part) -> torch.Tensor:
+    return values if part.rows is None else values[part.rows]
+
+
+def _delta(logits: torch.Tensor, lse: torch.Tensor, part: _Part, upstream: torch.Tensor) -> torch.Tensor:
+    """d loss / d logits = sum over a token's cells of (onehot - softmax) * upstream; overwrites logits."""
+    if part.rows is None:
+        delta = logits.sub_(lse[:, None]).exp_().mul_(-upstream[:, None])
+        return delta.scatter_add_(-1, part.targets[:, None], upstream[:, None])
+    total = torch.zeros_like(lse).index_add_(0, part.rows, upstream)
+    delta = logits.sub_(lse[:, None]).exp_().mul_(-total[:, None])
+    return delta.index_put_((part.rows, part.targets), upstream, accumulate=True)
 
 
 def _accumulate(

@@ -11,9 +11,9 @@ from torch import nn
 
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.state import Part, TrainableModel
+from skyrl_tinker.training.state import Kind, TrainableModel
 from skyrl_tinker.wire.peft import ALPHA, KEY_PREFIX
-from skyrl_tinker.wire.values import LoraSpec
+from skyrl_tinker.wire.values import LoraSpec, OptimizerFamily
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
@@ -54,14 +54,20 @@ class _Slot:
 
 class LoraModel(TrainableModel):
     """One adapter, the same on every rank. Its tensors are views of one flat buffer, and so are their
-    gradients, so that reducing, clipping and AdamW are one kernel each.
+    gradients and moments, so that reducing, clipping and AdamW are one kernel each.
     """
 
     network_key = None
 
-    def __init__(self, spec: LoraSpec, targets: Sequence[Target], device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: LoraSpec,
+        targets: Sequence[Target],
+        device: torch.device,
+        optimizer: OptimizerFamily = "adamw",
+    ) -> None:
         """Raises UserError when the spec selects no layer of the base."""
-        super().__init__(spec)
+        super().__init__(spec, optimizer)
         self.targets = tuple(target for target in targets if target.wanted_by(spec))
         if not self.targets:
             raise UserError(f"LoraConfig selects no layer of the base model: {spec}")
@@ -96,6 +102,9 @@ class LoraModel(TrainableModel):
         yield self._flat
         yield self._gradients
 
+    def _local_gradients(self) -> list[torch.Tensor]:
+        return [self._gradients]
+
     def begin(self) -> None:
         self._saved = self._gradients.clone() if self.has_gradients else None
 
@@ -119,11 +128,17 @@ class LoraModel(TrainableModel):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {key: slot.shape for key, slot in self._slots.items()}
 
-    def read(self, part: Part, name: str) -> torch.Tensor:
-        return self._slots[name].of(self.local(part)[0])
+    def kind(self, name: str) -> Kind:
+        return Kind.MATRIX
 
-    def write(self, part: Part, name: str, tensor: torch.Tensor) -> None:
-        self._slots[name].of(self.local(part)[0]).copy_(tensor)
+    def own(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return self._slots[name].of(tensors[0])
+
+    def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
+        return share
+
+    def share(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole
 
 
 def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[Target, ...]:

@@ -2,15 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.wire.values import LoraSpec
+from skyrl_tinker.wire.values import LoraSpec, OptimizerFamily
 
 FILE_NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,26 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    """`optimizer`: the family whose state is in it, None if none is. Before the first step (`step` 0) that
+    state is all zeros and has no file.
+    """
+
     base_model: str  # directory of the base model
     spec: LoraSpec
     step: int  # optimizer steps taken
-    has_optimizer: bool
-    files: Mapping[str, FileEntry]
+    optimizer: OptimizerFamily | None
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A checkpoint without its tensors: the manifest, files still unknown, and JSON files by name."""
+
+    manifest: Manifest
+    texts: Mapping[str, str]
+
+    def with_files(self, files: Mapping[str, FileEntry]) -> Manifest:
+        return replace(self.manifest, files=dict(sorted(files.items())))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -34,23 +49,24 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: str | Path) -> Manifest:
-    """Raises UserError when there is none or it is of another format."""
+    """Raises UserError when there is none, it is damaged or of another format."""
     path = Path(directory) / FILE_NAME
     try:
         raw = json.loads(path.read_text())
+        found = raw.get("format")
+        if found != FORMAT:
+            raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {found}: save it anew")
+        return Manifest(
+            base_model=raw["base_model"],
+            spec=LoraSpec(**raw["spec"]),
+            step=raw["step"],
+            optimizer=raw["optimizer"],
+            files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
+        )
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no checkpoint at {directory}: expected {FILE_NAME}, found none") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from error
-    if raw.get("format") != FORMAT:
-        raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {raw.get('format')}")
-    return Manifest(
-        base_model=raw["base_model"],
-        spec=LoraSpec(**raw["spec"]),
-        step=raw["step"],
-        has_optimizer=raw["has_optimizer"],
-        files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
-    )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged: {error!r}") from error
 
 
 def entry_of(path: Path) -> FileEntry:
@@ -58,10 +74,10 @@ def entry_of(path: Path) -> FileEntry:
         return FileEntry(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
 
 
-def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Raises UserError naming the first file whose checksum is not the manifest's."""
-    for name, expected in manifest.files.items():
-        path = directory / name
+def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises UserError naming the first of these files whose checksum is not the manifest's."""
+    for name in names:
+        path, expected = directory / name, manifest.files[name]
         found = entry_of(path) if path.is_file() else None
         if found != expected:
             raise UserError(f"checkpoint {directory} is damaged: {name}: expected {expected}, found {found}")

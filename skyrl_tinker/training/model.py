@@ -6,16 +6,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.training import adapted, attention, lora
+from skyrl_tinker.training import adapted, attention, lora, recompute
 from skyrl_tinker.training.adapted import Routing
 from skyrl_tinker.training.logprobs import Head, token_logprobs
 from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.rows import Row, Span
+from skyrl_tinker.training.spec import TrainerSpec
 
 _UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -29,6 +30,7 @@ class Network(nn.Module):
         self.routing = Routing()
         self.targets = lora.find_targets(causal_lm, causal_lm.get_output_embeddings())
         adapted.install(causal_lm, self.targets, self.routing)
+        self._has_run = False
         self._head_name = next(target.name for target in self.targets if target.is_head)
 
     @property
@@ -36,10 +38,21 @@ class Network(nn.Module):
         found: nn.ModuleList = self.causal_lm.base_model.layers
         return tuple(found)
 
+    def reset(self) -> None:
+        """After a forward or backward pass that was broken off, with the peers' connections whole."""
+        assert isinstance(self, FSDPModule)
+        if self._has_run:
+            self.reset_iter_state()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._has_run = True  # before FSDP's hooks, which set up what `reset` clears
+        logprobs: torch.Tensor = super().__call__(*args, **kwargs)
+        return logprobs
+
     def forward(
         self, row: Row, adapters: tuple[tuple[Span, LoraModel], ...] = (), whole_backward: bool = False
     ) -> torch.Tensor:
-        """Target logprobs [T] float32. The adapters' spans tile the row, or there are none.
+        """Target logprobs [C] float32. The adapters' spans tile the row's datums, or there are none.
 
         `whole_backward`: let gradients flow down to the first layer even if no adapter needs it there, so
         that all ranks gather the same layers in backward.
@@ -47,22 +60,24 @@ class Network(nn.Module):
         embedded = self.causal_lm.get_input_embeddings()(row.tokens)
         if whole_backward and not embedded.requires_grad:
             embedded.requires_grad_()
-        self.routing.active = adapters
-        hidden = self.causal_lm.base_model(
-            inputs_embeds=embedded,
-            position_ids=row.positions,
-            attention_mask=None,
-            use_cache=False,
-            segments=row.segments,
-        ).last_hidden_state.squeeze(0)
-        self.routing.active = ()
+        with self.routing.of(adapters):
+            hidden = self.causal_lm.base_model(
+                inputs_embeds=embedded,
+                position_ids=row.positions,
+                attention_mask=None,
+                use_cache=False,
+                segments=row.segments,
+            ).last_hidden_state.squeeze(0)
         weight = self.causal_lm.get_output_embeddings().weight
         if not adapters:
-            return token_logprobs(hidden, Head(weight), row.targets)
+            tokens = len(row.targets) if row.cell_tokens is None else len(hidden)
+            return token_logprobs(hidden[:tokens], Head(weight), row.targets, row.cell_tokens)
         parts = []
-        sizes = [span.stop - span.start for span, _ in adapters]
-        for (span, model), own in zip(adapters, torch.split(hidden, sizes), strict=True):
-            parts.append(token_logprobs(own, self._head(own, weight, model), row.targets[span.part]))
+        for (span, model), cells in zip(adapters, row.model_cells, strict=True):
+            own = hidden[span.part]
+            cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells.part] - span.start
+            head = self._head(own, weight, model)
+            parts.append(token_logprobs(own, head, row.targets[cells.part], cell_tokens))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _head(self, hidden: torch.Tensor, weight: torch.Tensor, model: LoraModel) -> Head:
@@ -73,18 +88,18 @@ class Network(nn.Module):
         return Head(weight, inner, pair.b.to(hidden.dtype))
 
 
-def frozen_network(directory: str, dtype: str, mesh: DeviceMesh) -> Network:
+def frozen_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
     """The base under all adapters, in the compute type."""
-    network = Network(_load(directory, getattr(torch, dtype)))
+    network = _load(spec, getattr(torch, spec.dtype))
     network.requires_grad_(False)
     _shard(network, mesh, MixedPrecisionPolicy())
     return network
 
 
-def trainable_network(directory: str, dtype: str, mesh: DeviceMesh) -> Network:
-    """A full copy to train: float32 weights and gradients, computed in `dtype`."""
-    network = Network(_load(directory, torch.float32))
-    compute = None if dtype == "float32" else getattr(torch, dtype)
+def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
+    """A full copy to train: float32 weights and gradients, computed in the compute type."""
+    network = _load(spec, torch.float32)
+    compute = None if spec.dtype == "float32" else getattr(torch, spec.dtype)
     _shard(network, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
     return network
 
@@ -96,15 +111,19 @@ def _shard(network: Network, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
     fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
-def _load(directory: str, dtype: torch.dtype) -> Any:
-    attention.register()
+def _load(spec: TrainerSpec, dtype: torch.dtype) -> Network:
+    """Weights in `dtype`, not sharded yet."""
+    attention.register(spec.device, getattr(torch, spec.dtype))
     disable_progress_bar()  # type: ignore[no-untyped-call]
     causal_lm: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, local_files_only=True
+        spec.directory, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, local_files_only=True
     )
     causal_lm.eval()
     _refuse_unsupported(causal_lm)
-    return causal_lm
+    network = Network(causal_lm)
+    if spec.gradient_checkpointing:
+        recompute.install(network.layers, network.routing)
+    return network
 
 
 def _refuse_unsupported(causal_lm: Any) -> None:

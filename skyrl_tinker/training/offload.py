@@ -4,7 +4,8 @@ Storages are emptied and filled in place, so that views (adapters in their flat 
 DTensors, tied weights) need not be known: they share the storage and are right again when it is.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,29 +13,47 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    storage: torch.UntypedStorage
+    size: int  # bytes
+    host: torch.Tensor | None  # [size] uint8; None: all zero
+
+
 class Aside:
     """The storages of one network or model, here or set aside."""
 
     def __init__(self) -> None:
-        self._copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # with host bytes [n], uint8
+        self._copies: list[_Copy] = []
 
-    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies still valid from last time are not made again. The device is waited for."""
+    def offload(self, tensors: Iterable[torch.Tensor], blanks: Iterable[torch.Tensor] = ()) -> None:
+        """Copies still valid from last time are not made again. The device is waited for.
+
+        `blanks`: those of the tensors that are zero, which cost nothing on the host.
+        """
         if not self._copies:
-            self._copies = [(storage, _to_host(storage)) for storage in _storages(tensors)]
-        _finish_copies(self._copies)
-        for storage, _ in self._copies:
-            storage.resize_(0)
+            zero = {storage._cdata for storage in storages(blanks)}
+            self._copies = [_copy(storage, storage._cdata in zero) for storage in storages(tensors)]
+        self._finish_copies()
+        for copy in self._copies:
+            copy.storage.resize_(0)
 
     def onload(self) -> None:
-        for storage, host in self._copies:
-            storage.resize_(host.numel())
-            _bytes(storage).copy_(host, non_blocking=True)
-        _finish_copies(self._copies)
+        for copy in self._copies:
+            copy.storage.resize_(copy.size)
+            if copy.host is None:
+                _bytes(copy.storage).zero_()
+            else:
+                _bytes(copy.storage).copy_(copy.host, non_blocking=True)
+        self._finish_copies()
 
     def forget(self) -> None:
         """The tensors will change: what is on the host is worth nothing. Only while they are here."""
         self._copies = []
+
+    def _finish_copies(self) -> None:
+        if any(copy.storage.device.type == "cuda" for copy in self._copies):
+            torch.cuda.synchronize()
 
 
 def network_tensors(network: nn.Module) -> Iterator[torch.Tensor]:
@@ -49,10 +68,14 @@ def network_tensors(network: nn.Module) -> Iterator[torch.Tensor]:
     yield from network.buffers()
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Each once."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     return list({each.untyped_storage()._cdata: each.untyped_storage() for each in local}.values())
+
+
+def _copy(storage: torch.UntypedStorage, zero: bool) -> _Copy:
+    return _Copy(storage, storage.nbytes(), None if zero else _to_host(storage))
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -63,8 +86,3 @@ def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _finish_copies(copies: Sequence[tuple[torch.UntypedStorage, torch.Tensor]]) -> None:
-    if any(storage.device.type == "cuda" for storage, _ in copies):
-        torch.cuda.synchronize()

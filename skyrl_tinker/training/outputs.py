@@ -1,17 +1,22 @@
 """What the ranks hand back from a pass, and how their shares become one answer per request. NumPy only."""
 
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from skyrl_tinker.training.batch import TrainingInputBatch
 from skyrl_tinker.wire.values import Failure, Float32, PassOutput
 
 Metrics = Mapping[str, float]
-"""Keys are `name:sum`, `name:min` or `name:max`."""
+"""Keys are `name:sum`, `name:min`, `name:max` or `name:mean`. On the ranks, :mean is a sum over datums."""
 
-_REDUCERS: Mapping[str, Callable[[float, float], float]] = {"sum": lambda a, b: a + b, "min": min, "max": max}
+_REDUCERS: Mapping[str, Callable[[float, float], float]] = {
+    "sum": operator.add,
+    "mean": operator.add,
+    "min": min,
+    "max": max,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +24,10 @@ class RankOutput:
     """One rank's share of a pass."""
 
     segments: tuple[int, ...]
-    logprobs: Float32  # the segments' logprobs, end to end
+    logprobs: Float32  # the segments' logprobs, cell by cell, end to end
     metrics: Mapping[int, Metrics]  # by request index
     failures: Mapping[int, Failure]  # by request index
+    retried: bool = False  # memory ran out the first time
 
 
 def merge_metrics(first: Metrics, second: Metrics) -> Metrics:
@@ -50,14 +56,18 @@ def _by_segment(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> dic
     found: dict[int, Float32] = {}
     for output in outputs:
         start = 0
-        for segment, length in zip(output.segments, batch.lengths[list(output.segments)], strict=True):
-            found[segment] = output.logprobs[start : start + length]
-            start += length
+        for segment in output.segments:
+            shape = batch.shapes[segment]
+            found[segment] = output.logprobs[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
     return found
 
 
 def _output(
     batch: TrainingInputBatch, index: int, logprobs: Mapping[int, Float32], metrics: Metrics
 ) -> PassOutput:
-    segments = np.flatnonzero(batch.request == index).tolist()
-    return PassOutput(batch.requests[index].request_id, tuple(logprobs[s] for s in segments), metrics)
+    segments = batch.segments_of(index)
+    averaged = {
+        key: value / len(segments) if key.endswith(":mean") else value for key, value in metrics.items()
+    }
+    return PassOutput(batch.requests[index].request_id, tuple(logprobs[s] for s in segments), averaged)

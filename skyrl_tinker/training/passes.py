@@ -7,18 +7,23 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from skyrl_tinker.training.batch import MicroBatch, TrainingInputBatch, micro_batches
+from skyrl_tinker.training.batch import MicroBatch, RequestInfo, TrainingInputBatch, micro_batches
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.full import FullModel
 from skyrl_tinker.training.lora import LoraModel
-from skyrl_tinker.training.losses import LOSS_FUNCTIONS, LossTerms
 from skyrl_tinker.training.model import Network
 from skyrl_tinker.training.outputs import Metrics, RankOutput, merge_metrics
+from skyrl_tinker.training.request_losses import Scored, row_loss, whole_loss
 from skyrl_tinker.training.rows import Row, Span, idle_row, make_row, model_key
 from skyrl_tinker.training.state import TrainableModel
 from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.losses import LOSSES
 from skyrl_tinker.wire.values import Failure
+
+_OVERFLOW = Failure(
+    "the loss is finite, but its gradients overflow on their way through the network; the request left no "
+    "gradients",
+    "user",
+)
 
 
 @dataclass(slots=True)
@@ -30,6 +35,14 @@ class _Attempt:
     logprobs: list[torch.Tensor] = field(default_factory=list)
     metrics: dict[int, Metrics] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
+    fixed: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By segment [cells]: the upstream gradients of requests whose loss is taken over all of them at once."""
+
+    def keep(self, request: int, scored: Scored) -> None:
+        if scored.failure is not None:
+            self.failures[request] = scored.failure
+        else:
+            self.metrics[request] = merge_metrics(self.metrics.get(request, {}), scored.metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +52,26 @@ class PassRunner:
     base: Network
     models: Mapping[ModelKey, TrainableModel]
     ranks: Ranks
-    budget: int  # tokens per row
 
-    def run(self, batch: TrainingInputBatch) -> RankOutput:
-        """A request whose loss or gradient is not finite fails alone.
+    def run(self, batch: TrainingInputBatch, budget: int) -> RankOutput:
+        """`budget`: tokens per row. A request whose loss or gradient is not finite fails alone.
 
         The pass is then undone and run again without it, so that everyone else gets, to the last bit, what
-        they would have got had it never been there. Failures are rare; the good case pays nothing.
+        they would have got had it never been there. Failures are rare; the good case pays nothing. Whatever
+        is raised here, every model has the gradients that it came with.
         """
         failures = self._lost(batch)
         excluded = set(failures)
         while True:
             alive = frozenset(range(len(batch.requests))) - excluded
-            training = self._training(batch, alive)
-            for model in training:
-                model.begin()
-            attempt = self._attempt(batch, alive)
+            attempt, bad = self._try(batch, alive, budget)
             failures |= attempt.failures
-            bad = self._agree(attempt)
             excluded |= bad
             if not any(batch.requests[index].backward for index in bad):
-                for model in training:
+                for model in self._training(batch, alive):
                     model.commit()
                 return _rank_output(attempt, failures)
-            for model in training:
-                model.rollback()
+            self._rollback(batch, alive)
 
     def _lost(self, batch: TrainingInputBatch) -> dict[int, Failure]:
         return {
@@ -76,34 +84,91 @@ class PassRunner:
         infos = [batch.requests[index] for index in sorted(alive)]
         return [self.models[key] for key in dict.fromkeys(info.model for info in infos if info.backward)]
 
+    def _rollback(self, batch: TrainingInputBatch, alive: frozenset[int]) -> None:
+        for model in self._training(batch, alive):
+            model.rollback()
+
     def _agree(self, attempt: _Attempt) -> set[int]:
         """Requests that failed on any rank."""
         flags = [index in attempt.failures for index in range(len(attempt.batch.requests))]
         return {index for index, failed in enumerate(self.ranks.any_(flags)) if failed}
 
-    def _attempt(self, batch: TrainingInputBatch, alive: frozenset[int]) -> _Attempt:
+    def _try(
+        self, batch: TrainingInputBatch, alive: frozenset[int], budget: int
+    ) -> tuple[_Attempt, set[int]]:
+        """And the requests that failed. The gradients are in the models, to be committed or rolled back."""
+        for model in self._training(batch, alive):
+            model.begin()
+        try:
+            attempt = self._attempt(batch, alive, budget)
+            bad = self._agree(attempt) or self._overflown(attempt, alive, budget)
+        except BaseException:  # whatever it is: nobody's earlier gradients may suffer
+            self._rollback(batch, alive)
+            raise
+        return attempt, bad
+
+    def _overflown(self, attempt: _Attempt, alive: frozenset[int], budget: int) -> set[int]:
+        """Requests with a finite loss whose gradients are not, after the way through the network."""
+        found: set[int] = set()
+        models = self._training(attempt.batch, alive)
+        flags = self.ranks.any_([not model.gradients_finite() for model in models])
+        for model, bad in zip(models, flags, strict=True):
+            if bad:
+                found |= self._culprits(attempt.batch, model, alive, budget)
+        attempt.failures |= dict.fromkeys(found, _OVERFLOW)
+        return found
+
+    def _culprits(
+        self, batch: TrainingInputBatch, model: TrainableModel, alive: frozenset[int], budget: int
+    ) -> set[int]:
+        """Each request of the model by itself; if they overflow only together, all of them."""
+        infos = batch.requests
+        own = {index for index in alive if infos[index].backward and self.models[infos[index].model] is model}
+        found = set()
+        for index in sorted(own) if len(own) > 1 else ():
+            model.rollback()
+            model.begin()
+            self._attempt(batch, frozenset({index}), budget)
+            if any(self.ranks.any_([not model.gradients_finite()])):
+                found.add(index)
+        return found or own
+
+    def _attempt(self, batch: TrainingInputBatch, alive: frozenset[int], budget: int) -> _Attempt:
         attempt = _Attempt(batch)
-        plans = micro_batches(batch, alive, self._network_key, self.ranks.world, self.budget)
-        for micro in plans[self.ranks.rank]:
+        self._score_whole(attempt, alive, budget)
+        for micro in self._plan(batch, alive, budget):
             self._run(micro, attempt)
         return attempt
+
+    def _plan(
+        self, batch: TrainingInputBatch, alive: frozenset[int], budget: int, *, forward_only: bool = False
+    ) -> list[MicroBatch]:
+        """This rank's share."""
+        world = self.ranks.world
+        plans = micro_batches(batch, alive, self._network_key, world, budget, forward_only=forward_only)
+        return plans[self.ranks.rank]
 
     def _network_key(self, model: ModelKey) -> ModelKey | None:
         return self.models[model].network_key
 
+    # Micro-batches
+
     def _run(self, micro: MicroBatch, attempt: _Attempt) -> None:
-        device = self.ranks.device
-        row = make_row(attempt.batch, micro.segments, device) if micro.segments else idle_row(device)
-        shared = self.ranks.world > 1
-        with torch.set_grad_enabled(micro.backward):
-            network = self._network(micro.network)
-            logprobs = network(row, self._adapters(micro, row), micro.backward and shared)
-        upstream = _losses(attempt, row, logprobs.detach(), micro.backward)
+        row, logprobs = self._forward(micro, attempt.batch)
+        upstream = self._losses(attempt, row, logprobs.detach(), micro.backward)
         if micro.backward:
-            logprobs.backward(upstream * self._sum_factor(micro))
+            torch.autograd.backward(logprobs, upstream * self._sum_factor(micro))
         attempt.segments.extend(micro.segments)
         if micro.segments:
             attempt.logprobs.append(logprobs.detach())
+
+    def _forward(self, micro: MicroBatch, batch: TrainingInputBatch) -> tuple[Row, torch.Tensor]:
+        device = self.ranks.device
+        row = make_row(batch, micro.segments, device) if micro.segments else idle_row(device)
+        shared = self.ranks.world > 1
+        with torch.set_grad_enabled(micro.backward):
+            network = self._network(micro.network)
+            return row, network(row, self._adapters(micro, row), micro.backward and shared)
 
     def _network(self, key: ModelKey | None) -> Network:
         if key is None:
@@ -122,41 +187,53 @@ class PassRunner:
         """FSDP averages the gradients of sharded parameters over ranks; losses here are sums."""
         return 1.0 if micro.network is None else float(self.ranks.world)
 
+    # Losses over whole requests
 
-def _losses(attempt: _Attempt, row: Row, logprobs: torch.Tensor, backward: bool) -> torch.Tensor:
-    """Losses and metrics of the row's requests, into `attempt`; returns d(sum of losses)/d(logprobs), [T]."""
-    upstream = torch.zeros_like(logprobs)
-    for span in row.requests:
-        info = attempt.batch.requests[span.owner]
-        inputs = {name: row.inputs[name][span.part] for name in LOSSES[info.loss_fn].inputs}
-        leaf = logprobs[span.part].requires_grad_(backward)
-        with torch.set_grad_enabled(backward):
-            terms = LOSS_FUNCTIONS[info.loss_fn](leaf, inputs, info.loss_config)
-        if backward:
-            upstream[span.part] = torch.autograd.grad(terms.per_token.sum(), leaf)[0]
-        loss = float(terms.per_token.detach().sum(dtype=torch.float64))
-        if math.isfinite(loss) and bool(upstream[span.part].isfinite().all()):
-            metrics = {"loss:sum": loss} | {name: float(value) for name, value in terms.metrics.items()}
-            attempt.metrics[span.owner] = merge_metrics(attempt.metrics.get(span.owner, {}), metrics)
-        else:
-            attempt.failures[span.owner] = _not_finite(attempt.batch, row, span, terms, upstream)
-    return upstream
+    def _score_whole(self, attempt: _Attempt, alive: frozenset[int], budget: int) -> None:
+        """All their datums forward first, here and on the peers, so that the gradients of the logprobs are
+        known when the rows come that are differentiated."""
+        batch = attempt.batch
+        whole = frozenset(index for index in alive if batch.requests[index].loss.whole_request)
+        if not whole:
+            return
+        logprobs = torch.zeros(len(batch.targets), device=self.ranks.device)
+        for micro in self._plan(batch, whole, budget, forward_only=True):
+            row, found = self._forward(micro, batch)
+            for span in row.datums:
+                logprobs[batch.cells_of(span.owner)] = found[span.part]
+        self.ranks.sum_(logprobs)  # each cell was one rank's
+        for index in sorted(whole):
+            self._keep_whole(attempt, index, logprobs)
 
+    def _keep_whole(self, attempt: _Attempt, index: int, logprobs: torch.Tensor) -> None:
+        """Every rank finds the same; the first one reports it."""
+        scored = whole_loss(attempt.batch, index, logprobs, self._seed(attempt.batch.requests[index]))
+        if scored.failure is not None or self.ranks.rank == 0:
+            attempt.keep(index, scored)
+        start = 0
+        for segment in attempt.batch.segments_of(index):
+            size = math.prod(attempt.batch.shapes[segment])
+            attempt.fixed[segment] = scored.upstream[start : start + size]
+            start += size
 
-def _not_finite(
-    batch: TrainingInputBatch, row: Row, span: Span, terms: LossTerms, upstream: torch.Tensor
-) -> Failure:
-    """Names the first token at fault."""
-    losses = terms.per_token.detach()
-    offset = int((~(losses.isfinite() & upstream[span.part].isfinite())).int().argmax())
-    token = span.start + offset
-    datum = next(segment for segment in row.datums if segment.start <= token < segment.stop)
-    return Failure(
-        f"datum {batch.datum[datum.owner]}, position {token - datum.start}: expected a finite "
-        f"{batch.requests[span.owner].loss_fn} loss and gradient, found loss {float(losses[offset])}, "
-        f"gradient {float(upstream[token])}; the request left no gradients",
-        "user",
-    )
+    def _losses(self, attempt: _Attempt, row: Row, logprobs: torch.Tensor, backward: bool) -> torch.Tensor:
+        """Losses and metrics of the row's requests, into `attempt`; returns d(their sum)/d(logprobs), [C]."""
+        upstream = torch.zeros_like(logprobs)
+        for span in row.requests:
+            info = attempt.batch.requests[span.owner]
+            if not info.loss.whole_request:
+                own = logprobs[span.part]
+                scored = row_loss(attempt.batch, row, span, own, self._seed(info), backward)
+                attempt.keep(span.owner, scored)
+                upstream[span.part] = scored.upstream
+        for datum in row.datums:
+            if datum.owner in attempt.fixed:
+                upstream[datum.part] = attempt.fixed[datum.owner]
+        return upstream
+
+    def _seed(self, info: RequestInfo) -> int:
+        """Of what a loss draws at random: the same whenever, and beside whomever, the request runs."""
+        return (self.models[info.model].spec.seed * 1_000_003 + info.seq_id) % 2**63
 
 
 def _rank_output(attempt: _Attempt, failures: Mapping[int, Failure]) -> RankOutput:

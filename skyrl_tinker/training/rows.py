@@ -1,6 +1,7 @@
 """A micro-batch as tensors: one packed row."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,10 +13,14 @@ from skyrl_tinker.training.batch import TrainingInputBatch
 from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import Int64
 
+SMALLEST = 8
+"""Tokens of a row at least. For fewer than 4, BLAS multiplies in another order (gemv), so a datum that is all
+alone would not equal, to the bit, the same datum in company."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens [start, stop) of a row belong to `owner` (a model's key, or a request's index)."""
+    """Tokens or cells [start, stop) of a row belong to `owner` (a model's key, or a request's index)."""
 
     start: int
     stop: int
@@ -28,40 +33,53 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Segments end to end, T tokens, positions restarting with each segment."""
+    """Segments end to end, T tokens with C cells, positions restarting with each segment.
+
+    The last tokens may be nobody's: a segment without cells, to make up the smallest row.
+    """
 
     tokens: torch.Tensor  # [1, T] int64
     positions: torch.Tensor  # [1, T] int64
-    targets: torch.Tensor  # [T] int64
-    inputs: Mapping[str, torch.Tensor]  # each [T] float32
+    targets: torch.Tensor  # [C] int64
+    cell_tokens: torch.Tensor | None  # [C] int64, the token of each cell, rising; None: one each
+    inputs: Mapping[str, torch.Tensor]  # each [C] float32
     segments: Segments
-    models: tuple[Span, ...]  # owner: ModelKey
-    requests: tuple[Span, ...]  # owner: request index
-    datums: tuple[Span, ...]  # owner: segment index in the batch
+    models: tuple[Span, ...]  # of tokens; owner: ModelKey
+    model_cells: tuple[Span, ...]  # of cells, for the same models
+    requests: tuple[Span, ...]  # of cells; owner: request index
+    datums: tuple[Span, ...]  # of cells; owner: segment index in the batch
 
 
 def make_row(batch: TrainingInputBatch, segments: tuple[int, ...], device: torch.device) -> Row:
-    lengths = batch.lengths[list(segments)]
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
-    where = np.concatenate([np.arange(batch.cu_seqlens[s], batch.cu_seqlens[s + 1]) for s in segments])
+    own = list(segments)
+    lengths = batch.lengths[own]
+    filler = max(0, SMALLEST - int(lengths.sum()))
+    padded = np.append(lengths, filler) if filler else lengths
+    bounds = _bounds(padded)
+    cell_bounds = _bounds(np.diff(batch.cu_cells)[own])
+    where = _ranges(batch.cu_seqlens, own)
+    cells = _ranges(batch.cu_cells, own)
     return Row(
-        tokens=_tensor(batch.tokens[where].astype(np.int64), device)[None],
-        positions=_tensor(np.arange(len(where)) - np.repeat(bounds[:-1], lengths), device)[None],
-        targets=_tensor(batch.targets[where], device),
-        inputs={name: _tensor(array[where], device) for name, array in batch.inputs.items()},
-        segments=_segments(lengths, bounds, device),
-        models=_spans(batch.model[list(segments)], bounds),
-        requests=_spans(batch.request[list(segments)], bounds),
-        datums=_spans(np.array(segments), bounds),
+        tokens=_tensor(np.pad(batch.tokens[where].astype(np.int64), (0, filler)), device)[None],
+        positions=_tensor(np.arange(bounds[-1]) - np.repeat(bounds[:-1], padded), device)[None],
+        targets=_tensor(batch.targets[cells], device),
+        cell_tokens=_cell_tokens(batch, own, device),
+        inputs={name: _tensor(array[cells], device) for name, array in batch.inputs.items()},
+        segments=_segments(padded, bounds, device),
+        models=_spans(batch.model[own], bounds),
+        model_cells=_spans(batch.model[own], cell_bounds),
+        requests=_spans(batch.request[own], cell_bounds),
+        datums=_spans(np.array(segments), cell_bounds),
     )
 
 
 def idle_row(device: torch.device) -> Row:
-    """Two tokens of nobody's, for a rank that only keeps its peers company."""
-    lengths, bounds = np.array([2]), np.array([0, 2])
-    zeros = torch.zeros(2, dtype=torch.int64, device=device)
-    positions = torch.arange(2, device=device)[None]
-    return Row(zeros[None], positions, zeros, {}, _segments(lengths, bounds, device), (), (), ())
+    """Tokens of nobody's, for a rank that only keeps its peers company."""
+    lengths, bounds = np.array([SMALLEST]), np.array([0, SMALLEST])
+    zeros = torch.zeros(SMALLEST, dtype=torch.int64, device=device)
+    positions = torch.arange(SMALLEST, device=device)[None]
+    segments = _segments(lengths, bounds, device)
+    return Row(zeros[None], positions, zeros, None, {}, segments, (), (), (), ())
 
 
 def model_key(span: Span) -> ModelKey:
@@ -70,6 +88,22 @@ def model_key(span: Span) -> ModelKey:
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device)
+
+
+def _bounds(sizes: Int64) -> Int64:
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def _ranges(bounds: Int64, segments: Iterable[int]) -> Int64:
+    return np.concatenate([np.arange(bounds[s], bounds[s + 1]) for s in segments])
+
+
+def _cell_tokens(batch: TrainingInputBatch, segments: list[int], device: torch.device) -> torch.Tensor | None:
+    if all(len(batch.shapes[segment]) == 1 for segment in segments):
+        return None
+    shapes = [batch.shapes[segment] for segment in segments]
+    per_token = np.concatenate([np.full(shape[0], math.prod(shape[1:])) for shape in shapes])
+    return _tensor(np.repeat(np.arange(len(per_token)), per_token), device)
 
 
 def _segments(lengths: Int64, bounds: Int64, device: torch.device) -> Segments:

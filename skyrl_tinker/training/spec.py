@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """`token_budget`: tokens per packed row. `timeout_s`: how long a collective waits for its peers."""
+    """`token_budget`: tokens per packed row. `timeout_s`: how long a collective waits for its peers.
+    `resident_models`: LoRA models whose state is on the device at once, 0 = all. `memory_gb`: what models
+    may hold per rank, None = what the machine has. `gradient_checkpointing`: layers run twice to keep less.
+    """
 
     directory: str  # of the base model, Hugging Face layout
     ranks: int
@@ -14,3 +17,6 @@ class TrainerSpec:
     threads: int
     token_budget: int
     timeout_s: float = 60.0
+    resident_models: int = 0
+    memory_gb: float | None = None
+    gradient_checkpointing: bool = False

@@ -1,38 +1,57 @@
 """What a trainable model is to the optimizer, to a pass and to a checkpoint, whether adapter or full copy."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 
 import torch
 
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec
+from skyrl_tinker.wire.values import LoraSpec, OptimizerFamily
 
 
 class Part(StrEnum):
-    """The tensors a model has per parameter, by torch.optim.AdamW's names for its state."""
+    """The tensors a model has per parameter; AdamW's by torch.optim.AdamW's names for its state."""
 
     WEIGHT = "weight"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MOMENTUM = "momentum"
 
 
-MOMENTS = (Part.EXP_AVG, Part.EXP_AVG_SQ)
+MOMENTS: Mapping[OptimizerFamily, tuple[Part, ...]] = {
+    "adamw": (Part.EXP_AVG, Part.EXP_AVG_SQ),
+    "dimuon": (Part.MOMENTUM,),
+}
+"""What an optimizer keeps between steps, each of the weights' size."""
+
+
+class Kind(StrEnum):
+    """What a parameter is to the network, which is what an optimizer of matrices asks."""
+
+    MATRIX = "matrix"  # a linear map [out, in]
+    TABLE = "table"  # rows [tokens, features] of which an input picks one
+    VECTOR = "vector"  # whatever has not two dimensions
 
 
 class TrainableModel(ABC):
-    """Weights, accumulated gradients and AdamW moments of one model. All float32."""
+    """Weights, accumulated gradients and optimizer moments of one model. All float32."""
 
     network_key: ModelKey | None
     """None: runs on the shared frozen base; else the key of its own network."""
 
-    def __init__(self, spec: LoraSpec) -> None:
+    def __init__(self, spec: LoraSpec, optimizer: OptimizerFamily) -> None:
         self.spec = spec
+        self.optimizer = optimizer
         self.step = 0
         self.has_gradients = False
         self._moments: dict[Part, list[torch.Tensor]] = {}
+
+    @property
+    def moments(self) -> tuple[Part, ...]:
+        return MOMENTS[self.optimizer]
 
     def local(self, part: Part) -> list[torch.Tensor]:
         """This rank's tensors; moments are made when first asked for."""
@@ -48,6 +67,11 @@ class TrainableModel(ABC):
         for moments in self._moments.values():
             yield from moments
 
+    def blanks(self) -> Iterator[torch.Tensor]:
+        """Those of `tensors` that hold nothing but zeros: they need not be kept to be brought back."""
+        if not self.has_gradients:
+            yield from self._local_gradients()
+
     def reset_optimizer(self) -> None:
         self.step = 0
         self._moments.clear()
@@ -56,6 +80,11 @@ class TrainableModel(ABC):
         """The pass was good: its gradients join the accumulated ones."""
         self._join_gradients()
         self.has_gradients = True
+
+    def gradients_finite(self) -> bool:
+        """Those of this rank, within a pass."""
+        norms = [torch.linalg.vector_norm(gradient, math.inf) for gradient in self._local_gradients()]
+        return not norms or bool(torch.stack(norms).isfinite().all())
 
     def clear_gradients(self) -> None:
         self._drop_gradients()
@@ -67,6 +96,10 @@ class TrainableModel(ABC):
     @abstractmethod
     def _own_tensors(self) -> Iterator[torch.Tensor]:
         """Weights, gradients and what else is not a moment; views of them may be left out."""
+
+    @abstractmethod
+    def _local_gradients(self) -> list[torch.Tensor]:
+        """As far as there are any. Zero without `has_gradients`, outside of a pass."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -91,9 +124,24 @@ class TrainableModel(ABC):
         """Whole shapes by checkpoint name."""
 
     @abstractmethod
-    def read(self, part: Part, name: str) -> torch.Tensor:
-        """The whole tensor. Every rank must call it, in the same order."""
+    def kind(self, name: str) -> Kind: ...
 
     @abstractmethod
+    def own(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's share of one parameter, in a list like those of `local`."""
+
+    @abstractmethod
+    def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
+        """The whole of what each rank has a share of. Every rank must call it, in the same order."""
+
+    @abstractmethod
+    def share(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a tensor that every rank has whole."""
+
+    def read(self, part: Part, name: str) -> torch.Tensor:
+        """The whole tensor. Every rank must call it, in the same order."""
+        return self.gather(name, self.own(name, self.local(part)))
+
     def write(self, part: Part, name: str, tensor: torch.Tensor) -> None:
         """Set a whole tensor; every rank is given the same one."""
+        self.own(name, self.local(part)).copy_(self.share(name, tensor))

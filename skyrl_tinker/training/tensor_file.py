@@ -24,7 +24,7 @@ def write_tensors(
         for tensor in tensors:
             # a copy in any case: a storage that NumPy has seen cannot be resized any more
             flat = tensor.detach().to("cpu", dtype, copy=True).contiguous().view(-1)
-            flat.view(torch.uint8).numpy().tofile(file)
+            file.write(flat.view(torch.uint8).numpy().data)  # `tofile` would not say why it fails
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,30 +1,45 @@
 """One rank of the trainer. A plain class: Ray makes an actor of it, tests use it as it is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from skyrl_tinker.errors import StateLostError, TrainerError, UserError
-from skyrl_tinker.training import checkpoint, distributed, memory
+from skyrl_tinker.errors import StateLostError, StorageError, TrainerError, UserError
+from skyrl_tinker.training import (
+    budget,
+    checkpoint,
+    distributed,
+    memory,
+    out_of_memory,
+    published,
+    restore,
+)
 from skyrl_tinker.training.batch import TrainingInputBatch
+from skyrl_tinker.training.checkpoint import Captured
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.full import FullModel, create_full
 from skyrl_tinker.training.lora import LoraModel
-from skyrl_tinker.training.model import frozen_network
+from skyrl_tinker.training.manifest import Contents, FileEntry
+from skyrl_tinker.training.meeting import Meeting
+from skyrl_tinker.training.model import frozen_network, trainable_network
 from skyrl_tinker.training.offload import Aside, network_tensors
-from skyrl_tinker.training.optim import optim_step
+from skyrl_tinker.training.optimizers import optim_step
+from skyrl_tinker.training.out_of_memory import is_out_of_memory
 from skyrl_tinker.training.outputs import RankOutput
 from skyrl_tinker.training.passes import PassRunner
+from skyrl_tinker.training.residents import Residents
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.state import Part, TrainableModel
 from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import AdapterWeights, LoraSpec, StepItem, StepOutput
+from skyrl_tinker.wire.values import AdapterWeights, LoraSpec, OptimizerFamily, StepItem, StepOutput
 
 
 class Worker:
-    """All ranks get the same calls in the same order; each call but `capture_adapter` may be a collective."""
+    """All ranks get the same calls in the same order; each call may be a collective, but not
+    `capture_adapter`, nor `persist_state` and `commit_state`, which run beside the others."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         torch.set_num_threads(spec.threads)
@@ -32,9 +47,12 @@ class Worker:
         self.spec = spec
         self.rank = rank
         self._models: dict[ModelKey, TrainableModel] = {}
-        self._asides: dict[ModelKey | None, Aside] = {None: Aside()}  # None: the base
+        self._residents = Residents(self._models, spec.resident_models)
+        self._base_aside = Aside()
+        self._captured: dict[int, Captured] = {}
         self._offloaded = False
         self._store: TCPStore | None = None
+        self._meeting: Meeting | None = None
 
     def open_store(self) -> int:
         """Rank 0 only: open the rendezvous; returns its port."""
@@ -42,43 +60,53 @@ class Worker:
         return int(store.port)
 
     def join(self, port: int) -> None:
-        timeout = self.spec.timeout_s
-        store = self._store or distributed.connect_store(port, timeout)
-        self.attach(distributed.join(store, self.rank, self.spec.ranks, self.spec.device, timeout))
+        store = self._store or distributed.connect_store(port, self.spec.timeout_s)
+        self._meeting = Meeting(store, self.rank, self.spec)
+        self.attach(self._meeting.join())
 
     def attach(self, ranks: Ranks) -> None:
         """Load the base model, sharded over `ranks`."""
         self._ranks = ranks
-        self._base = frozen_network(self.spec.directory, self.spec.dtype, ranks.mesh)
-        self._runner = PassRunner(self._base, self._models, ranks, self.spec.token_budget)
+        self._base = frozen_network(self.spec, ranks.mesh)
+        self._runner = PassRunner(self._base, self._models, ranks)
 
-    def create_model(self, key: ModelKey, spec: LoraSpec) -> None:
+    def create_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw") -> None:
         self._require_onloaded()
         if key in self._models:
             raise TrainerError(f"model {key} exists already")
         if spec.rank == 0:
-            self._models[key] = create_full(key, spec, self.spec, self._base, self._ranks)
+            self._require_room(optimizer)
+            self._models[key] = create_full(key, spec, self.spec, self._ranks, optimizer)
         else:
-            self._models[key] = LoraModel(spec, self._base.targets, self._ranks.device)
-        self._asides[key] = Aside()
+            self._models[key] = LoraModel(spec, self._base.targets, self._ranks.device, optimizer)
+        self._residents.add(key)
 
     def run_pass(self, batch: TrainingInputBatch) -> RankOutput:
         self._require_onloaded()
-        for info in batch.requests:
-            if info.backward and info.model in self._asides:
-                self._asides[info.model].forget()
-        return self._runner.run(batch)
+        self._residents.use(info.model for info in batch.requests)
+        self._residents.change(info.model for info in batch.requests if info.backward)
+        return out_of_memory.run_pass(
+            batch,
+            self.spec.token_budget,
+            lambda tokens: self._runner.run(batch, tokens),
+            self._gave_up,
+            self._recover,
+        )
 
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
-        models = [self._model(item.model) for item in steps]  # none steps if one is lost
-        return [optim_step(model, item, self._ranks) for model, item in zip(models, steps, strict=True)]
+        for item in steps:
+            self._require_known(item.model)  # none steps if one is lost
+        return [optim_step(self._model(item.model), item, self._ranks) for item in steps]
 
     def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         for key in models:
             self._model(key).clear_gradients()
 
+    def capture_adapters(self, keys: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
+        return {key: self.capture_adapter(key) for key in keys}
+
     def capture_adapter(self, key: ModelKey) -> AdapterWeights:
-        model = self._model(key)
+        model = self._unchanged(key)
         if not isinstance(model, LoraModel):
             raise UserError(f"model {key} trains full parameters: it has no adapter")
         # Copies: a storage that NumPy has seen cannot be set aside any more.
@@ -87,18 +115,38 @@ class Worker:
 
     def capture_full(self, key: ModelKey, directory: str) -> None:
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        checkpoint.write_weights(self._model(key), Path(directory), dtype, writer=self.rank == 0)
+        published.write_weights(self._unchanged(key), Path(directory), dtype, writer=self.rank == 0)
 
-    def save_state(self, key: ModelKey, directory: str, optimizer: bool) -> int:
-        model, target = self._model(key), Path(directory)
-        return checkpoint.save(model, target, self.spec.directory, optimizer=optimizer, ranks=self._ranks)
+    def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> Contents:
+        """Keep host copies of this rank's share under `number` until they are persisted."""
+        self._captured[number] = captured = checkpoint.capture(
+            self._unchanged(key),
+            self.spec.directory,
+            optimizer=optimizer,
+            rank=self.rank,
+            world=self.spec.ranks,
+        )
+        return captured.contents
+
+    def persist_state(self, number: int, scratch: str) -> dict[str, FileEntry]:
+        """Write the share captured under `number`, in any thread. Its copies are free when this returns."""
+        captured = self._captured.pop(number)
+        with self._storing():
+            return checkpoint.persist(captured, Path(scratch))
+
+    def commit_state(
+        self, contents: Contents, files: Mapping[str, FileEntry], scratch: str, directory: str
+    ) -> int:
+        """One rank only, in any thread, after all have persisted. Returns bytes."""
+        with self._storing():
+            return checkpoint.commit(contents, files, Path(scratch), Path(directory))
 
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
-        checkpoint.load(self._model(key), Path(directory), optimizer=optimizer)
+        restore.load(self._model(key), Path(directory), optimizer=optimizer, ranks=self._ranks)
 
     def release(self, key: ModelKey) -> None:
         """Idempotent, also while offloaded. A full-parameter copy's memory is free when this returns."""
-        self._asides.pop(key, None)
+        self._residents.drop(key)
         if isinstance(self._models.pop(key, None), FullModel):
             memory.give_back()
 
@@ -109,27 +157,90 @@ class Worker:
         """
         if self._offloaded:
             return
-        self._asides[None].offload(network_tensors(self._base))
-        for key, model in self._models.items():
-            self._asides[key].offload(model.tensors())
+        self._base_aside.offload(network_tensors(self._base))
+        self._residents.offload()
         self._offloaded = True
         memory.uncache()
 
     def onload(self) -> None:
-        """Bring all state back, to the last bit. Nothing to do the second time."""
+        """Bring it back, to the last bit. Nothing to do the second time."""
         if self._offloaded:
-            for aside in self._asides.values():
-                aside.onload()
+            self._base_aside.onload()
+            self._residents.onload()
             self._offloaded = False
+
+    def _gave_up(self, error: Exception) -> bool:
+        """Whether this rank or, with several, a peer ran out of memory in the pass that raised `error`."""
+        short = is_out_of_memory(error)
+        if self.spec.ranks == 1 or self._meeting is None:
+            return short
+        if self.spec.device == "cuda":
+            return False  # NCCL's peers hang: see Meeting
+        if short:
+            self._meeting.give_up()
+        elif self._meeting.given_up():
+            self._meeting.leave()
+            return True
+        return short
+
+    def _recover(self) -> None:
+        """From a pass that was broken off anywhere. Every rank must call it."""
+        if self.spec.ranks > 1:
+            self._rejoin()
+        else:
+            for network in (self._base, *(model.network for model in self._full_models().values())):
+                network.reset()
+        memory.give_back()
+
+    def _rejoin(self) -> None:
+        """Networks are tied to the process group that they were sharded over: all are loaded again."""
+        assert self._meeting is not None
+        self._base_aside = Aside()
+        del self._base, self._runner
+        memory.give_back()
+        self.attach(self._meeting.join())
+        for key, model in self._full_models().items():
+            self._residents.change([key])
+            model.move(trainable_network(self.spec, self._ranks.mesh), self._ranks)
+
+    def _full_models(self) -> dict[ModelKey, FullModel]:
+        return {key: model for key, model in self._models.items() if isinstance(model, FullModel)}
+
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise StorageError(f"rank {self.rank} could not write the checkpoint: {reason}") from error
 
     def _require_onloaded(self) -> None:
         if self._offloaded:
             raise TrainerError("the trainer's state is set aside: call onload first")
 
-    def _model(self, key: ModelKey) -> TrainableModel:
-        """To work with: what the host has of it counts as old."""
-        self._require_onloaded()
+    def _require_known(self, key: ModelKey) -> None:
         if key not in self._models:
             raise StateLostError(f"the trainer has no state of model {key}")
-        self._asides[key].forget()
+
+    def _require_room(self, optimizer: OptimizerFamily) -> None:
+        budget.require_room(
+            sum(parameter.numel() for parameter in self._base.parameters()),
+            optimizer,
+            network_tensors(self._base),
+            self._models.values(),
+            self.spec.memory_gb,
+            self._ranks,
+        )
+
+    def _model(self, key: ModelKey) -> TrainableModel:
+        """On the device, to work with: what the host has of it counts as old."""
+        model = self._unchanged(key)
+        self._residents.change([key])
+        return model
+
+    def _unchanged(self, key: ModelKey) -> TrainableModel:
+        """On the device, only to read its weights."""
+        self._require_onloaded()
+        self._require_known(key)
+        self._residents.use([key])
         return self._models[key]

@@ -25,7 +25,7 @@ def publish_adapter(weights: AdapterWeights, directory: Path, base_model: str) -
         raise
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)
-    _flush(directory.parent)
+    flush(directory.parent)
     return size
 
 
@@ -35,11 +35,12 @@ def _write(weights: AdapterWeights, directory: Path, base_model: str) -> int:
     config = adapter_config(weights.tensors, weights.spec.rank, base_model)
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=1))
     for path in (*directory.iterdir(), directory):
-        _flush(path)
+        flush(path)
     return sum(file.stat().st_size for file in directory.iterdir())
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """A file's content or a directory's names, onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

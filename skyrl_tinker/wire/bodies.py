@@ -9,9 +9,10 @@ import orjson
 
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.wire.ids import RequestKind
-from skyrl_tinker.wire.values import AdamParams
+from skyrl_tinker.wire.values import AdamParams, DimuonParams
 
 _NOT_COMPARED = ("type", "sampling_session_seq_id")
+_PARAMS = {params.family: params for params in (AdamParams, DimuonParams)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,15 @@ class _Body:
 
 @dataclass(frozen=True, slots=True)
 class OptimStepBody(_Body):
-    adam: AdamParams
+    params: AdamParams | DimuonParams
+
+    def to_bytes(self) -> bytes:
+        return orjson.dumps({self.params.family: self.params}, option=orjson.OPT_SORT_KEYS)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> Self:
-        return cls(AdamParams(**orjson.loads(body)["adam"]))
+        ((family, params),) = orjson.loads(body).items()
+        return cls(_PARAMS[family](**params))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +75,12 @@ class CreateModelBody(_Body):
 
 @dataclass(frozen=True, slots=True)
 class CreateViaLoadBody(_Body):
+    """`optimizer`: with the checkpoint's own optimizer; else with a new one of `optimizer_config`."""
+
     path: str
     optimizer: bool
-    base_model: str | None = None
-    optimizer_config: Mapping[str, Any] | None = None
+    base_model: str | None
+    optimizer_config: Mapping[str, Any]
 
 
 def payload_digest(kind: RequestKind, payload: Mapping[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.wire.datums import CUSTOM, read_datum
 from skyrl_tinker.wire.ids import ModelId
 from skyrl_tinker.wire.json_training import fill_from_json
 from skyrl_tinker.wire.losses import LOSSES
@@ -24,7 +25,6 @@ from skyrl_tinker.wire.results import (
     forward_backward_output_json,
 )
 from skyrl_tinker.wire.sample_results import encode_sample_response, sample_response_json
-from skyrl_tinker.wire.tensors import read_datum
 from skyrl_tinker.wire.values import ForwardBackward
 
 __all__ = [
@@ -106,18 +106,20 @@ def from_canonical(body: bytes) -> ForwardBackward:
 
 
 def read_value(message: pb.ForwardBackwardRequest) -> ForwardBackward:
-    """Turn the message of a known loss with a numeric config into arrays.
+    """Turn the message of a known loss with a checked config into arrays.
 
-    Raises UserError that names datum and field; lengths and ranges are not compared here.
+    Raises UserError that names datum and field; shapes and ranges are not compared here.
     """
-    inputs = LOSSES[message.loss_fn].inputs
+    spec, config = LOSSES[message.loss_fn], message.loss_fn_config_v2
+    custom = spec.name == CUSTOM
     return ForwardBackward(
         model_id=ModelId(message.model_id),
         seq_id=message.seq_id,
-        data=tuple(read_datum(datum, inputs, f"datum {i}") for i, datum in enumerate(message.data)),
+        data=tuple(read_datum(datum, spec, f"datum {i}") for i, datum in enumerate(message.data)),
         loss_fn=message.loss_fn,
-        loss_config={key: value.number for key, value in sorted(message.loss_fn_config_v2.items())},
+        loss_config={} if custom else {key: value.number for key, value in sorted(config.items())},
         forward_only=message.forward_only,
+        loss_id=config["loss_id"].text if custom else None,
     )
 
 

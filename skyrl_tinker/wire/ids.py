@@ -15,6 +15,16 @@ VersionId = NewType("VersionId", int)
 """The store's key of one immutable set of sampler weights (`adapter_versions.id`)."""
 
 
+def sequence_ids(request: RequestId, count: int) -> tuple[str, ...]:
+    """Of what a sample request samples, in order."""
+    return tuple(f"{request}-{index}" for index in range(count))
+
+
+def request_of(sequence_id: str) -> RequestId:
+    """The sample request that a sequence id belongs to; of any other text something that no request has."""
+    return RequestId(sequence_id.rpartition("-")[0])
+
+
 class RequestKind(StrEnum):
     CREATE_MODEL = "create_model"
     LOAD_WEIGHTS = "load_weights"
@@ -24,6 +34,7 @@ class RequestKind(StrEnum):
     SAVE_WEIGHTS = "save_weights"
     SAVE_WEIGHTS_FOR_SAMPLER = "save_weights_for_sampler"
     SAMPLE = "sample"
+    CREATE_CUSTOM_LOSS = "create_custom_loss"
 
 
 class FutureStatus(StrEnum):

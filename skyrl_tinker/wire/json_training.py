@@ -15,6 +15,7 @@ _DTYPES: Mapping[str, tuple[pb.DType, np.dtype[Any]]] = {
     "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4")),
     "int64": (pb.DTYPE_INT64, np.dtype("<i8")),
 }
+_SPARSE = {"crow_indices": "sparse_crow_indices", "col_indices": "sparse_col_indices"}
 _INT32 = np.iinfo(np.int32)
 
 
@@ -74,15 +75,15 @@ def _fill_tensor(message: pb.Tensor, tensor: Any, where: str) -> None:
     values = _integers(data, where) if dtype == "int64" else _numbers(data, where)
     with np.errstate(over="ignore"):  # beyond float32 becomes infinite, to be refused with its index
         encoded = values.astype(numpy_dtype).tobytes()
-    if fields.get("sparse_crow_indices") is None:
-        message.dense = encoded
-    else:
+    if any(fields.get(name) is not None for name in _SPARSE.values()):
         _fill_sparse(message.sparse_csr, fields, encoded, where)
+    else:
+        message.dense = encoded
 
 
 def _fill_sparse(message: pb.SparseCsr, fields: Mapping[str, Any], values: bytes, where: str) -> None:
     message.values = values
-    for key, name in (("crow_indices", "sparse_crow_indices"), ("col_indices", "sparse_col_indices")):
+    for key, name in _SPARSE.items():
         indices = _integers(_list(fields.get(name), f"{where}.{name}"), f"{where}.{name}")
         setattr(message, key, indices.astype("<i8").tobytes())
 

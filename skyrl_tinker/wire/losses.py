@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
+    """A number from `low` to `high`, both allowed."""
+
     default: float
     low: float
     high: float
@@ -30,6 +32,7 @@ class LossSpec:
 
 _RL_INPUTS = ("logprobs", "advantages")
 _MOST = 1e6
+"""The losses count on it: see FAR in training.losses.base, as for the least temperature of `sapo`."""
 
 
 def _thresholds(low: float, high: float) -> Mapping[str, ConfigKey]:
@@ -49,13 +52,14 @@ LOSSES: Mapping[str, LossSpec] = {
         LossSpec("ppo", _RL_INPUTS, _thresholds(0.8, 1.2)),
         LossSpec("cispo", _RL_INPUTS, _thresholds(0.0, 4.0)),
         LossSpec("dro", _RL_INPUTS, {"beta": ConfigKey(0.05, 0.0, _MOST)}),
+        # 3e-4 below and 4e-4 above 1: the paper's own (arXiv:2507.18071, section 5.1).
         LossSpec("gspo", _RL_INPUTS, _thresholds(0.9997, 1.0004), optional={"sequence_ratio_mask": 1.0}),
         LossSpec(
             "stable_reinforce",
             ("advantages",),
             {
                 "kl_coeff": ConfigKey(0.01, 0.0, _MOST),
-                "ratio_cap": ConfigKey(2.0, 0.0, _MOST),
+                "ratio_cap": ConfigKey(2.0, 1.0, _MOST),
                 "mask_low": ConfigKey(0.5, 0.0, 1.0),
                 "mask_high": ConfigKey(5.0, 1.0, _MOST),
             },
@@ -64,23 +68,26 @@ LOSSES: Mapping[str, LossSpec] = {
         LossSpec("regular", _RL_INPUTS, _EPSILONS),
         LossSpec("dual_clip", _RL_INPUTS, {**_EPSILONS, "clip_ratio_c": ConfigKey(3.0, 1.0, _MOST)}),
         LossSpec(
-            "sapo", _RL_INPUTS, {"tau_pos": ConfigKey(1.0, 0.0, _MOST), "tau_neg": ConfigKey(1.05, 0.0, _MOST)}
+            "sapo",
+            _RL_INPUTS,
+            {"tau_pos": ConfigKey(1.0, 1e-3, _MOST), "tau_neg": ConfigKey(1.05, 1e-3, _MOST)},
         ),
+        # Names and defaults of the next two are those of the authors' code (arXiv:2505.22617).
         LossSpec(
             "clip_cov",
             _RL_INPUTS,
             {
                 **_EPSILONS,
                 "clip_cov_ratio": ConfigKey(2e-4, 0.0, 1.0),
-                "clip_cov_low": ConfigKey(1.0, -_MOST, _MOST),
-                "clip_cov_high": ConfigKey(5.0, -_MOST, _MOST),
+                "clip_cov_lb": ConfigKey(1.0, -_MOST, _MOST),
+                "clip_cov_ub": ConfigKey(5.0, -_MOST, _MOST),
             },
             whole_request=True,
         ),
         LossSpec(
             "kl_cov",
             _RL_INPUTS,
-            {"kl_cov_ratio": ConfigKey(2e-4, 0.0, 1.0), "kl_coeff": ConfigKey(1.0, 0.0, _MOST)},
+            {"kl_cov_ratio": ConfigKey(2e-3, 0.0, 1.0), "ppo_kl_coef": ConfigKey(1.0, 0.0, _MOST)},
             whole_request=True,
         ),
         LossSpec("custom", (), candidates=True),

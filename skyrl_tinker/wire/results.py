@@ -1,6 +1,7 @@
 """Results of passes: protobuf as stored; JSON is made from it for SDKs that ask for JSON."""
 
-from itertools import pairwise
+import math
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ _FLOAT32 = np.finfo(np.float32)
 
 
 def encode_forward_backward_output(output: PassOutput) -> bytes:
-    """One ArrayRecord holds the logprobs of all datums.
+    """The logprobs of all datums in order: an ArrayRecord for each run of [N], or of [N, K] of one K.
 
     Raises ValueError for a metric name that would crash the client.
     """
@@ -24,15 +25,21 @@ def encode_forward_backward_output(output: PassOutput) -> bytes:
         if name.count(":") != 1:
             raise ValueError(f"metric {name!r} must be <name>:<reduction>")
         message.metrics[name] = value
-    record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(output.logprobs))
-    record.fields["logprobs"].CopyFrom(_batched(output.logprobs))
+    for trailing, run in groupby(output.logprobs, key=lambda array: array.shape[1:]):
+        arrays = tuple(run)
+        record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(arrays))
+        record.fields["logprobs"].CopyFrom(_batched(arrays, trailing))
     return message.SerializeToString(deterministic=True)
 
 
-def _batched(arrays: tuple[Float32, ...]) -> pb.BatchedTensor:
+def _batched(arrays: tuple[Float32, ...], trailing: tuple[int, ...]) -> pb.BatchedTensor:
     offsets = np.cumsum([0, *(4 * array.size for array in arrays)], dtype="<i8")
-    data = b"".join(array.astype("<f4", copy=False).tobytes() for array in arrays)
-    return pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32)
+    return pb.BatchedTensor(
+        data=b"".join(array.astype("<f4", copy=False).tobytes() for array in arrays),
+        offsets=offsets.tobytes(),
+        dtype=pb.DTYPE_FLOAT32,
+        trailing_shape=trailing,
+    )
 
 
 def forward_backward_output_json(body: bytes) -> dict[str, Any]:
@@ -41,15 +48,20 @@ def forward_backward_output_json(body: bytes) -> dict[str, Any]:
     return {
         "loss_fn_output_type": message.loss_fn_output_type,
         "loss_fn_outputs": [
-            {"logprobs": {"data": values, "dtype": "float32", "shape": [len(values)]}}
+            {"logprobs": tensor}
             for record in message.loss_fn_outputs
-            for values in _unbatched(record.fields["logprobs"])
+            for tensor in _unbatched(record.fields["logprobs"])
         ],
         "metrics": {name: value for name, value in sorted(message.metrics.items()) if np.isfinite(value)},
     }
 
 
-def _unbatched(tensor: pb.BatchedTensor) -> list[list[float]]:
+def _unbatched(tensor: pb.BatchedTensor) -> list[dict[str, Any]]:
     values = np.frombuffer(tensor.data, "<f4").clip(_FLOAT32.min, _FLOAT32.max).tolist()
     offsets = (np.frombuffer(tensor.offsets, "<i8") // 4).tolist()
-    return [values[start:end] for start, end in pairwise(offsets)]
+    trailing = list(tensor.trailing_shape)
+    row = math.prod(trailing)
+    return [
+        {"data": values[start:end], "dtype": "float32", "shape": [(end - start) // row, *trailing]}
+        for start, end in pairwise(offsets)
+    ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -71,10 +71,15 @@ class ForwardBackward:
     loss_id: str | None = None  # of the loss `custom`
 
 
+OptimizerFamily = Literal["adamw", "dimuon"]
+"""Chosen when a model is made."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdamParams:
     """One AdamW step (decoupled weight decay). `grad_clip_norm` 0 = off, else the model's global L2 norm."""
 
+    family: ClassVar[OptimizerFamily] = "adamw"
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -85,15 +90,12 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class DimuonParams:
-    """One Dimuon step. `grad_clip_norm` as in AdamParams."""
+    """One Dimuon step. `beta1`: of the momentum. `grad_clip_norm` as in AdamParams, off below 0 too."""
 
+    family: ClassVar[OptimizerFamily] = "dimuon"
     learning_rate: float
     beta1: float = 0.9
     grad_clip_norm: float = 0.0
-
-
-OptimizerFamily = Literal["adamw", "dimuon"]
-"""Chosen when a model is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class PassItem:
-    """One forward/forward_backward request as the workers see it. `custom`: the loss of that name, checked."""
+    """One forward or forward_backward as the workers see it. `custom`: the loss of that name, checked."""
 
     request_id: RequestId
     model: ModelKey
@@ -137,7 +139,8 @@ class StepItem:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`error` set: the step was refused (non-finite gradients), weights unchanged, gradients cleared."""
+    """`error` set: the step was refused (non-finite gradients, or parameters of another optimizer than the
+    model's), weights unchanged, gradients cleared."""
 
     request_id: RequestId
     metrics: Mapping[str, float]
@@ -195,7 +198,8 @@ class TargetTokens:
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """`prompt_logprobs_last_n`: only the last n prompt tokens are scored, by prompt_logprobs and by
-    topk_prompt_logprobs; None: all after the first."""
+    topk_prompt_logprobs; None: all after the first. `record_stability_info`: what is sampled can be named by
+    provenance spans afterwards."""
 
     prompt: tuple[int, ...]
     num_samples: int
@@ -206,6 +210,7 @@ class SampleRequest:
     target_prompt_logprobs: TargetTokens | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool = False
 
 
 TopkRow = tuple[tuple[int, float], ...]

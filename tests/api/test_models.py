@@ -36,7 +36,7 @@ async def test_the_same_creation_again_is_the_same_model_and_promise(world: Worl
         ({"lora_config": {"rank": 1000}}, "max_lora_rank"),
         ({"lora_config": {"rank": -1}}, "rank"),
         ({"lora_config": {"train_mlp": False, "train_attn": False, "train_unembed": False}}, "train_mlp"),
-        ({"optimizer_config": {"type": "dimuon", "version": 1}}, "dimuon"),
+        ({"optimizer_config": {"type": "dimuon", "version": 2}}, "optimizer_config.version"),
     ],
 )
 async def test_a_wrong_model_is_accepted_and_its_future_fails(
@@ -64,6 +64,12 @@ async def test_get_info_works_right_after_creation(world: World) -> None:
     assert (info["is_lora"], info["lora_rank"]) == (True, 4)
     assert info["optimizer_config"] == {"type": "adamw"}
     assert (await world.post("get_info", {"model_id": "no"})).status_code == 404
+
+
+async def test_a_models_optimizer_is_told_by_get_info(world: World) -> None:
+    dimuon = {"type": "dimuon", "version": 1}
+    model = await world.model(optimizer_config=dimuon)
+    assert (await world.ok("get_info", {"model_id": model}))["optimizer_config"] == dimuon
 
 
 async def test_rank_0_is_full_parameters(world: World) -> None:

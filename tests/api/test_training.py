@@ -87,7 +87,7 @@ BAD_PASSES: dict[str, tuple[dict[str, Any], list[types.Datum], str]] = {
     "token": ({}, [datum([1]), datum([VOCABULARY])], "datum 1.*512"),
     "nan": ({}, [NAN], "datum 0.*weights"),
     "lengths": ({}, [datum([1, 2], [1.0])], "datum 0.*weights"),
-    "loss": ({"loss_fn": "dro"}, [], "dro"),
+    "loss": ({"loss_fn": "critic"}, [], "critic"),
     "config": ({"loss_fn_config": {"no_such": 1.0}}, [], "no_such"),
     "long": ({}, [datum([1] * 65)], "datum 0.*65.*64"),
 }
@@ -114,7 +114,8 @@ async def test_a_bad_pass_is_accepted_takes_its_seq_id_and_fails(world: World, c
         ({"adam_params": {"momentum": 0.9}}, "momentum"),
         ({"adam_params": None}, "adam_params"),
         ({"adam_params": 3}, "adam_params"),
-        ({"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}, "dimuon"),
+        ({"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}, "both set"),
+        ({"adam_params": None, "optimizer_params": {"type": "dimuon"}}, "optimizer_params.learning_rate"),
     ],
 )
 async def test_a_bad_step_is_accepted_and_fails(world: World, change: dict[str, Any], message: str) -> None:

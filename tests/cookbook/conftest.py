@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import tinker
+from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from tests.faults.serve import Serve
 
-from .kitchen import MODEL, Kitchen, Run
+from .kitchen import MODEL, RENDERER, Kitchen, Run
 
 
 @pytest.fixture(scope="package")
@@ -27,6 +29,11 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
 def service(kitchen: Kitchen) -> Iterator[tinker.ServiceClient]:
     with tinker.ServiceClient(base_url=kitchen.url, api_key="tml-local") as client:
         yield client
+
+
+@pytest.fixture(scope="package")
+def renderer(kitchen: Kitchen) -> Renderer:
+    return get_renderer(RENDERER, get_tokenizer(str(kitchen.model_directory)))
 
 
 @pytest.fixture(scope="package")

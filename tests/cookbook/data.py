@@ -13,7 +13,7 @@ SUFFIXES = ("", " Write your answer in \\boxed{} format.")
 
 
 def write_all(root: Path) -> None:
-    """What the loops' recipes name: gsm8k, no_robots, hh-rlhf and DeepMath-103K."""
+    """What the loops' recipes name: gsm8k, no_robots, hh-rlhf, DeepMath-103K and ToolAlpaca."""
     problems = [{"question": question(n), "answer": f"By adding.\n#### {RIGHT}"} for n in range(64)]
     write_dataset(root / "openai/gsm8k", "main", train=problems, test=problems[:2])
     write_dataset(root / "HuggingFaceH4/no_robots", "default", train=lessons(320))
@@ -21,6 +21,8 @@ def write_all(root: Path) -> None:
     write_dataset(root / "Anthropic/hh-rlhf", "default", train=pairs, test=pairs[:2])
     prompts = [{"question": question(n)} for n in range(64)]
     write_dataset(root / "zwhe99/DeepMath-103K", "default", train=prompts)
+    shown = [{"instruction": question(n), "output": f"\\boxed{{{RIGHT}}}"} for n in range(64)]
+    write_dataset(root / "tangqiaoyu/ToolAlpaca", "default", train=shown)
 
 
 def write_dataset(directory: Path, configuration: str, **splits: Iterable[Row]) -> None:

@@ -12,6 +12,7 @@ from . import data
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # recipes choose their renderer by this name; a directory of it is here
 RENDERER = "qwen3_instruct"
+REPOSITORY = Path(__file__).parents[2]
 
 Row = dict[str, Any]
 
@@ -32,6 +33,11 @@ class Run:
     def checkpoints(self) -> list[Row]:
         return read_jsonl(self.log_path / "checkpoints.jsonl")
 
+    @property
+    def settings(self) -> Row:
+        """Those given and the recipe's defaults."""
+        return json.loads((self.log_path / "config.json").read_text())
+
     def column(self, name: str) -> list[float]:
         return [row[name] for row in self.metrics]
 
@@ -49,12 +55,16 @@ class Kitchen:
 
     def cook(self, recipe: str, name: str, *arguments: str) -> Run:
         """`python -m tinker_cookbook.recipes.RECIPE ...` as a user runs it; AssertionError if it fails."""
+        return self.run(f"tinker_cookbook.recipes.{recipe}", name, *arguments)
+
+    def run(self, module: str, name: str, *arguments: str) -> Run:
+        """`python -m MODULE ...`, with the arguments that all recipes take before those given."""
         run = self.log(name)
         common = [f"model_name={MODEL}", f"log_path={run.log_path}", f"base_url={self.url}"]
         finished = subprocess.run(
-            [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", *common, *arguments],
+            [sys.executable, "-m", module, *common, *arguments],
             cwd=self.directory,
-            env=os.environ | self._offline(),
+            env=os.environ | self._environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -69,8 +79,10 @@ class Kitchen:
             data.write_jsonl(run.log_path / "checkpoints.jsonl", checkpoints)
         return run
 
-    def _offline(self) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
+        """No way out to a hub, and this repository's modules."""
         return {
+            "PYTHONPATH": str(REPOSITORY),
             "TINKER_API_KEY": "tml-local",
             "TINKER_TELEMETRY": "0",
             "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""rl_loop, and math_rl in its three forms: synchronous, off-policy and streaming."""
+"""rl_loop, and math_rl in its three forms: synchronous, off-policy and streaming; all by stable_reinforce."""
 
 import numpy as np
 import tinker
@@ -8,7 +8,7 @@ from tests.e2e.client import prompt
 from .kitchen import RENDERER, Kitchen, Run
 
 ON_POLICY = 1e-4  # mean difference of sampled and trained log-probabilities, in nats
-SMALL = ("group_size=8", "max_tokens=24", "loss_fn=importance_sampling")
+SMALL = ("group_size=8", "max_tokens=24")
 
 
 def test_rl_loop_learns(kitchen: Kitchen, taught: Run) -> None:
@@ -16,6 +16,7 @@ def test_rl_loop_learns(kitchen: Kitchen, taught: Run) -> None:
     kitchen.log("rl_loop", taught.checkpoints[-1] | {"batch": 0})
     settings = ("batch_size=4", "learning_rate=1e-3", "save_every=6", "max_steps=12")
     run = kitchen.cook("rl_loop", "rl_loop", *SMALL, *settings)
+    assert run.settings["loss_fn"] == "stable_reinforce"
     rewards = run.column("reward/total")
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
     assert [each["name"] for each in run.checkpoints] == ["final", "000006", "final"]
@@ -34,6 +35,7 @@ def test_synchronous_rl_is_on_policy_and_resumes(
         settings = math_rl(taught, "eval_every=2", "compute_post_kl=True", f"max_steps={steps}")
         run = kitchen.cook("math_rl.train", "sync", *settings, "behavior_if_log_dir_exists=resume")
         assert run.column("step") == list(range(steps))
+    assert run.settings["loss_fn"] == "stable_reinforce"
     assert run.column("optimizer_step") == [1, 2, 3, 4]
     assert max(map(abs, run.column("optim/kl_sample_train_v1"))) <= ON_POLICY
     assert min(run.column("kl_pre_post_v2")) > 1e-6  # each step moved the policy
@@ -46,6 +48,7 @@ def test_synchronous_rl_is_on_policy_and_resumes(
 def test_off_policy_rl_trains_on_old_snapshots(kitchen: Kitchen, taught: Run) -> None:
     settings = math_rl(taught, "eval_every=0", "max_steps_off_policy=2", "max_steps=5")
     run = kitchen.cook("math_rl.train", "off_policy", *settings)
+    assert run.settings["async_config"]["loss_fn"] == "stable_reinforce"
     assert run.column("step") == run.column("training_client/step") == list(range(5))
     staleness = run.column("async/staleness_max")
     assert staleness[0] == 0
@@ -59,6 +62,7 @@ def test_streaming_rl_gathers_gradients_over_minibatches(kitchen: Kitchen, taugh
     stream = ("stream_minibatch_config.groups_per_batch=4", "stream_minibatch_config.num_minibatches=2")
     settings = math_rl(taught, *stream, "eval_every=0", "max_steps=3")
     run = kitchen.cook("math_rl.train", "streaming", *settings)
+    assert run.settings["loss_fn"] == "stable_reinforce"
     assert run.column("optimizer_step") == [1, 2, 3]
     assert run.column("sampling_client/step_min") == [0, 1, 2]
     assert max(map(abs, run.column("optim/kl_sample_train_v1"))) <= ON_POLICY

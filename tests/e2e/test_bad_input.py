@@ -73,7 +73,7 @@ def test_a_bad_datum_is_named_and_leaves_weights_and_neighbours_alone(client: Cl
 
 REFUSED: dict[str, tuple[Callable[[tinker.TrainingClient], object], str]] = {
     "unknown loss": (lambda t: t.forward_backward([datum(GOOD)], "no_such_loss"), "no_such_loss"),
-    "a loss that is not built yet": (lambda t: t.forward_backward([datum(GOOD)], "dro"), "dro"),
+    "a loss that there is not": (lambda t: t.forward_backward([datum(GOOD)], "critic"), "critic"),
     "unknown config key": (
         lambda t: t.forward_backward([datum(GOOD)], "cross_entropy", {"no_such_key": 1.0}),
         "no_such_key",

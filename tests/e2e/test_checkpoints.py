@@ -37,6 +37,24 @@ def test_a_run_resumed_with_its_optimizer_goes_on_as_if_never_stopped(client: Cl
     np.testing.assert_array_equal(logprobs_of(resumed, TOKENS), logprobs_of(training, TOKENS))
 
 
+@pytest.mark.parametrize("rank", [8, 0])
+def test_a_save_is_of_its_turn_whatever_is_sent_behind_it(client: Client, rank: int) -> None:
+    training = trained(client, rank=rank)
+    before = logprobs_of(training, TOKENS)
+    first = training.save_state("pipelined")
+    backward = training.forward_backward([datum(TOKENS)], "cross_entropy")
+    step = training.optim_step(types.AdamParams(learning_rate=1e-2))
+    second = training.save_state("pipelined-too")
+    scored = training.forward([datum(TOKENS)], "cross_entropy")
+    for each in (backward, step):
+        each.result()
+    after = scored.result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    assert np.abs(after - before).max() > 1e-3
+    for saved, expected in ((first, before), (second, after)):
+        resumed = client.service.create_training_client_from_state(saved.result().path).result()
+        np.testing.assert_array_equal(logprobs_of(resumed, TOKENS), expected)
+
+
 def test_a_run_resumed_without_optimizer_starts_adam_anew(client: Client) -> None:
     training = trained(client)
     path = training.save_state("weights-only").result().path

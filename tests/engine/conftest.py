@@ -1,6 +1,8 @@
 """A real store and doorbell; the drivers under test run on them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import pytest
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store
+
+from .world import World
 
 
 @pytest.fixture
@@ -24,3 +28,12 @@ def bell(tmp_path: Path) -> Iterator[Doorbell]:
     bound = Doorbell.bind(tmp_path, "engine")
     yield bound
     bound.close()
+
+
+@pytest.fixture
+async def world(store: Store, bell: Doorbell, tmp_path: Path) -> AsyncIterator[World]:
+    made = World(store, bell, tmp_path / "checkpoints")
+    yield made
+    made.running.cancel()
+    with suppress(asyncio.CancelledError, ExceptionGroup):
+        await made.running

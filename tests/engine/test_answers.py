@@ -22,10 +22,10 @@ async def test_a_result_waits_for_a_database_that_fails_for_a_moment(
         (row,) = await futures.queued_after(conn, 0)
     finish, failures = futures.succeed_all, [OperationalError("UPDATE", None, OSError("disk full"))]
 
-    async def succeed_all(conn: AsyncConnection, results: dict[int, tuple[str, bytes]]) -> None:
+    async def succeed_all(conn: AsyncConnection, results: dict[int, tuple[str, bytes]]) -> list[int]:
         if failures:
             raise failures.pop()
-        await finish(conn, results)
+        return await finish(conn, results)
 
     monkeypatch.setattr(futures, "succeed_all", succeed_all)
     monkeypatch.setattr(answers, "RETRY_S", 0.01)

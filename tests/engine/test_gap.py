@@ -1,5 +1,6 @@
 """The comparison after a sync tells what it can; what fails in it harms nobody. Both ends are scripted."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from skyrl_tinker.wire.ids import ModelId, ModelKey, VersionId
 from skyrl_tinker.wire.values import (
     BaseModelFacts,
     Failure,
+    PassItem,
     PassOutput,
     SampledSequence,
     SampleOutput,
@@ -35,6 +37,8 @@ class Ends:
         self.error: Exception | None = None
         self.serves = VERSION.name
         self.asked: list[Wanted] = []
+        self.passes = 0
+        self.out_of_memory = {MODEL}
 
     def target(self, model: ModelKey, version: WeightVersion) -> Target:
         return Target(model, version)
@@ -49,8 +53,14 @@ class Ends:
     def prepare(self, items: Any) -> Any:
         return items
 
-    async def run_pass(self, items: Any) -> list[PassOutput | Failure]:
-        return [Failure("out of memory", "server")]
+    async def run_pass(self, items: Sequence[PassItem]) -> list[PassOutput | Failure]:
+        self.passes += 1
+        return [self._output(item) for item in items]
+
+    def _output(self, item: PassItem) -> PassOutput | Failure:
+        if item.model in self.out_of_memory:
+            return Failure("out of memory", "server")
+        return PassOutput(item.request_id, (np.full(TOKENS - 1, -float(item.model), np.float32),), {})
 
 
 def monitor(store: Store, ends: Ends) -> GapMonitor:
@@ -97,4 +107,17 @@ async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(sto
 
 
 async def test_a_probe_that_the_trainer_cannot_score_leaves_the_save_alone(store: Store) -> None:
-    assert await monitor(store, Ends()).score(MODEL, ModelId("model")) is None
+    assert await monitor(store, Ends()).score({MODEL: ModelId("model")}) == []
+
+
+async def test_the_probes_of_several_models_share_a_pass(store: Store) -> None:
+    """And one that fails is no other's affair."""
+    ends, other, bad = Ends(), ModelKey(2), ModelKey(3)
+    ends.out_of_memory = {bad}
+    models = {key: ModelId(f"model-{key}") for key in (MODEL, bad, other)}
+    found = await monitor(store, ends).score(models)
+    assert [(each.key, each.logprobs.tolist()) for each in found] == [
+        (MODEL, [-1.0] * 3),
+        (other, [-2.0] * 3),
+    ]
+    assert ends.passes == 1

@@ -4,8 +4,10 @@ import pytest
 
 from skyrl_tinker.engine.lanes import Lanes
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import FutureStatus, ModelKey, RequestId, RequestKind
+from skyrl_tinker.wire.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.wire.values import Failure
+
+from .rows import queued
 
 MODEL = ModelKey(1)
 BUDGET = 1000
@@ -20,17 +22,7 @@ def row(
     status: FutureStatus = FutureStatus.PENDING,
     tokens: int = 10,
 ) -> QueuedRow:
-    return QueuedRow(
-        id=1000 * model + seq_id,
-        request_id=RequestId(f"{model}-{seq_id}"),
-        kind=kind,
-        model_key=model,
-        sampling_session_id=None,
-        seq_id=seq_id,
-        status=status,
-        body_bytes=16 * tokens,
-        created_at=0.0,
-    )
+    return queued(1000 * model + seq_id, model, seq_id, kind, tokens=tokens, status=status)
 
 
 def refused(seq_id: int, kind: RequestKind = FB) -> QueuedRow:
@@ -160,3 +152,21 @@ def test_taking_out_of_order_is_a_bug_that_shows() -> None:
     lanes = created(row(1), row(2))
     with pytest.raises(AssertionError, match="out of order"):
         lanes.take([row(2)])
+
+
+@pytest.mark.parametrize("kind", [RequestKind.SAVE_WEIGHTS, RequestKind.LOAD_WEIGHTS])
+def test_a_held_lane_runs_up_to_its_next_save_or_load(kind: RequestKind) -> None:
+    lanes = created(row(1), row(2, STEP), row(3, kind), row(4))
+    lanes.hold(MODEL)
+    assert drain(lanes) == [1, 2]
+    assert lanes.held(MODEL)
+    lanes.resume(MODEL)
+    assert drain(lanes) == [3, 4]
+
+
+def test_a_model_that_was_closed_meanwhile_is_resumed_in_vain() -> None:
+    lanes = created()
+    lanes.hold(MODEL)
+    lanes.close(MODEL, Failure("lost", "server"))
+    lanes.resume(MODEL)
+    assert not lanes.held(MODEL)

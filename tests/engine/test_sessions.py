@@ -54,7 +54,7 @@ def keeper_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0) 
     any_part = cast(Any, parts)
     overflow = Overflow(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
-    return SessionKeeper(store, any_part, any_part, any_part, overflow, timeout_s, 600.0)
+    return SessionKeeper(store, any_part, any_part, any_part, overflow, timeout_s, 600.0, 600.0)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -202,6 +202,7 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
         ]
         overflow = Overflow(Path(memory), tmp_path / "disk", spare=1.0)
         any_part = cast(Any, parts)
-        await SessionKeeper(store, any_part, any_part, any_part, overflow, 600.0, 600.0).sweep()
+        keeper = SessionKeeper(store, any_part, any_part, any_part, overflow, 600.0, 600.0, 600.0)
+        await keeper.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
         assert all(exists(version) for version in versions)

@@ -1,137 +1,22 @@
 """Order, windows and failures, on the real store. Workers are scripted: what they compute matters not."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, cast
 
-import numpy as np
 import orjson
 import pytest
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.engine.answers import Outbox
-from skyrl_tinker.engine.gap import GapMonitor
-from skyrl_tinker.engine.intake import Intake
-from skyrl_tinker.engine.metrics import Metrics
-from skyrl_tinker.engine.models import Models
-from skyrl_tinker.engine.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.store import models
-from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Accepted, Outcome
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup
-from skyrl_tinker.wire.ids import FutureStatus, ModelId, ModelKey, ModelState, RequestKind
+from skyrl_tinker.wire.ids import FutureStatus, ModelKey, ModelState, RequestKind
 from skyrl_tinker.wire.values import (
-    BaseModelFacts,
     Failure,
-    LoraSpec,
-    PassItem,
-    PassOutput,
-    StepItem,
-    StepOutput,
 )
 
 from . import journal
-
-FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
-
-
-class Workers:
-    """Notes what it is told; fails what `failing` holds."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
-        self.failing: dict[str, Exception] = {}
-        self.bad_models: set[ModelKey] = set()
-        self.busy_s = 0.0
-        self.go_on = asyncio.Event()
-        self.go_on.set()
-
-    async def _tell(self, what: str, value: Any) -> None:
-        self.told.append((what, value))
-        await self.go_on.wait()
-        if what in self.failing:
-            raise self.failing[what]
-
-    async def create_model(self, model: ModelKey, spec: LoraSpec) -> None:
-        await self._tell("create", model)
-
-    async def release(self, model: ModelKey) -> None:
-        await self._tell("release", model)
-
-    async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
-        await self._tell("zero", tuple(models))
-
-    def prepare(self, items: Sequence[PassItem]) -> Sequence[PassItem]:
-        return items
-
-    async def run_pass(self, items: Sequence[PassItem]) -> list[PassOutput | Failure]:
-        await self._tell("pass", [(item.model, item.backward) for item in items])
-        return [self._output(item) for item in items]
-
-    def _output(self, item: PassItem) -> PassOutput | Failure:
-        if item.model in self.bad_models:
-            return Failure("loss is not finite", "user")
-        return PassOutput(item.request_id, (np.zeros(3, np.float32),), {"loss:sum": 1.0})
-
-    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
-        await self._tell("step", [step.model for step in steps])
-        return [StepOutput(step.request_id, {"grad_norm": 1.0, "bad": float("nan")}) for step in steps]
-
-    def names(self) -> list[str]:
-        return [what for what, _ in self.told]
-
-
-class World:
-    def __init__(self, store: Store, bell: Doorbell) -> None:
-        self.store = store
-        self.workers = Workers()
-        trainer = cast(TrainerGroup, self.workers)
-        outbox = Outbox(store, bell)
-        keeper = Models(store, trainer, FACTS, Path("/nowhere"), 64)
-        nobody: Any = cast(Any, None)
-        metrics = Metrics()
-        gaps = GapMonitor(store, trainer, nobody, FACTS, metrics, tokens=0, bound=1e-3)
-        self.driver = TrainerDriver(store, trainer, keeper, nobody, outbox, 16384, gaps, metrics)
-        sampler = SamplerDriver(store, cast(Any, None), outbox, 8)
-        self.bell = bell
-        self.intake = Intake(store, bell, self.driver, sampler, 0)
-        self.running = asyncio.gather(self.driver.run(), self.intake.run())
-
-    async def model(self) -> ModelId:
-        accepted = await journal.submit_create(self.store, await journal.new_session(self.store))
-        assert (await self.done(accepted)).status is FutureStatus.DONE
-        assert accepted.model_id is not None
-        return accepted.model_id
-
-    async def done(self, accepted: Accepted) -> Outcome:
-        return await self.until(lambda: journal.outcome(self.store, accepted), _finished)
-
-    async def until(self, look: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool]) -> Any:
-        self.bell.ring("engine")
-        async with asyncio.timeout(10):
-            while not enough(value := await look()):  # noqa: ASYNC110 (another task writes the database)
-                await asyncio.sleep(0.01)
-        return value
-
-
-def _finished(outcome: Outcome) -> bool:
-    return outcome.status is not FutureStatus.PENDING
-
-
-@pytest.fixture
-async def world(store: Store, bell: Doorbell) -> AsyncIterator[World]:
-    made = World(store, bell)
-    yield made
-    made.running.cancel()
-    with suppress(asyncio.CancelledError, ExceptionGroup):
-        await made.running
+from .world import World
 
 
 async def test_requests_arriving_3_2_1_run_as_1_2_3(world: World) -> None:

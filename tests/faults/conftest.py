@@ -3,16 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from .serve import Serve
+from .serve import Serve, running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """One for all tests of a module: each leaves it ready."""
-    running = Serve(tmp_path_factory.mktemp("healing")).wait_ready()
-    yield running
-    running.stop()
-    running.close()
+    """One for all tests, of which each leaves it ready. A module that kills its engine often has its own:
+    `serve` gives up after five deaths in two minutes.
+    """
+    with running(tmp_path_factory.mktemp("shared")) as shared:
+        yield shared
 
 
 @pytest.fixture

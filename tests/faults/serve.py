@@ -4,7 +4,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -75,6 +76,17 @@ class Serve:
             self.process.kill()
         wait_until(lambda: not self.left(), STOP_S)
         self.process.communicate()
+
+
+@contextmanager
+def running(home: Path, *options: str) -> Iterator[Serve]:
+    """Ready; ended in good order, unless something failed."""
+    served = Serve(home, *options)
+    try:
+        yield served.wait_ready()
+        served.stop()
+    finally:
+        served.close()
 
 
 def command(process: psutil.Process) -> str:

@@ -4,12 +4,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from .serve import HEAL_S, KINDS, START_S, STOP_S, Serve, wait_until
+from .serve import HEAL_S, KINDS, START_S, STOP_S, Serve, running, wait_until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Its own one: most of the deaths here are also the engine's."""
+    with running(tmp_path_factory.mktemp("healing")) as healing:
+        yield healing
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "router"])
@@ -29,15 +36,15 @@ def test_it_heals_when_one_is_killed(server: Serve, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_everything_with_exit_code_0(
-    start: Callable[..., Serve], signum: signal.Signals
-) -> None:
-    serve = start().wait_ready()
+def assert_ends_quietly(serve: Serve, signum: signal.Signals) -> None:
     serve.process.send_signal(signum)
     assert serve.process.wait(STOP_S) == 0
     assert serve.left() == []
     assert serve.process.communicate() == ("", "")
+
+
+def test_a_signal_ends_everything_with_exit_code_0(start: Callable[..., Serve]) -> None:
+    assert_ends_quietly(start().wait_ready(), signal.SIGTERM)
 
 
 def test_a_signal_while_starting_ends_everything_too(start: Callable[..., Serve]) -> None:
@@ -64,7 +71,7 @@ def test_nothing_outlives_a_killed_serve(start: Callable[..., Serve]) -> None:
     assert wait_until(lambda: not serve.left(), STOP_S), serve.left()
 
 
-def test_a_new_server_ends_what_a_killed_one_left(start: Callable[..., Serve]) -> None:
+def test_a_new_server_ends_what_a_killed_one_left_and_ctrl_c_ends_it(start: Callable[..., Serve]) -> None:
     first = start().wait_ready()
     engine = first.find("engine")
     assert engine is not None
@@ -74,7 +81,7 @@ def test_a_new_server_ends_what_a_killed_one_left(start: Callable[..., Serve]) -
     assert engine.is_running()
     second = start().wait_ready()
     assert first.left() == []
-    second.stop()
+    assert_ends_quietly(second, signal.SIGINT)
 
 
 def test_an_engine_that_keeps_dying_ends_the_server_with_the_reason(start: Callable[..., Serve]) -> None:

@@ -12,7 +12,7 @@ from tinker import types
 
 from tests.e2e.client import Client, prompt, random_tokens, train
 
-from .serve import HEAL_S, KINDS, Serve, command, wait_until
+from .serve import HEAL_S, KINDS, Serve, command, running, wait_until
 
 PROMPT = random_tokens(20, seed=3)
 LENGTH = 300
@@ -21,10 +21,8 @@ SAMPLES = 64
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    running = Serve(tmp_path_factory.mktemp("replicas"), "--replicas", "2").wait_ready()
-    yield running
-    running.stop()
-    running.close()
+    with running(tmp_path_factory.mktemp("replicas"), "--replicas", "2") as replicated:
+        yield replicated
 
 
 @pytest.fixture

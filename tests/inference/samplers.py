@@ -1,7 +1,6 @@
 """Words for real vLLM servers, and a plain Hugging Face reference. Nothing here imports vllm."""
 
 import hashlib
-import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from skyrl_tinker import config
+from skyrl_tinker.base_model import resolve
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.data_plane import fixed
 from skyrl_tinker.inference.group import SamplerSpec, ServerGroup
@@ -57,21 +58,7 @@ def write_model(directory: Path, *, tied: bool, seed: int = 0) -> BaseModelFacts
         name: value * (10 if value.ndim == 2 else 1) for name, value in load_weights(directory).items()
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    eos = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
-    return BaseModelFacts(
-        directory=str(directory),
-        names=("tiny",),
-        architecture=config["architectures"][0],
-        vocab_size=config["vocab_size"],
-        context_length=CONTEXT,
-        num_layers=config["num_hidden_layers"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        hidden_size=config["hidden_size"],
-        tied=tied,
-        eos_token_ids=tuple(eos),
-    )
+    return resolve(config.load(base_model=str(directory), context_length=CONTEXT))
 
 
 def load_weights(directory: Path) -> dict[str, np.ndarray]:

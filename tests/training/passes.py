@@ -11,26 +11,46 @@ from skyrl_tinker.training.state import Part
 from skyrl_tinker.training.worker import Worker
 from skyrl_tinker.wire.ids import ModelKey, RequestId
 from skyrl_tinker.wire.losses import LOSSES
-from skyrl_tinker.wire.values import AdamParams, Datum, Failure, PassItem, PassOutput, StepItem, StepOutput
+from skyrl_tinker.wire.values import (
+    AdamParams,
+    Datum,
+    DimuonParams,
+    Failure,
+    PassItem,
+    PassOutput,
+    StepItem,
+    StepOutput,
+)
 
 VOCAB = 512
 
 
-def make_datum(length: int, seed: int, loss_fn: str = "cross_entropy") -> Datum:
-    """Random tokens; weights and advantages of both signs and with zeros, q near -6."""
+def make_datum(length: int, seed: int, loss_fn: str = "cross_entropy", candidates: int = 0) -> Datum:
+    """Random tokens; weights and advantages of both signs and with zeros, q near -6; [length, candidates]
+    targets if there are candidates."""
     rng = np.random.default_rng(seed)
+    shape = (length, candidates) if candidates else (length,)
     arrays = {
-        "weights": rng.integers(-1, 3, length),
-        "advantages": rng.integers(-2, 3, length),
-        "logprobs": rng.normal(-6.0, 0.5, length),
+        "weights": rng.integers(-1, 3, shape),
+        "advantages": rng.integers(-2, 3, shape),
+        "logprobs": rng.normal(-6.0, 0.5, shape),
+        "sequence_ratio_mask": rng.integers(0, 2, shape),
+        "sampling_logprobs": rng.normal(-6.0, 0.5, shape),
+        "sampled": rng.integers(0, 2, shape),
     }
-    inputs = {name: arrays[name].astype(np.float32) for name in LOSSES[loss_fn].inputs}
+    spec = LOSSES[loss_fn]
+    inputs = {
+        name: arrays[name].astype(np.float32) for name in (*spec.inputs, *spec.optional, *spec.recorded)
+    }
     tokens = rng.integers(0, VOCAB, length).astype(np.int32)
-    return Datum(tokens, rng.integers(0, VOCAB, length).astype(np.int64), inputs)
+    return Datum(tokens, rng.integers(0, VOCAB, shape).astype(np.int64), inputs)
 
 
-def make_data(lengths: tuple[int, ...], seed: int, loss_fn: str = "cross_entropy") -> tuple[Datum, ...]:
-    return tuple(make_datum(length, seed * 1000 + i, loss_fn) for i, length in enumerate(lengths))
+def make_data(
+    lengths: tuple[int, ...], seed: int, loss_fn: str = "cross_entropy", candidates: int = 0
+) -> tuple[Datum, ...]:
+    numbered = enumerate(lengths, seed * 1000)
+    return tuple(make_datum(length, number, loss_fn, candidates) for number, length in numbered)
 
 
 def make_item(
@@ -40,8 +60,9 @@ def make_item(
     *,
     backward: bool = True,
     config: Mapping[str, float] | None = None,
+    seq_id: int = 0,
 ) -> PassItem:
-    return PassItem(RequestId(f"r{model}"), ModelKey(model), data, loss_fn, config or {}, backward)
+    return PassItem(RequestId(f"r{model}"), ModelKey(model), data, loss_fn, config or {}, backward, seq_id)
 
 
 def run_pass(worker: Worker, *items: PassItem) -> list[PassOutput | Failure]:
@@ -55,8 +76,8 @@ def run_one(worker: Worker, item: PassItem) -> PassOutput:
     return output
 
 
-def step(worker: Worker, model: int, adam: AdamParams | None = None) -> StepOutput:
-    (output,) = worker.optim_step([StepItem(RequestId("s"), ModelKey(model), adam or AdamParams(1e-2))])
+def step(worker: Worker, model: int, params: AdamParams | DimuonParams | None = None) -> StepOutput:
+    (output,) = worker.optim_step([StepItem(RequestId("s"), ModelKey(model), params or AdamParams(1e-2))])
     return output
 
 

@@ -46,8 +46,9 @@ def load(directory: str) -> torch.nn.Module:
 
 def logprobs(model: torch.nn.Module, datum: Datum, merged: Mapping[str, Tensor] | None = None) -> Tensor:
     tokens = torch.tensor(datum.tokens, dtype=torch.int64)[None]
+    targets = torch.tensor(datum.target_tokens)
     logits = functional_call(model, dict(merged or {}), (tokens,), tie_weights=False).logits[0]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(datum.target_tokens)[:, None])[:, 0]
+    return logits.log_softmax(-1).gather(-1, targets.reshape(len(tokens[0]), -1)).reshape(targets.shape)
 
 
 def merge(model: torch.nn.Module, adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:

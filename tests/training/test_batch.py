@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from skyrl_tinker.training.batch import build_batch, micro_batches
 from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import PassItem
+from skyrl_tinker.wire.values import Datum, PassItem
 from tests.training.passes import make_data, make_item
 
 FULL = ModelKey(4)
@@ -84,5 +84,22 @@ def test_config_defaults_are_filled_in(sent: dict[str, float]) -> None:
     batch = build_batch([make_item(1, make_data((5,), 1, "ppo"), "ppo", config=sent)])
     expected = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2} | sent
     assert batch.requests[0].loss_config == expected
-    assert not batch.inputs["weights"].any()
+    assert batch.inputs.keys() == {"advantages", "logprobs"}
     assert batch.inputs["advantages"].dtype == np.float32
+
+
+def test_an_input_that_may_be_left_out_is_filled_in_where_it_was() -> None:
+    (with_mask, without) = make_data((5, 4), 1, "gspo")
+    mask = with_mask.inputs["sequence_ratio_mask"]
+    bare = {name: array for name, array in without.inputs.items() if name != "sequence_ratio_mask"}
+    data = (with_mask, Datum(without.tokens, without.target_tokens, bare))
+    batch = build_batch([make_item(1, data, "gspo"), make_item(2, make_data((3,), 2))])
+    assert batch.inputs["sequence_ratio_mask"].tolist() == [*mask.tolist(), 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_candidates_lie_position_by_position() -> None:
+    data = (*make_data((3,), 1, candidates=2), *make_data((4,), 2))
+    batch = build_batch([make_item(1, data)])
+    assert batch.shapes == ((3, 2), (4,))
+    assert batch.cu_cells.tolist() == [0, 6, 10]
+    assert batch.targets[:6].tolist() == data[0].target_tokens.reshape(-1).tolist()

@@ -1,5 +1,6 @@
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +9,16 @@ import torch
 from peft import PeftModel
 
 from skyrl_tinker.errors import StorageError, UserError
+from skyrl_tinker.training.full import FullModel
 from skyrl_tinker.training.manifest import read_manifest
+from skyrl_tinker.training.state import Part
 from skyrl_tinker.training.worker import Worker
 from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import LoraSpec
 from tests.training import reference
 from tests.training.conftest import MakeWorker
 from tests.training.passes import assert_equal, make_data, make_item, perturb, run_one, step, weights_of
+from tests.training.saves import save
 
 LORA, FULL = LoraSpec(8, 3), LoraSpec(0, 0)
 DATA = make_data((30, 20), 50)
@@ -38,7 +42,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_last_bit(
     worker.create_model(ModelKey(1), spec)
     _train(worker, 1, 0, 2)
     saved = tmp_path / "run" / "c"
-    size = worker.save_state(ModelKey(1), str(saved), True)
+    size = save(worker, 1, saved)
     assert size == sum(file.stat().st_size for file in saved.iterdir())
     before = _logprobs(worker, 1)
     _train(worker, 1, 2, 2)
@@ -58,10 +62,55 @@ def test_training_goes_on_from_a_checkpoint_to_the_last_bit(
     np.testing.assert_equal(_logprobs(other, 9), after)
 
 
+@pytest.mark.parametrize("spec", [LORA, FULL])
+def test_a_checkpoint_holds_the_state_at_its_capture_whatever_comes_after(
+    worker: Worker, tmp_path: Path, spec: LoraSpec
+) -> None:
+    worker.create_model(ModelKey(1), spec)
+    _train(worker, 1, 0, 1)
+    save(worker, 1, tmp_path / "now")
+    contents = worker.capture_state(ModelKey(1), 7, True)
+    _train(worker, 1, 1, 2)
+    worker.release(ModelKey(1))
+    files = worker.persist_state(7, str(tmp_path / "scratch"))
+    worker.commit_state(contents, files, str(tmp_path / "scratch"), str(tmp_path / "late"))
+    assert read_manifest(tmp_path / "late") == read_manifest(tmp_path / "now")  # checksums and all
+
+
+@pytest.mark.parametrize("spec", [LORA, FULL])
+def test_before_the_first_step_the_optimizer_has_no_state_to_keep(
+    worker: Worker, tmp_path: Path, spec: LoraSpec
+) -> None:
+    worker.create_model(ModelKey(1), spec)
+    save(worker, 1, tmp_path / "c")
+    assert not (tmp_path / "c" / "optimizer.safetensors").exists()
+    data = make_item(1, DATA)
+    run_one(worker, data)
+    step(worker, 1)
+    after = _logprobs(worker, 1)
+    worker.load_state(ModelKey(1), str(tmp_path / "c"), True)
+    run_one(worker, data)
+    assert step(worker, 1).metrics["optimizer_step"] == 1.0
+    np.testing.assert_equal(_logprobs(worker, 1), after)
+
+
+def test_the_state_of_another_optimizer_is_refused_by_both_names(worker: Worker, tmp_path: Path) -> None:
+    worker.create_model(ModelKey(1), LORA, "adamw")
+    worker.create_model(ModelKey(2), LORA, "dimuon")
+    _train(worker, 1, 0, 1)
+    save(worker, 1, tmp_path / "c")
+    weights = weights_of(worker, 2)
+    with pytest.raises(UserError, match="optimizer adamw, this model has dimuon"):
+        worker.load_state(ModelKey(2), str(tmp_path / "c"), True)
+    assert_equal(weights_of(worker, 2), weights)
+    worker.load_state(ModelKey(2), str(tmp_path / "c"), False)
+    assert_equal(weights_of(worker, 2), weights_of(worker, 1))
+
+
 def test_load_without_optimizer_starts_its_state_anew(worker: Worker, tmp_path: Path) -> None:
     worker.create_model(ModelKey(1), LORA)
     _train(worker, 1, 0, 2)
-    worker.save_state(ModelKey(1), str(tmp_path / "c"), False)
+    save(worker, 1, tmp_path / "c", optimizer=False)
     weights = weights_of(worker, 1)
     worker.load_state(ModelKey(1), str(tmp_path / "c"), False)
     assert_equal(weights_of(worker, 1), weights)
@@ -78,7 +127,7 @@ def test_peft_loads_the_adapter_and_gives_the_same_logprobs(
     worker = make_worker(model_directory)
     worker.create_model(ModelKey(1), LORA)
     perturb(worker, 1)
-    worker.save_state(ModelKey(1), str(tmp_path / "c"), True)
+    save(worker, 1, tmp_path / "c")
     peft = PeftModel.from_pretrained(reference.load(model_directory), str(tmp_path / "c"))
     for datum, found in zip(DATA, _logprobs(worker, 1), strict=True):
         logits = peft(torch.tensor(datum.tokens, dtype=torch.int64)[None]).logits[0]
@@ -88,31 +137,33 @@ def test_peft_loads_the_adapter_and_gives_the_same_logprobs(
 
 def test_an_existing_checkpoint_is_never_overwritten(worker: Worker, tmp_path: Path) -> None:
     worker.create_model(ModelKey(1), LORA)
-    worker.save_state(ModelKey(1), str(tmp_path / "c"), False)
+    save(worker, 1, tmp_path / "c", optimizer=False)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "c").iterdir()}
+    perturb(worker, 1)
     with pytest.raises(UserError, match="it exists"):
-        worker.save_state(ModelKey(1), str(tmp_path / "c"), False)
-    assert [file.name for file in tmp_path.iterdir()] == ["c"]
+        save(worker, 1, tmp_path / "c", optimizer=False)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "c").iterdir()} == before
 
 
 @pytest.mark.parametrize("spec", [LORA, FULL])
-def test_a_full_disk_fails_the_save_and_leaves_nothing(
+def test_a_full_disk_fails_the_save_and_makes_no_checkpoint(
     worker: Worker, tmp_path: Path, spec: LoraSpec
 ) -> None:
     worker.create_model(ModelKey(1), spec)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(StorageError, match="could not be written"):
-            worker.save_state(ModelKey(1), str(tmp_path / "c"), True)
+        with pytest.raises(StorageError, match="rank 0 could not write the checkpoint: File too large"):
+            save(worker, 1, tmp_path / "c")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(tmp_path.iterdir()) == []
-    assert worker.save_state(ModelKey(1), str(tmp_path / "c"), True) > 4096
+    assert not (tmp_path / "c").exists()
+    assert save(worker, 1, tmp_path / "c") > 4096
 
 
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(worker: Worker, tmp_path: Path) -> None:
     worker.create_model(ModelKey(1), LORA)
-    worker.save_state(ModelKey(1), str(tmp_path / "c"), True)
+    save(worker, 1, tmp_path / "c")
     file = tmp_path / "c" / "adapter_model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -128,7 +179,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(worker: Worker, tmp
 def test_a_checkpoint_of_another_shape_is_refused(worker: Worker, tmp_path: Path, spec: LoraSpec) -> None:
     worker.create_model(ModelKey(1), LORA)
     worker.create_model(ModelKey(2), spec)
-    worker.save_state(ModelKey(1), str(tmp_path / "c"), False)
+    save(worker, 1, tmp_path / "c", optimizer=False)
     with pytest.raises(UserError, match="expected"):
         worker.load_state(ModelKey(2), str(tmp_path / "c"), False)
 
@@ -139,15 +190,52 @@ def test_a_directory_without_manifest_is_no_checkpoint(worker: Worker, tmp_path:
         worker.load_state(ModelKey(1), str(tmp_path), False)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"format": 1}', "expected checkpoint format 2, found 1"),
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"format": 2}', "is damaged: KeyError"),
+    ],
+)
+def test_a_manifest_that_is_none_of_ours_is_refused(
+    worker: Worker, tmp_path: Path, text: str, message: str
+) -> None:
+    worker.create_model(ModelKey(1), LORA)
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        worker.load_state(ModelKey(1), str(tmp_path), False)
+
+
+def test_a_checkpoint_deleted_while_it_is_read_is_read_all_the_same(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.create_model(ModelKey(1), FULL)
+    save(worker, 1, tmp_path / "c")
+    before = _logprobs(worker, 1)
+    _train(worker, 1, 0, 1)
+    write = FullModel.write
+
+    def delete_and_write(model: FullModel, part: Part, name: str, tensor: torch.Tensor) -> None:
+        shutil.rmtree(tmp_path / "c", ignore_errors=True)
+        write(model, part, name, tensor)
+
+    monkeypatch.setattr(FullModel, "write", delete_and_write)
+    worker.load_state(ModelKey(1), str(tmp_path / "c"), True)
+    assert not (tmp_path / "c").exists()
+    np.testing.assert_equal(_logprobs(worker, 1), before)
+
+
 def test_the_manifest_tells_what_the_checkpoint_holds(
     worker: Worker, untied_model: str, tmp_path: Path
 ) -> None:
     worker.create_model(ModelKey(1), LORA)
     _train(worker, 1, 0, 2)
-    worker.save_state(ModelKey(1), str(tmp_path / "c"), True)
+    save(worker, 1, tmp_path / "c")
     manifest = read_manifest(tmp_path / "c")
     assert (manifest.base_model, manifest.spec, manifest.step) == (untied_model, LORA, 2)
-    assert manifest.has_optimizer
+    assert manifest.optimizer == "adamw"
     files = {"adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"}
     assert manifest.files.keys() == files
     assert {file.name for file in (tmp_path / "c").iterdir()} == files | {"manifest.json"}

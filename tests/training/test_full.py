@@ -3,7 +3,6 @@ import weakref
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,10 +12,18 @@ from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import AdamParams, Failure, LoraSpec, PassOutput
+from skyrl_tinker.wire.values import (
+    AdamParams,
+    DimuonParams,
+    Failure,
+    LoraSpec,
+    OptimizerFamily,
+    PassOutput,
+)
 from tests.training import reference
 from tests.training.conftest import MakeWorker
 from tests.training.passes import assert_close, make_data, make_item, run_one, run_pass, step
+from tests.training.saves import save
 
 FULL = LoraSpec(0, 0)
 ADAM = AdamParams(1e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.5)
@@ -112,13 +119,27 @@ def test_a_released_copy_is_gone_at_once(worker: Worker) -> None:
         gc.enable()
 
 
-def test_a_copy_that_does_not_fit_is_refused_with_numbers(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("optimizer", ["adamw", "dimuon"])
+def test_two_full_models_side_by_side_train_as_alone_to_the_last_bit(
+    make_worker: MakeWorker, untied_model: str, tmp_path: Path, optimizer: OptimizerFamily
 ) -> None:
-    free = psutil.virtual_memory()._replace(available=1 << 20)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    with pytest.raises(UserError, match=r"parameters needs 0\.0 GB per trainer rank, 0\.0 GB are free"):
-        worker.create_model(ModelKey(1), FULL)
+    params = ADAM if optimizer == "adamw" else DimuonParams(1e-2)
+    together, *alone = (make_worker(untied_model, token_budget=64) for _ in range(3))
+    for key, worker in ((1, alone[0]), (2, alone[1]), (1, together), (2, together)):
+        worker.create_model(ModelKey(key), FULL, optimizer)
+    for number in range(2):
+        items = [make_item(key, make_data((40, 30), 10 * key + number)) for key in (1, 2)]
+        outputs = run_pass(together, *items)
+        for key, item, output, worker in zip((1, 2), items, outputs, alone, strict=True):
+            expected = run_one(worker, item)
+            assert isinstance(output, PassOutput)
+            assert output.metrics == expected.metrics
+            assert step(together, key, params).metrics == step(worker, key, params).metrics
+    for key, worker in zip((1, 2), alone, strict=True):
+        found, expected = (
+            _exported(each, key, tmp_path / f"{key}{each is worker}") for each in (together, worker)
+        )
+        assert_close(found, expected, 0.0)
 
 
 def test_a_full_model_has_no_adapter(worker: Worker) -> None:
@@ -140,6 +161,6 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_masters(
     assert output.logprobs[0].dtype == np.float32
     assert np.abs(output.logprobs[0] - expected).max() < 0.5
     assert step(worker, 1).error is None
-    worker.save_state(ModelKey(1), str(tmp_path / "c"), True)
+    save(worker, 1, tmp_path / "c")
     for file in (tmp_path / "c").glob("*.safetensors"):
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}

@@ -56,9 +56,11 @@ def test_positions_of_weight_zero_have_logprobs_too(make_worker: MakeWorker, unt
 
 @pytest.mark.parametrize("kept", [logprobs.KEPT, 0])
 @pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.parametrize("candidates", [None, (0, 1, 5)])
 def test_chunked_logprobs_and_gradients_equal_log_softmax(
-    adapted: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+    candidates: tuple[int, ...] | None, adapted: bool, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One target per token, or as many as come, none at some tokens and one target twice at others."""
     monkeypatch.setattr(logprobs, "KEPT", kept)
     generator = torch.Generator().manual_seed(0)
 
@@ -66,14 +68,18 @@ def test_chunked_logprobs_and_gradients_equal_log_softmax(
         return torch.randn(*shape, generator=generator).requires_grad_()
 
     hidden, weight, inner, outer = leaf(600, 16), leaf(90, 16), leaf(600, 4), leaf(90, 4)
-    targets = torch.randint(0, 90, (600,), generator=generator)
-    upstream = torch.randn(600, generator=generator)
-    upstream[256:512] = 0.0  # a whole chunk without gradient
+    tokens = torch.arange(600)
+    if candidates is not None:
+        tokens = tokens.repeat_interleave(torch.tensor(candidates * 200))
+    targets = torch.randint(0, 90, (len(tokens),), generator=generator)
+    targets[-1] = targets[-2]
+    upstream = torch.randn(len(tokens), generator=generator)
+    upstream[(256 <= tokens) & (tokens < 512)] = 0.0  # a whole chunk without gradient
     leaves = (hidden, weight, inner, outer) if adapted else (hidden, weight)
     logits = hidden @ weight.T + (inner @ outer.T if adapted else 0.0)
-    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    expected = logits.log_softmax(-1)[tokens, targets]
     head = Head(weight, inner, outer) if adapted else Head(weight)
-    found = token_logprobs(hidden, head, targets)
+    found = token_logprobs(hidden, head, targets, None if candidates is None else tokens)
     torch.testing.assert_close(found, expected)
     expected_gradients = torch.autograd.grad(expected, leaves, upstream)
     for again in (True, False):

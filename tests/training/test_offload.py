@@ -14,6 +14,7 @@ from skyrl_tinker.wire.ids import ModelKey, RequestId
 from skyrl_tinker.wire.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from tests.training.conftest import MakeWorker
 from tests.training.passes import assert_equal, make_data, make_item, run_pass, step, weights_of
+from tests.training.saves import save
 
 A, B, FULL = (ModelKey(number) for number in (1, 2, 3))
 SPECS = {A: LoraSpec(4, 1, train_unembed=True), B: LoraSpec(16, 2, train_mlp=False), FULL: LoraSpec(0, 3)}
@@ -64,7 +65,7 @@ def test_what_was_captured_and_saved_can_still_be_moved(worker: Worker, tmp_path
     worker.capture_adapter(A)
     worker.capture_full(FULL, str(tmp_path))
     for model in (A, FULL):
-        worker.save_state(model, str(tmp_path / str(model)), True)
+        save(worker, model, tmp_path / str(model))
         worker.load_state(model, str(tmp_path / str(model)), True)
     worker.offload()
     assert all(storage.nbytes() == 0 for storage in _storages(worker))
@@ -101,11 +102,12 @@ def test_moving_twice_is_moving_once(worker: Worker) -> None:
 def test_what_did_not_change_is_not_copied_again(worker: Worker) -> None:
     _with_models(worker)
     worker.offload()
-    copies = {key: aside._copies for key, aside in worker._asides.items()}
+    asides = {None: worker._base_aside, **worker._residents._asides}
+    copies = {key: aside._copies for key, aside in asides.items()}
     worker.onload()
     run_pass(worker, _item(A, 1), _item(B, 1, backward=False))
     worker.offload()
-    again = {key for key, aside in worker._asides.items() if aside._copies is not copies[key]}
+    again = {key for key, aside in asides.items() if aside._copies is not copies[key]}
     assert again == {A}
     worker.onload()
 
@@ -164,10 +166,10 @@ async def test_two_ranks_train_the_same_with_their_shards_set_aside(
     group = TrainerGroup.launch(TrainerSpec(tied_model, 2, "cpu", "float32", 1, 64))
     await group.ready()
     moved = await _train_group(group, aside=True)
-    adapter = await group.capture_adapter(A)
+    adapter = (await group.capture_adapters([A]))[A]
     for model in SPECS:
         await group.release(model)
     _assert_same(moved, await _train_group(group, aside=False))
-    for name, array in (await group.capture_adapter(A)).tensors.items():
+    for name, array in (await group.capture_adapters([A]))[A].tensors.items():
         assert (adapter.tensors[name] == array).all()
     await group.shutdown()

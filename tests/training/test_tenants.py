@@ -102,7 +102,7 @@ def test_a_failing_request_leaves_its_neighbours_bit_equal(
     (two, failure, one), expected = outputs
     assert isinstance(failure, Failure)
     assert failure.category == "user"
-    assert failure.message.startswith("datum 3, position 0: expected a finite importance_sampling loss")
+    assert failure.message.startswith("datum 3, position 1: expected a finite importance_sampling loss")
     for found, other in zip((two, one), expected, strict=True):
         assert isinstance(found, PassOutput)
         assert isinstance(other, PassOutput)

@@ -15,7 +15,7 @@ from skyrl_tinker.wire.bodies import (
     payload_digest,
 )
 from skyrl_tinker.wire.ids import RequestKind
-from skyrl_tinker.wire.values import AdamParams
+from skyrl_tinker.wire.values import AdamParams, DimuonParams
 
 KIND = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
 
@@ -24,12 +24,13 @@ KIND = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
     "body",
     [
         OptimStepBody(AdamParams(learning_rate=0.1, grad_clip_norm=1.0)),
+        OptimStepBody(DimuonParams(learning_rate=0.1, beta1=0.8)),
         SaveWeightsBody("a", 3600, True, {"k": "v"}),
         SaveSamplerBody(name="a"),
         SaveSamplerBody(sampling_session_seq_id=3, user_metadata={"k": "v"}),
         LoadWeightsBody("tinker://m/weights/a", True),
         CreateModelBody(),
-        CreateViaLoadBody("tinker://m/weights/a", False, "m", {"type": "adamw"}),
+        CreateViaLoadBody("tinker://m/weights/a", False, "m", {"type": "dimuon", "version": 1}),
     ],
 )
 def test_a_body_reads_back_to_an_equal_value(body) -> None:

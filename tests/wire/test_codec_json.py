@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker import Datum, ModelInput
+from tinker import Datum, ModelInput, TensorData
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
@@ -171,18 +173,68 @@ def test_other_chunks_are_refused_by_name(chunk: dict[str, str], kind: str) -> N
         validate_forward_backward(raw, LIMITS)
 
 
-def test_sparse_json_tensors_are_refused_by_name() -> None:
-    sparse = {
-        "data": [1],
-        "dtype": "int64",
-        "shape": [3, 2],
-        "sparse_crow_indices": [0, 1, 1, 1],
-        "sparse_col_indices": [0],
-    }
-    raw = codec.decode_forward_backward_json(
-        payload(loss_fn_inputs={"target_tokens": sparse, "weights": {"data": [1.0], "dtype": "float32"}})
+DENSE = {"data": [5, 0, 0, 7, 0, 9], "dtype": "int64", "shape": [3, 2]}
+SPARSE = {
+    "data": [5, 7, 9],
+    "dtype": "int64",
+    "shape": [3, 2],
+    "sparse_crow_indices": [0, 1, 2, 3],
+    "sparse_col_indices": [0, 1, 1],
+}
+WEIGHTS = {"data": [1.0, 0, 0, 0.5, 0, -1.0], "dtype": "float32", "shape": [3, 2]}
+
+
+@pytest.mark.parametrize("targets", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_candidates_come_dense_or_sparse(targets) -> None:
+    value = payload(loss_fn_inputs={"target_tokens": targets, "weights": WEIGHTS})
+    first = validate_forward_backward(codec.decode_forward_backward_json(value), LIMITS).data[0]
+    assert first.target_tokens.tolist() == [[5, 0], [0, 7], [0, 9]]
+    assert first.inputs["weights"].tolist() == [[1.0, 0.0], [0.0, 0.5], [0.0, -1.0]]
+
+
+@pytest.mark.parametrize("name", ["target_tokens", "weights"])
+def test_sparse_json_and_protobuf_of_one_request_are_the_same_request(name: str) -> None:
+    values = torch.zeros(3, 9, dtype=torch.int64 if name == "target_tokens" else torch.float32)
+    values[1, 4] = 2
+    tensors = {"target_tokens": TensorData.from_numpy(np.ones((3, 9), np.int64))}
+    tensors["weights"] = TensorData.from_numpy(np.ones((3, 9), np.float32))
+    tensors[name] = TensorData.from_torch_sparse(values)
+    sent = Datum(model_input=ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=tensors)
+    request = ForwardBackwardRequest(
+        forward_backward_input=ForwardBackwardInput(data=[sent], loss_fn="cross_entropy"),
+        model_id="s:train:0",
+        seq_id=1,
     )
-    with pytest.raises(NotSupportedError, match=r"has shape \[3, 2\], expected \[N\]"):
+    new = codec.decode_forward_backward(forward_backward_request_to_proto(request).SerializeToString())
+    old = payload(loss_fn_inputs={key: as_json(tensor) for key, tensor in tensors.items()})
+    assert "sparse_csr" in str(new.message)
+    assert codec.canonical(codec.decode_forward_backward_json(old)) == codec.canonical(new)
+
+
+def as_json(tensor: TensorData) -> dict[str, object]:
+    fields = {"data": tensor.data, "dtype": tensor.dtype, "shape": tensor.shape}
+    sparse = {
+        "sparse_crow_indices": tensor.sparse_crow_indices,
+        "sparse_col_indices": tensor.sparse_col_indices,
+    }
+    return fields | {key: value for key, value in sparse.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sparse_crow_indices": None}, "sparse_crow_indices is missing, expected a list"),
+        ({"sparse_col_indices": None}, "sparse_col_indices is missing, expected a list"),
+        ({"sparse_col_indices": [0, 1, 0.5]}, "sparse_col_indices holds something that is not an int64"),
+        ({"shape": None}, r"is sparse with shape \[\], expected \[N, K\]"),
+        ({"shape": [3, 10**12]}, f"has {3 * 10**12} values, expected at most {LIMITS.max_targets}"),
+        ({"sparse_crow_indices": [0, 2, 1, 3]}, "crow_indices: found 4 numbers, expected 4 that rise"),
+    ],
+)
+def test_malformed_sparse_json_is_named(change, message: str) -> None:
+    inputs = {"target_tokens": SPARSE | change, "weights": WEIGHTS}
+    raw = codec.decode_forward_backward_json(payload(loss_fn_inputs=inputs))
+    with pytest.raises(UserError, match=rf"^datum 0: loss_fn_inputs\['target_tokens'\].*{message}"):
         validate_forward_backward(raw, LIMITS)
 
 

@@ -65,7 +65,10 @@ CHECKPOINT = models.Checkpoint(
 )
 
 RESPONSES = [
-    (models.ClientConfigResponse(proto_compress_fwdbwd=True), sdk.ClientConfigResponse),
+    (
+        models.ClientConfigResponse(proto_compress_fwdbwd=True, custom_loss_server_side=True),
+        sdk.ClientConfigResponse,
+    ),
     (models.DynamicConfigResponse(), sdk.ClientDynamicConfigResponse),
     (models.CreateSessionResponse(session_id="s"), sdk.CreateSessionResponse),
     (models.HeartbeatResponse(), sdk.SessionHeartbeatResponse),
@@ -79,6 +82,7 @@ RESPONSES = [
     ),
     (models.CreateModelResult(model_id="m"), sdk.CreateModelResponse),
     (models.LoadWeightsResult(path="p", model_id="m"), sdk.LoadWeightsResponse),
+    (models.CreateCustomLossResult(loss_id="l"), sdk.CreateCustomLossResponse),
     (models.OptimStepResult(metrics={"grad_norm": 1.0}), sdk.OptimStepResponse),
     (models.SaveWeightsResult(path="p"), sdk.SaveWeightsResponse),
     (models.CreateSamplingSessionResponse(sampling_session_id="s"), sdk.CreateSamplingSessionResponse),

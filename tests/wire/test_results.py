@@ -10,6 +10,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.ids import RequestId
+from skyrl_tinker.wire.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.wire.values import PassOutput
 
 NAN = float("nan")
@@ -42,6 +43,37 @@ def test_logprobs_survive_to_the_bit(rows: list[list[float]]) -> None:
     got = deserialize_forward_backward_output(body).loss_fn_outputs
     assert [datum["logprobs"].to_numpy().tobytes() for datum in got] == [
         np.array(r, "<f4").tobytes() for r in rows
+    ]
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 5)) | st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=8
+)
+
+
+@given(shapes, st.integers(0, 2**32 - 1))
+def test_logprobs_of_any_mix_of_shapes_keep_shape_and_order(shapes: list[tuple[int, ...]], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    sent = [generator.standard_normal(shape).astype(np.float32) for shape in shapes]
+    body = codec.encode_forward_backward_output(PassOutput(RequestId("r"), tuple(sent), {"loss:sum": 0.0}))
+    got = deserialize_forward_backward_output(body).loss_fn_outputs
+    assert [tuple(datum["logprobs"].shape) for datum in got] == shapes
+    assert [datum["logprobs"].to_numpy().tobytes() for datum in got] == [array.tobytes() for array in sent]
+    old = codec.forward_backward_output_json(body)["loss_fn_outputs"]
+    for datum, array in zip(old, sent, strict=True):
+        assert datum["logprobs"]["shape"] == list(array.shape)
+        assert datum["logprobs"]["data"] == array.ravel().tolist()
+
+
+def test_datums_of_one_shape_share_a_record() -> None:
+    arrays = [np.zeros(shape, np.float32) for shape in ((2,), (3,), (2, 4), (5, 4), (1, 1), (2,))]
+    body = codec.encode_forward_backward_output(PassOutput(RequestId("r"), tuple(arrays), {}))
+    records = pb.ForwardBackwardOutput.FromString(body).loss_fn_outputs
+    assert [(record.num_datums, list(record.fields["logprobs"].trailing_shape)) for record in records] == [
+        (2, []),
+        (2, [4]),
+        (1, [1]),
+        (1, []),
     ]
 
 

@@ -46,7 +46,8 @@ def test_a_request_of_the_sdk_arrives_as_it_was_built() -> None:
     request = parse(AsampleRequest, sent.model_dump(exclude_none=True, mode="json"))
     assert request.seq_id == 10**18
     params = SamplingParams(max_tokens=5, seed=7, stop=("a", "b"), temperature=0.5, top_k=4, top_p=0.9)
-    assert validate_sample(request, LIMITS) == SampleRequest((1, 2, 3), 3, params, True)
+    expected = SampleRequest((1, 2, 3), 3, params, True, record_stability_info=True)
+    assert validate_sample(request, LIMITS) == expected
 
 
 @pytest.mark.parametrize(

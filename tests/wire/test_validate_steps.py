@@ -19,7 +19,6 @@ from skyrl_tinker.wire.models import (
 )
 from skyrl_tinker.wire.validate import (
     Limits,
-    validate_adam,
     validate_base_model,
     validate_create_via_load,
     validate_load_weights,
@@ -28,8 +27,9 @@ from skyrl_tinker.wire.validate import (
     validate_optimizer_config,
     validate_save_sampler,
     validate_save_weights,
+    validate_step_params,
 )
-from skyrl_tinker.wire.values import AdamParams, LoraSpec
+from skyrl_tinker.wire.values import AdamParams, DimuonParams, LoraSpec
 
 LIMITS = Limits(
     vocab_size=10, context_length=8, max_datums=3, base_models=("m", "/models/m"), max_lora_rank=8
@@ -38,8 +38,9 @@ OF_MODEL = {"model_id": "s:train:0", "seq_id": 3}
 
 
 def test_adam_defaults_are_the_sdks() -> None:
-    assert validate_adam({}) == validate_adam(tinker.AdamParams().model_dump()) == AdamParams()
-    assert validate_adam({"learning_rate": 1, "eps": None}) == AdamParams(learning_rate=1.0)
+    full = tinker.AdamParams().model_dump()
+    assert validate_step_params({}, None) == validate_step_params(full, None) == AdamParams()
+    assert validate_step_params({"learning_rate": 1, "eps": None}, None) == AdamParams(learning_rate=1.0)
 
 
 def test_an_optim_step_of_the_sdk_arrives_as_it_was_built() -> None:
@@ -48,7 +49,7 @@ def test_an_optim_step_of_the_sdk_arrives_as_it_was_built() -> None:
         **OF_MODEL,
     )
     body = validate_optim_step(parse(OptimStepRequest, sent.model_dump(exclude_none=True, mode="json")))
-    assert body.adam == AdamParams(learning_rate=0.5, beta1=0.0, weight_decay=0.1, grad_clip_norm=2.0)
+    assert body.params == AdamParams(learning_rate=0.5, beta1=0.0, weight_decay=0.1, grad_clip_norm=2.0)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +72,67 @@ def test_an_optim_step_of_the_sdk_arrives_as_it_was_built() -> None:
 )
 def test_wrong_adam_params_are_named(params: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        validate_adam(params)
+        validate_step_params(params, None)
 
 
-def test_other_optimizers_are_refused_as_not_built_yet() -> None:
-    with pytest.raises(NotSupportedError, match="optimizer_params of type 'dimuon' are not built yet"):
-        validate_adam(None, {"type": "dimuon", "learning_rate": 1.0})
-    with pytest.raises(NotSupportedError, match=r"optimizer_config\.type is 'dimuon', expected 'adamw'"):
-        validate_optimizer_config({"type": "dimuon", "version": 1})
-    with pytest.raises(UserError, match="unknown key 'version'"):
-        validate_optimizer_config({"type": "adamw", "version": 1})
-    assert (
-        validate_optimizer_config(None) == validate_optimizer_config({"type": "adamw"}) == {"type": "adamw"}
-    )
+def test_a_dimuon_step_keeps_what_the_sdk_sent() -> None:
+    params = tinker.DimuonParams(learning_rate=0.5, beta1=0.8, grad_clip_norm=-1.0)
+    sent = tinker.types.OptimStepRequest(optim_params=params, **OF_MODEL).model_dump(mode="json")
+    body = validate_optim_step(parse(OptimStepRequest, sent))
+    assert body.params == DimuonParams(learning_rate=0.5, beta1=0.8, grad_clip_norm=-1.0)
+    least = validate_step_params(None, {"type": "dimuon", "learning_rate": 0})
+    assert least == DimuonParams(learning_rate=0.0, beta1=0.9, grad_clip_norm=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": -1}, "optimizer_params.learning_rate is -1, expected a finite number >= 0"),
+        ({"learning_rate": None}, "optimizer_params.learning_rate is missing"),
+        ({"beta1": 1.0}, r"optimizer_params.beta1 is 1.0, expected a number in \[0, 1\)"),
+        (
+            {"grad_clip_norm": float("-inf")},
+            "optimizer_params.grad_clip_norm is -inf, expected a finite number",
+        ),
+        (
+            {"beta2": 0.9},
+            "optimizer_params has the unknown key 'beta2', expected learning_rate, beta1, grad_",
+        ),
+        ({"type": "sgd"}, "optimizer_params.type is 'sgd', expected 'dimuon'"),
+        ({"type": None}, "optimizer_params.type is None, expected 'dimuon'"),
+    ],
+)
+def test_wrong_optimizer_params_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate_step_params(None, {"type": "dimuon", "learning_rate": 0.1, **change})
+
+
+def test_a_step_has_the_parameters_of_one_optimizer() -> None:
+    with pytest.raises(
+        UserError, match="adam_params and optimizer_params are both set, expected exactly one"
+    ):
+        validate_step_params({}, {"type": "dimuon", "learning_rate": 0.1})
+
+
+def test_an_optimizer_is_adamw_unless_it_is_said() -> None:
+    adamw = {"type": "adamw"}
+    assert validate_optimizer_config(None) == validate_optimizer_config(adamw) == adamw
+    dimuon = tinker.DimuonOptimizerConfig().model_dump(mode="json")
+    assert validate_optimizer_config(dimuon) == validate_optimizer_config({"type": "dimuon"}) == dimuon
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"type": "sgd"}, "optimizer_config.type is 'sgd', expected one of adamw, dimuon"),
+        ({"type": "dimuon", "version": 2}, "optimizer_config.version is 2, expected 1"),
+        ({"type": "dimuon", "nesterov": True}, "unknown key 'nesterov', for dimuon expected type, version"),
+        ({"type": "adamw", "version": 1}, "unknown key 'version', for adamw expected type"),
+    ],
+)
+def test_wrong_optimizer_configs_are_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate_optimizer_config(config)
 
 
 def test_a_lora_config_keeps_its_fields() -> None:
@@ -209,7 +258,7 @@ def test_both_forms_of_load_weights_keep_what_the_sdk_sent() -> None:
             UserError,
             "optimizer_config is set, expected none",
         ),
-        ({"optimizer_config": {"type": "dimuon"}}, NotSupportedError, "optimizer_config.type is 'dimuon'"),
+        ({"optimizer_config": {"type": "sgd"}}, NotSupportedError, "optimizer_config.type is 'sgd'"),
     ],
 )
 def test_a_wrong_create_from_checkpoint_is_named(

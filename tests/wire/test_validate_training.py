@@ -1,65 +1,24 @@
 """What a forward_backward may get wrong, each with the message the user reads."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from skyrl_tinker.errors import NotSupportedError, UserError
-from skyrl_tinker.wire.codec import RawForwardBackward
 from skyrl_tinker.wire.pb import skyrl_tinker_wire_pb2 as pb
-from skyrl_tinker.wire.validate import Limits, validate_forward_backward
-
-LIMITS = Limits(vocab_size=10, context_length=4, max_datums=3, base_models=("m",), max_lora_rank=8)
-INPUTS = {"cross_entropy": ("weights",), "ppo": ("logprobs", "advantages")}
-
-Change = Callable[[pb.ForwardBackwardRequest], object]
-
-
-def tensor(values: object, dtype: type = np.float32, shape: tuple[int, ...] = ()) -> pb.Tensor:
-    names = {np.float32: pb.DTYPE_FLOAT32, np.int64: pb.DTYPE_INT64}
-    return pb.Tensor(dense=np.asarray(values, dtype).tobytes(), dtype=names[dtype], shape=shape)
-
-
-def request(loss_fn: str = "cross_entropy", datums: int = 2) -> pb.ForwardBackwardRequest:
-    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn=loss_fn)
-    for _ in range(datums):
-        datum = message.data.add()
-        datum.model_input.add().encoded_text.tokens = np.array([1, 2, 3], np.int32).tobytes()
-        datum.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, 4], np.int64, (3,)))
-        for name in INPUTS.get(loss_fn, ()):
-            datum.loss_fn_inputs[name].CopyFrom(tensor([0.0, -1.5, 2.0]))
-    return message
-
-
-def validate(message: pb.ForwardBackwardRequest):
-    return validate_forward_backward(RawForwardBackward(message), LIMITS)
-
-
-def tokens(*ids: int) -> Change:
-    def change(message: pb.ForwardBackwardRequest) -> None:
-        message.data[1].model_input[0].encoded_text.tokens = np.array(ids, np.int32).tobytes()
-
-    return change
-
-
-def put(name: str, value: pb.Tensor) -> Change:
-    return lambda message: message.data[1].loss_fn_inputs[name].CopyFrom(value)
-
-
-def config(**values: float | str) -> Change:
-    def change(message: pb.ForwardBackwardRequest) -> None:
-        for key, value in values.items():
-            setattr(message.loss_fn_config_v2[key], "text" if isinstance(value, str) else "number", value)
-
-    return change
-
-
-def sparse(message: pb.ForwardBackwardRequest) -> None:
-    message.data[1].loss_fn_inputs["weights"].sparse_csr.values = b""
-
-
-TARGETS, WEIGHTS = r"datum 1: loss_fn_inputs\['target_tokens'\]", r"datum 1: loss_fn_inputs\['weights'\]"
+from tests.wire.messages import (
+    SPANS,
+    TARGETS,
+    WEIGHTS,
+    Change,
+    config,
+    csr,
+    put,
+    request,
+    spans,
+    tensor,
+    tokens,
+    validate,
+)
 
 WRONG: list[tuple[Change, str]] = [
     (lambda m: m.ClearField("data"), "data is empty, expected at least one datum"),
@@ -91,13 +50,52 @@ WRONG: list[tuple[Change, str]] = [
         TARGETS + r" has length 2, expected 3 \(the length of model_input\)",
     ),
     (
-        put("weights", tensor([1, 2, 3, 4])),
-        WEIGHTS + r" has length 4, expected 3 \(the length of model_input\)",
+        put("target_tokens", tensor([[2, 3]] * 2, np.int64, (2, 2))),
+        TARGETS + r" has length 2, expected 3 \(the length of model_input\)",
     ),
-    (put("weights", tensor([])), WEIGHTS + r" has length 0, expected 3 \(the length of model_input\)"),
+    (
+        put("target_tokens", tensor([[2, 3]] * 3, np.int64, (3, 3))),
+        TARGETS + r" has 6 values, expected 9 \(its shape \[3, 3\]\)",
+    ),
+    (
+        put("target_tokens", tensor([[2, 3], [4, 5], [6, 10]], np.int64, (3, 2))),
+        TARGETS + r"\[2, 1\] is 10, expected a token id in \[0, 10\)",
+    ),
+    (
+        put("target_tokens", tensor([2] * 6, np.int64, (3, 2, 1))),
+        TARGETS + r" has shape \[3, 2, 1\], expected \[N\], or \[N, K\] with both of at least 1",
+    ),
+    (
+        put("target_tokens", tensor([], np.int64, (3, 0))),
+        TARGETS + r" has shape \[3, 0\], expected \[N\], or \[N, K\] with both of at least 1",
+    ),
+    (
+        put("target_tokens", tensor([1, 2, 3], np.int64, (-3, -1))),
+        TARGETS + r" has shape \[-3, -1\], expected \[N\], or \[N, K\] with both of at least 1",
+    ),
+    (
+        put("target_tokens", tensor([[2, 3]] * 3, np.int64, (3, 2))),
+        WEIGHTS + r" has shape \[3\], expected \[3, 2\] \(that of target_tokens\)",
+    ),
+    (
+        put("weights", tensor([1, 2, 3, 4])),
+        WEIGHTS + r" has shape \[4\], expected \[3\] \(that of target_tokens\)",
+    ),
+    (put("weights", tensor([])), WEIGHTS + r" has shape \[0\], expected \[3\] \(that of target_tokens\)"),
+    (
+        put("weights", tensor([1, 2, 3], shape=(3, 1))),
+        WEIGHTS + r" has shape \[3, 1\], expected \[3\] \(that of target_tokens\)",
+    ),
+    (
+        put("weights", csr([1], [0, 1, 1, 1], [1], (3, 2))),
+        WEIGHTS + r" has shape \[3, 2\], expected \[3\] \(that of target_tokens\)",
+    ),
     (put("weights", tensor([1, np.nan, 3])), WEIGHTS + r"\[1\] is nan, expected a finite number"),
     (put("weights", tensor([1, 2, -np.inf])), WEIGHTS + r"\[2\] is -inf, expected a finite number"),
-    (put("weights", tensor([1, 2, 3], shape=(4,))), WEIGHTS + r" has 3 values, expected 4 \(its shape\)"),
+    (
+        put("weights", tensor([1, 2, 3], shape=(4,))),
+        WEIGHTS + r" has 3 values, expected 4 \(its shape \[4\]\)",
+    ),
     (
         put("weights", pb.Tensor(dense=b"12", dtype=pb.DTYPE_FLOAT32)),
         WEIGHTS + r" has 2 bytes, expected a multiple of 4 \(float32\)",
@@ -112,11 +110,6 @@ WRONG: list[tuple[Change, str]] = [
         r"datum 1: loss_fn_inputs lacks 'weights', found \['target_tokens'\]",
     ),
     (lambda m: m.data[1].loss_fn_inputs.clear(), "datum 1: loss_fn_inputs lacks 'target_tokens', found none"),
-    (
-        lambda m: setattr(m, "loss_fn", "dpo"),
-        "loss_fn is 'dpo', expected one of cross_entropy, importance_sampling, ppo, cispo",
-    ),
-    (config(beta=0.1), r"loss_fn_config has the unknown key 'beta', expected keys of cross_entropy: none"),
 ]
 
 
@@ -129,46 +122,8 @@ def test_what_is_wrong_is_named(change: Change, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"beta": 0.1}, "unknown key 'beta', expected keys of ppo: clip_low_threshold, clip_high_threshold"),
-        (
-            {"clip_low_threshold": "x"},
-            r"loss_fn_config\['clip_low_threshold'\] is 'x', expected a number in \[0, 1e\+06\]",
-        ),
-        ({"clip_low_threshold": -0.1}, r"is -0.1, expected a number in \[0, 1e\+06\]"),
-        ({"clip_high_threshold": float("nan")}, r"is nan, expected a number in \[0, 1e\+06\]"),
-        (
-            {"clip_low_threshold": 2.0, "clip_high_threshold": 1.0},
-            r"is 2.0, expected at most 1.0 \(clip_high_threshold\)",
-        ),
-        ({"clip_low_threshold": 1.5}, r"is 1.5, expected at most 1.2 \(clip_high_threshold\)"),
-    ],
-)
-def test_a_wrong_config_is_named(values: dict[str, float | str], message: str) -> None:
-    wrong = request("ppo")
-    config(**values)(wrong)
-    with pytest.raises(UserError, match=message):
-        validate(wrong)
-
-
-@pytest.mark.parametrize("loss_fn", ["dro", "gspo", "stable_reinforce", "custom"])
-def test_losses_of_later_versions_are_refused_as_such(loss_fn: str) -> None:
-    with pytest.raises(
-        NotSupportedError, match=f"loss_fn is '{loss_fn}', which is not built yet; expected one of"
-    ):
-        validate(request(loss_fn))
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            put("target_tokens", tensor([[1, 2]] * 3, np.int64, (3, 2))),
-            TARGETS + r" has shape \[3, 2\], expected \[N\]",
-        ),
-        (put("weights", tensor([1, 2, 3], shape=(3, 1))), WEIGHTS + r" has shape \[3, 1\], expected \[N\]"),
-        (sparse, WEIGHTS + r" has shape \[\], expected \[N\]"),
         (
             lambda m: setattr(m.data[1].model_input.add().image, "format", "png"),
             "datum 1: model_input chunk 1 is of kind image",
@@ -203,3 +158,108 @@ def test_validation_leaves_the_request_as_it_was() -> None:
     before = message.SerializeToString(deterministic=True)
     validate(message)
     assert message.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "gspo", "stable_reinforce", "clip_cov"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_candidates_are_refused_by_losses_of_one_target(loss_fn: str, width: int) -> None:
+    wrong = request(loss_fn)
+    put("target_tokens", tensor([[2] * width] * 3, np.int64, (3, width)))(wrong)
+    with pytest.raises(
+        UserError, match=rf"has shape \[3, {width}\], expected \[3\]: loss {loss_fn} takes one target"
+    ):
+        validate(wrong)
+
+
+def test_candidates_come_dense_or_sparse_and_their_weights_the_other_way_round() -> None:
+    message = request()
+    put("target_tokens", tensor([[2, 3], [0, 0], [4, 0]], np.int64, (3, 2)))(message)
+    put("weights", csr([0.5, -1.0], [0, 1, 1, 2], [1, 0], (3, 2)))(message)
+    first, second = validate(message).data
+    assert first.target_tokens.tolist() == [2, 3, 4]
+    assert second.target_tokens.tolist() == [[2, 3], [0, 0], [4, 0]]
+    assert second.inputs["weights"].tolist() == [[0.0, 0.5], [0.0, 0.0], [-1.0, 0.0]]
+    put("target_tokens", csr([9, 8], [0, 0, 2, 2], [0, 1], (3, 2), np.int64))(message)
+    put("weights", tensor([1, 2, 3, 4, 5, 6], shape=(3, 2)))(message)
+    second = validate(message).data[1]
+    assert second.target_tokens.tolist() == [[0, 0], [9, 8], [0, 0]]
+    assert second.inputs["weights"].tolist() == [[1, 2], [3, 4], [5, 6]]
+
+
+def empty(rows: int, columns: int) -> pb.Tensor:
+    """A sparse tensor that takes no more bytes than its crow_indices."""
+    return csr([], [0] * (min(rows, 9) + 1), [], (rows, columns))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("weights", empty(3, 10**12)), WEIGHTS + f" has {3 * 10**12} values, expected at most 16"),
+        (put("target_tokens", empty(3, 2**62)), TARGETS + f" has {3 * 2**62} values, expected at most 16"),
+        (put("target_tokens", empty(2**62, 2**62)), TARGETS + f" has {2**124} values, expected at most 16"),
+        (
+            put("target_tokens", tensor([[1] * 5] * 3, np.int64, (3, 5))),
+            "data has 18 target_tokens, expected at most 16 in one request",
+        ),
+    ],
+)
+def test_more_targets_than_a_request_may_have_are_never_made(change: Change, message: str) -> None:
+    wrong = request()
+    change(wrong)
+    with pytest.raises(UserError, match=f"^{message}"):
+        validate(wrong)
+
+
+def test_inputs_of_a_custom_loss_are_bounded_together() -> None:
+    message = request("custom")
+    for name in "abcd":
+        put(name, empty(4, 4))(message)
+    with pytest.raises(UserError, match="loss_fn_inputs hold 70 values, expected at most 64 in one request"):
+        validate(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            spans(),
+            "datum 1: loss_fn stable_reinforce needs provenance spans: sample with record_stability_info "
+            "and build the datum with Datum.with_provenance",
+        ),
+        (
+            spans(("a", 0, 2, True)),
+            SPANS + r" cover 2 positions, expected 3 \(the length of target_tokens\)",
+        ),
+        (spans(("a", 0, 2, True), ("b", 0, 2, False)), SPANS + " cover 4 positions, expected 3"),
+        (
+            spans(("a", 0, 2, True), ("", 0, 1, False)),
+            SPANS + r"\[1\].sequence_id is empty, expected the sequence_id of a sampled sequence",
+        ),
+        (spans(("a", -1, 3, True)), SPANS + r"\[0\].offset is -1, expected at least 0"),
+        (
+            spans(("a", 0, 4, True), ("a", 0, -1, False)),
+            SPANS + r"\[1\].length is -1, expected at least 0",
+        ),
+        (
+            lambda m: m.data[1].loss_fn_input_spans.add(),
+            SPANS + r"\[2\] is empty, expected prompt_tokens or sampled_tokens",
+        ),
+    ],
+)
+def test_spans_that_do_not_tile_the_targets_are_named(change: Change, message: str) -> None:
+    wrong = request("stable_reinforce")
+    change(wrong)
+    with pytest.raises(UserError, match=f"^{message}"):
+        validate(wrong)
+
+
+def test_spans_of_losses_without_records_stay_unread() -> None:
+    message = request("ppo")
+    spans(("", -1, 99, True))(message)
+    assert validate(message).data[1].spans == ()
+
+
+def test_a_custom_loss_may_read_what_is_not_finite_and_of_any_length() -> None:
+    message = request("custom")
+    put("floor", tensor([-np.inf] * 5))(message)
+    assert validate(message).data[1].inputs["floor"].tolist() == [-np.inf] * 5

@@ -2,15 +2,16 @@
 
 from fastapi import APIRouter
 
+from skyrl_tinker.api.deps import Deps
 from skyrl_tinker.wire.models import ClientConfigResponse, DynamicConfigResponse
 
 router = APIRouter(tags=["client"])
 
 
 @router.post("/client/config", summary="Flags that the SDK reads once, at construction")
-async def client_config() -> ClientConfigResponse:
+async def client_config(deps: Deps) -> ClientConfigResponse:
     """The request names the SDK's version; every version gets the same answer."""
-    return ClientConfigResponse()
+    return ClientConfigResponse(custom_loss_server_side=deps.settings.custom_loss_server_side)
 
 
 @router.post("/client/dynamic_config", summary="Flags that the SDK reads again every few minutes")

@@ -26,10 +26,14 @@ CLIENT_GONE = 499  # nobody reads it
 router = APIRouter(tags=["openai"], prefix="/oai/api/v1")
 
 
-def _documented(model: type[OpenAIRequest]) -> dict[str, Any]:
-    """Bodies are read by hand, so the document is told of them by hand."""
-    schema = _inlined(model.model_json_schema())
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def _documented(model: type[OpenAIRequest], what: str) -> dict[str, Any]:
+    """Of a route. Bodies are read by hand, so the document is told of them by hand."""
+    content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
+    return {
+        "summary": f"OpenAI's {what}",
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+        "response_model": None,
+    }
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
@@ -54,21 +58,14 @@ async def models(deps: Deps) -> ModelList:
     return ModelList(data=[ListedModel(id=name) for name in deps.facts.names])
 
 
-@router.post(
-    "/completions",
-    summary="OpenAI's completions, streamed or not",
-    openapi_extra=_documented(CompletionRequest),
-    response_model=None,
-)
+@router.post("/completions", **_documented(CompletionRequest, "completions, streamed or not"))
 async def completions(request: Request, deps: Deps) -> Response:
     return await _relay(request, deps, CompletionRequest)
 
 
 @router.post(
     "/chat/completions",
-    summary="OpenAI's chat completions, streamed or not; the model's own chat template",
-    openapi_extra=_documented(ChatCompletionRequest),
-    response_model=None,
+    **_documented(ChatCompletionRequest, "chat completions, streamed or not; the model's own chat template"),
 )
 async def chat_completions(request: Request, deps: Deps) -> Response:
     return await _relay(request, deps, ChatCompletionRequest)

@@ -15,8 +15,8 @@ Config = Mapping[str, float]
 class LossTerms(NamedTuple):
     """`values` float32, [n] one per target or [D] one per datum: their sum is the loss.
 
-    Metrics are scalars; keys end in :sum, :min, :max or :mean. What is given under a :mean key is the sum over
-    datums; it is divided by the request's number of datums once all of them are in.
+    Metrics are scalars; keys end in :sum, :min, :max or :mean. What is given under a :mean key is the sum
+    over datums; it is divided by the request's number of datums once all of them are in.
     """
 
     values: torch.Tensor
@@ -43,14 +43,44 @@ LossFunction = Callable[[torch.Tensor, LossContext], LossTerms]
 """(target logprobs [n], context) -> terms."""
 
 
-def policy_metrics(logprobs: torch.Tensor, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Of the tokens with an advantage: how many, and how far the policy is from the sampler (k1 estimate)."""
-    active = inputs["advantages"] != 0
+FAR = 20.0
+"""A log ratio. Beyond exp(20) every objective that has a threshold, or saturates, is flat in r for all config
+values that wire.losses allows. Log ratios are clamped there, which alters nothing: else exp overflows, and
+the gradient, zero by definition, becomes 0 * inf = NaN.
+"""
+
+
+def importance_ratio(log_ratio: torch.Tensor, bounded: torch.Tensor) -> torch.Tensor:
+    """r = exp(logp - q), [n]. `bounded` (bool [n]): where the objective is flat in r from FAR on.
+
+    Elsewhere r is what it is: where it is infinite, so is the loss.
+    """
+    return torch.where(bounded, log_ratio.clamp(max=FAR), log_ratio).exp()
+
+
+def epsilon_bounds(config: Config) -> tuple[float, float]:
+    """The range of r given by distances from 1: the two epsilons of DAPO (arXiv:2503.14476)."""
+    return 1 - config["eps_low"], 1 + config["eps_high"]
+
+
+def clipped_objective(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """min(r * A, clip(r, low, high) * A), [n]: PPO's (arXiv:1707.06347, eq. 7)."""
+    return torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+
+
+def policy_metrics(logprobs: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of the `active` tokens (bool [n]): how many, and how far the policy is from the sampler (k1)."""
     return {
         "active_tokens:sum": active.sum(),
-        "kl_sampler_policy:sum": ((inputs["logprobs"] - logprobs.detach()) * active).sum(),
+        "kl_sampler_policy:sum": torch.where(active, q - logprobs.detach(), 0.0).sum(),
     }
 
 
-def clipped_tokens(ratio: torch.Tensor, kept: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    return ((ratio != kept) & (inputs["advantages"] != 0)).sum()
+def clip_metrics(
+    logprobs: torch.Tensor, inputs: Inputs, ratio: torch.Tensor, low: float, high: float
+) -> dict[str, torch.Tensor]:
+    """policy_metrics of the tokens with an advantage, and how many of them have r outside [low, high]."""
+    active = inputs["advantages"] != 0
+    outside = (ratio < low) | (ratio > high)
+    metrics = policy_metrics(logprobs, inputs["logprobs"], active)
+    return metrics | {"clipped_tokens:sum": (outside & active).sum()}

@@ -1,13 +1,14 @@
 import torch
 
-from skyrl_tinker.training.losses.base import Config, Inputs, LossTerms, clipped_tokens, policy_metrics
+from skyrl_tinker.training.losses.base import LossContext, LossTerms, clip_metrics
 
 
-def cispo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> LossTerms:
+def cispo(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     """-sum(stop_gradient(clip(r, low, high)) * logp * A), r = exp(logp - q): clipped importance weights, of
     MiniMax-M1 (arXiv:2506.13585, eq. 4). Every token keeps its gradient; only its weight is bounded.
     """
+    inputs, config = context.inputs, context.config
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     ratio = (logprobs.detach() - inputs["logprobs"]).exp()
-    kept = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    metrics = policy_metrics(logprobs, inputs) | {"clipped_tokens:sum": clipped_tokens(ratio, kept, inputs)}
-    return LossTerms(-kept * logprobs * inputs["advantages"], metrics)
+    values = -ratio.clamp(low, high) * logprobs * inputs["advantages"]
+    return LossTerms(values, clip_metrics(logprobs, inputs, ratio, low, high))

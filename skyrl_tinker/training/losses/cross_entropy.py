@@ -1,9 +1,11 @@
 import torch
 
-from skyrl_tinker.training.losses.base import Config, Inputs, LossTerms
+from skyrl_tinker.training.losses.base import LossContext, LossTerms
 
 
-def cross_entropy(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> LossTerms:
-    """-sum(w * logp): negative log-likelihood. Weights are any finite numbers, negative ones included."""
-    weights = inputs["weights"]
+def cross_entropy(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
+    """-sum(w * logp): negative log-likelihood, over all K candidates of a position where targets are [N, K].
+    Weights are any finite numbers, negative ones included.
+    """
+    weights = context.inputs["weights"]
     return LossTerms(-weights * logprobs, {"weights:sum": weights.sum()})

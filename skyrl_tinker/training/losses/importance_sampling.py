@@ -1,11 +1,12 @@
 import torch
 
-from skyrl_tinker.training.losses.base import Config, Inputs, LossTerms, policy_metrics
+from skyrl_tinker.training.losses.base import LossContext, LossTerms, importance_ratio, policy_metrics
 
 
-def importance_sampling(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> LossTerms:
+def importance_sampling(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     """-sum(exp(logp - q) * A): policy gradient corrected for the sampler q, the surrogate of TRPO
     (arXiv:1502.05477, eq. 14) without its trust region.
     """
-    ratio = (logprobs - inputs["logprobs"]).exp()
-    return LossTerms(-ratio * inputs["advantages"], policy_metrics(logprobs, inputs))
+    q, advantages = context.inputs["logprobs"], context.inputs["advantages"]
+    ratio = importance_ratio(logprobs - q, bounded=advantages == 0)
+    return LossTerms(-ratio * advantages, policy_metrics(logprobs, q, advantages != 0))

@@ -1,14 +1,20 @@
 import torch
 
-from skyrl_tinker.training.losses.base import Config, Inputs, LossTerms, clipped_tokens, policy_metrics
+from skyrl_tinker.training.losses.base import (
+    LossContext,
+    LossTerms,
+    clip_metrics,
+    clipped_objective,
+    importance_ratio,
+)
 
 
-def ppo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> LossTerms:
+def ppo(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     """-sum(min(r * A, clip(r, low, high) * A)), r = exp(logp - q): the clipped surrogate objective of PPO
     (arXiv:1707.06347, eq. 7). Thresholds are bounds of r itself, not distances from 1.
     """
-    advantages = inputs["advantages"]
-    ratio = (logprobs - inputs["logprobs"]).exp()
-    kept = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    metrics = policy_metrics(logprobs, inputs) | {"clipped_tokens:sum": clipped_tokens(ratio, kept, inputs)}
-    return LossTerms(-torch.minimum(ratio * advantages, kept * advantages), metrics)
+    inputs, config = context.inputs, context.config
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    ratio = importance_ratio(logprobs - inputs["logprobs"], bounded=inputs["advantages"] >= 0)
+    values = -clipped_objective(ratio, inputs["advantages"], low, high)
+    return LossTerms(values, clip_metrics(logprobs, inputs, ratio, low, high))

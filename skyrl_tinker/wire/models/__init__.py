@@ -8,6 +8,12 @@ from skyrl_tinker.wire.models.futures import (
     RetrieveFutureRequest,
     TryAgainResponse,
 )
+from skyrl_tinker.wire.models.losses import (
+    CreateCustomLossRequest,
+    CreateCustomLossResult,
+    CustomLossInput,
+    CustomLossNode,
+)
 from skyrl_tinker.wire.models.runs import Checkpoint, TrainingRun, WeightsInfoRequest, WeightsInfoResponse
 from skyrl_tinker.wire.models.sampling import (
     AsampleRequest,
@@ -59,6 +65,8 @@ __all__ = [
     "Chunk",
     "ClientConfigRequest",
     "ClientConfigResponse",
+    "CreateCustomLossRequest",
+    "CreateCustomLossResult",
     "CreateModelRequest",
     "CreateModelResult",
     "CreateSamplingSessionRequest",
@@ -66,6 +74,8 @@ __all__ = [
     "CreateSessionRequest",
     "CreateSessionResponse",
     "CreateViaLoadRequest",
+    "CustomLossInput",
+    "CustomLossNode",
     "DynamicConfigResponse",
     "FailedResponse",
     "FinishReason",

@@ -82,8 +82,6 @@ class TensorJson(Message):
 
 
 class AsampleRequest(Message):
-    """`record_stability_info` is a hint for a later loss and is accepted unread."""
-
     sampling_session_id: str | None = None
     seq_id: SampleSeqId | None = None
     base_model: str | None = None
@@ -97,3 +95,4 @@ class AsampleRequest(Message):
     target_prompt_logprobs: TensorJson | None = None
     prompt_alt_tokens_k: Annotated[StrictInt, NoneAsZero] = 0
     prompt_logprobs_last_n: StrictInt | None = None
+    record_stability_info: Annotated[bool, NoneAsFalse] = False

@@ -23,7 +23,7 @@ class ClientConfigResponse(Message):
     proto_compress_fwdbwd: bool = False
     fwdbwd_max_chunk_len: int = 1024
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
-    custom_loss_server_side: bool = False
+    custom_loss_server_side: bool
     sample_use_retrieve_futures: bool = False
     sample_join_sampling_session: bool = False
 

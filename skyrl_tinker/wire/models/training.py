@@ -66,7 +66,7 @@ class LoadWeightsResult(Message):
 
 
 class OptimStepRequest(TrainingEnvelope):
-    """Exactly one of the two; read by validate_adam, which names what is wrong in them."""
+    """Exactly one of the two; read by validate_step_params, which names what is wrong in them."""
 
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None

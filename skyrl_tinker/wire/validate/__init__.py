@@ -8,19 +8,18 @@ from skyrl_tinker.wire.validate.limits import Limits, validate_base_model
 from skyrl_tinker.wire.validate.models import validate_lora_config, validate_optimizer_config
 from skyrl_tinker.wire.validate.sampling import validate_sample
 from skyrl_tinker.wire.validate.steps import (
-    validate_adam,
     validate_create_via_load,
     validate_load_weights,
     validate_optim_step,
     validate_save_sampler,
     validate_save_weights,
+    validate_step_params,
     validate_ttl,
 )
 from skyrl_tinker.wire.validate.training import validate_forward_backward
 
 __all__ = [
     "Limits",
-    "validate_adam",
     "validate_base_model",
     "validate_checkpoint_name",
     "validate_create_via_load",
@@ -32,5 +31,6 @@ __all__ = [
     "validate_sample",
     "validate_save_sampler",
     "validate_save_weights",
+    "validate_step_params",
     "validate_ttl",
 ]

@@ -8,13 +8,17 @@ from skyrl_tinker.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`base_models`: the names under which the one base model is served, the canonical one first."""
+    """`base_models`: the names under which the one base model is served, the canonical one first.
+
+    `max_targets`: target tokens of one forward_backward, all candidates of all datums counted.
+    """
 
     vocab_size: int
     context_length: int
     max_datums: int
     base_models: tuple[str, ...]
     max_lora_rank: int
+    max_targets: int = 1 << 22
 
 
 def validate_base_model(name: str, limits: Limits) -> str:

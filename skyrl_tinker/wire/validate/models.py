@@ -10,6 +10,8 @@ from skyrl_tinker.wire.validate.limits import Limits
 from skyrl_tinker.wire.values import LoraSpec
 
 _SEEDS = 2**63
+_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {"adamw": {}, "dimuon": {"version": 1}}
+"""By family: the keys that optimizer_config may have beside `type`, each with the one value that is built."""
 
 
 def validate_lora_config(config: LoraConfig | None, limits: Limits) -> LoraSpec:
@@ -28,15 +30,20 @@ def validate_lora_config(config: LoraConfig | None, limits: Limits) -> LoraSpec:
 
 
 def validate_optimizer_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Absent means AdamW, the one family that is built."""
-    family = "adamw" if config is None else config.get("type", "adamw")
-    if family != "adamw":
+    """With all its keys. Absent means AdamW."""
+    given = {} if config is None else config
+    family = given.get("type", "adamw")
+    if family not in _OPTIMIZERS:
         raise NotSupportedError(
-            f"optimizer_config.type is {family!r}, expected 'adamw': no other is built yet"
+            f"optimizer_config.type is {family!r}, expected one of {', '.join(_OPTIMIZERS)}"
         )
-    unknown = sorted(set(config or ()) - {"type"})
+    whole = {"type": family, **_OPTIMIZERS[family]}
+    unknown = sorted(set(given) - set(whole))
     if unknown:
         raise UserError(
-            f"optimizer_config has the unknown key {unknown[0]!r}, expected only 'type' for adamw"
+            f"optimizer_config has the unknown key {unknown[0]!r}, for {family} expected {', '.join(whole)}"
         )
-    return {"type": "adamw"}
+    for key, expected in whole.items():
+        if given.get(key, expected) != expected:
+            raise NotSupportedError(f"optimizer_config.{key} is {given[key]!r}, expected {expected!r}")
+    return whole

@@ -37,6 +37,7 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
         target_prompt_logprobs=None if targets is None else read_targets(targets, len(prompt), limits),
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        record_stability_info=request.record_stability_info,
     )
     _check_room(sample, limits.context_length)
     return sample

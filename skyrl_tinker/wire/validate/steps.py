@@ -22,12 +22,14 @@ from skyrl_tinker.wire.models.training import (
 )
 from skyrl_tinker.wire.validate.limits import Limits, validate_base_model
 from skyrl_tinker.wire.validate.models import validate_optimizer_config
-from skyrl_tinker.wire.values import AdamParams
+from skyrl_tinker.wire.values import AdamParams, DimuonParams
 
 _MOST = sys.float_info.max
 _TTL = (3600, 10 * 365 * 86400)  # one hour to ten years
-# key: lowest, highest (excluded)
-_ADAM: Mapping[str, tuple[float, float]] = {
+_Ranges = Mapping[str, tuple[float, float]]
+"""Key: lowest, highest (excluded)."""
+
+_ADAM: _Ranges = {
     "learning_rate": (0.0, _MOST),
     "beta1": (0.0, 1.0),
     "beta2": (0.0, 1.0),
@@ -35,35 +37,61 @@ _ADAM: Mapping[str, tuple[float, float]] = {
     "weight_decay": (0.0, _MOST),
     "grad_clip_norm": (0.0, _MOST),
 }
+_DIMUON: _Ranges = {
+    "learning_rate": (0.0, _MOST),
+    "beta1": (0.0, 1.0),
+    "grad_clip_norm": (-_MOST, _MOST),
+}
 
 
 def validate_optim_step(request: OptimStepRequest) -> OptimStepBody:
-    return OptimStepBody(validate_adam(request.adam_params, request.optimizer_params))
+    """That the model has this optimizer is for the workers to see."""
+    return OptimStepBody(validate_step_params(request.adam_params, request.optimizer_params))
 
 
-def validate_adam(
-    adam_params: Mapping[str, Any] | None, optimizer_params: Mapping[str, Any] | None = None
-) -> AdamParams:
+def validate_step_params(
+    adam_params: Mapping[str, Any] | None, optimizer_params: Mapping[str, Any] | None
+) -> AdamParams | DimuonParams:
     """Missing keys have the protocol's defaults (SDKs up to 0.16 send only what the user set)."""
-    if optimizer_params is not None:
-        family = optimizer_params.get("type")
-        raise NotSupportedError(f"optimizer_params of type {family!r} are not built yet: send adam_params")
-    if adam_params is None:
-        raise UserError("adam_params is missing")
-    unknown = sorted(set(adam_params) - {*_ADAM, "type"})
+    if adam_params is not None and optimizer_params is not None:
+        raise UserError("adam_params and optimizer_params are both set, expected exactly one of them")
+    if adam_params is not None:
+        return AdamParams(**_numbers("adam_params", adam_params, _ADAM))
+    if optimizer_params is None:
+        raise UserError("adam_params is missing, and so is optimizer_params: expected one of them")
+    family = optimizer_params.get("type")
+    if family != DimuonParams.family:
+        raise NotSupportedError(
+            f"optimizer_params.type is {family!r}, expected 'dimuon' (parameters of adamw go in adam_params)"
+        )
+    found = _numbers("optimizer_params", optimizer_params, _DIMUON)
+    if "learning_rate" not in found:
+        raise UserError("optimizer_params.learning_rate is missing")
+    return DimuonParams(**found)
+
+
+def _numbers(field: str, given: Mapping[str, Any], ranges: _Ranges) -> dict[str, float]:
+    unknown = sorted(set(given) - {*ranges, "type"})
     if unknown:
-        raise UserError(f"adam_params has the unknown key {unknown[0]!r}, expected {', '.join(_ADAM)}")
-    given = {key: value for key, value in adam_params.items() if key in _ADAM and value is not None}
-    return AdamParams(**{key: _adam_value(key, value) for key, value in given.items()})
+        raise UserError(f"{field} has the unknown key {unknown[0]!r}, expected {', '.join(ranges)}")
+    return {
+        key: _number(f"{field}.{key}", given[key], *bounds)
+        for key, bounds in ranges.items()
+        if given.get(key) is not None
+    }
 
 
-def _adam_value(key: str, value: Any) -> float:
-    low, high = _ADAM[key]
+def _number(field: str, value: Any, low: float, high: float) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value < high:
-        expected = f"a number in [{low:g}, {high:g})" if high < _MOST else f"a finite number >= {low:g}"
-        raise UserError(f"adam_params.{key} is {value!r}, expected {expected}")
+        raise UserError(f"{field} is {value!r}, expected {_expected(low, high)}")
     return float(value)
+
+
+def _expected(low: float, high: float) -> str:
+    if high < _MOST:
+        return f"a number in [{low:g}, {high:g})"
+    return "a finite number" if low == -_MOST else f"a finite number >= {low:g}"
 
 
 def validate_ttl(ttl_seconds: int | None) -> int | None:

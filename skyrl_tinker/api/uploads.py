@@ -1,0 +1,45 @@
+"""Losses to be kept. A wrong one becomes a promise that is born failed: its number is taken."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.store import futures
+from skyrl_tinker.store.custom_losses import NewLoss
+from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.wire.bodies import payload_digest
+from skyrl_tinker.wire.custom_loss import check_custom_loss
+from skyrl_tinker.wire.ids import RequestKind, SessionId
+from skyrl_tinker.wire.models import CreateCustomLossRequest, CreateCustomLossResult, parse
+from skyrl_tinker.wire.values import CustomLoss, Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    loss: NewLoss
+    digest: bytes
+    failure: Failure | None
+
+    async def submit(self, conn: AsyncConnection) -> Accepted:
+        result = CreateCustomLossResult(loss_id=self.loss.loss_id).model_dump_json().encode()
+        return await futures.submit_custom_loss(
+            conn, self.loss, digest=self.digest, result=result, failure=self.failure
+        )
+
+
+def read(payload: Mapping[str, Any]) -> Upload:
+    """create_custom_loss. Raises UserError when the request has another form, and nothing is kept of it."""
+    wanted = parse(CreateCustomLossRequest, payload)
+    loss, failure = _checked(wanted)
+    new = NewLoss(SessionId(wanted.session_id), wanted.custom_loss_seq_id, loss)
+    return Upload(new, payload_digest(RequestKind.CREATE_CUSTOM_LOSS, payload), failure)
+
+
+def _checked(wanted: CreateCustomLossRequest) -> tuple[CustomLoss | None, Failure | None]:
+    try:
+        return check_custom_loss(wanted), None
+    except UserError as error:
+        return None, Failure(str(error), error.category)

@@ -1,0 +1,27 @@
+"""What named checkpoints of both kinds need: a name that is free, a directory, a time to expire."""
+
+import time
+from pathlib import Path
+
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.store import checkpoints
+from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.paths import TinkerPath
+
+
+def free_directory(root: Path, model: ModelRow, path: TinkerPath, request: int) -> Path:
+    """Where a checkpoint goes. A directory is never written twice: an overwritten one may still be read."""
+    directory = root / str(model.key) / path.kind / path.name
+    return directory.with_name(f"{path.name}~{request}") if directory.exists() else directory
+
+
+async def require_free(store: Store, path: TinkerPath) -> None:
+    async with store.read() as conn:
+        taken = await checkpoints.find(conn, path.model_id, path.kind, path.name)
+    if taken is not None:
+        raise UserError(f"checkpoint {path} exists: choose another name, delete it, or save with overwrite")
+
+
+def expiry(ttl_seconds: int | None) -> float | None:
+    return None if ttl_seconds is None else time.time() + ttl_seconds

@@ -1,0 +1,55 @@
+"""Saves for the samplers: of several models in one turn of the trainer; what follows needs no trainer."""
+
+import asyncio
+from collections.abc import Sequence
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.gap import GapMonitor, Scored
+from skyrl_tinker.engine.lanes import model_of
+from skyrl_tinker.engine.publisher import Capture, Publisher, Save
+from skyrl_tinker.store import futures, models
+from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.bodies import SaveSamplerBody
+from skyrl_tinker.wire.values import Failure
+
+
+class Syncs:
+    def __init__(self, store: Store, publisher: Publisher, gaps: GapMonitor, outbox: Outbox) -> None:
+        self._store = store
+        self._publisher = publisher
+        self._gaps = gaps
+        self._outbox = outbox
+
+    async def run(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
+        """The trainer's turn; who publishes and compares goes on in `background`. TrainerError."""
+        captures = await self._publisher.capture(await self._saves(rows))
+        failures = [
+            (row.id, each) for row, each in zip(rows, captures, strict=True) if isinstance(each, Failure)
+        ]
+        await self._outbox.send(failures)
+        publishing = {
+            each.save.model.key: (each, background.create_task(self._publisher.publish(each)))
+            for each in captures
+            if isinstance(each, Capture)
+        }
+        names = {key: capture.save.model.model_id for key, (capture, _) in publishing.items()}
+        for scored in await self._gaps.score(names):  # with the same weights
+            background.create_task(self._compare(scored, *publishing[scored.key]))
+
+    async def _saves(self, rows: Sequence[QueuedRow]) -> list[Save]:
+        async with self._store.read() as conn:
+            bodies = await futures.bodies(conn, [row.id for row in rows])
+            return [await _save(conn, row, bodies[row.id]) for row in rows]
+
+    async def _compare(self, scored: Scored, capture: Capture, publishing: asyncio.Task[bool]) -> None:
+        if await publishing:
+            await self._gaps.compare(scored, capture.version, inflight=capture.save.inflight)
+
+
+async def _save(conn: AsyncConnection, row: QueuedRow, body: bytes) -> Save:
+    model = await models.by_key(conn, model_of(row))
+    assert model is not None, "futures refer to models"
+    return Save(row, model, SaveSamplerBody.from_bytes(body))

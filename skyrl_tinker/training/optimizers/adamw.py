@@ -1,0 +1,28 @@
+"""AdamW (arXiv:1711.05101) with torch.optim.AdamW's arithmetic."""
+
+import torch
+from torch.optim.adamw import adamw
+
+from skyrl_tinker.training.state import Part, TrainableModel
+from skyrl_tinker.wire.values import AdamParams
+
+
+def apply(model: TrainableModel, gradients: list[torch.Tensor], params: AdamParams) -> None:
+    """`gradients`: this rank's, summed over ranks and clipped."""
+    weights = model.local(Part.WEIGHT)
+    adamw(
+        weights,
+        gradients,
+        model.local(Part.EXP_AVG),
+        model.local(Part.EXP_AVG_SQ),
+        [],
+        [torch.tensor(float(model.step), device=weight.device) for weight in weights],  # it adds the 1 itself
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        lr=params.learning_rate,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
+    )

@@ -1,0 +1,71 @@
+"""Dimuon, version 1: Muon for adapters, as defined here.
+
+The hosted Dimuon is not published. Known of it are its parameters, and of its step (the SDK's documentation)
+that the learning rate applies "to a direction with Frobenius norm sqrt(rank)" which a "matrix sign" gives.
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) without its factor for the shape is that, so:
+
+    M <- beta1 M + (1 - beta1) G          an average of the (clipped) gradients, without bias correction
+    W <- W - learning_rate * sign(M)      for every matrix W by itself; no weight decay
+
+sign(M) = U V^T of M = U S V^T, by five Newton-Schulz steps with Jordan's coefficients, in float32; they leave
+singular values of about 1 (0.7 to 1.2). Each A [r, in] and each B [out, r] of an adapter is a matrix of its
+own, whose sign has the Frobenius norm sqrt(r), or about that. The hosted one also preconditions rows and
+columns and corrects the learning rate for ranks other than 32; how is not published, neither is done here.
+
+Full-parameter training goes by the same rule, with each parameter taken as the linear map that it is
+(arXiv:2410.21265 dualises layers by what they do): an embedding is a row of its own per token, any vector one
+row, and the sign of a row is that row at unit length. So all entries of the model move by about
+learning_rate / sqrt(features). Embedding rows without gradient in a step stay, as in torch.optim.SparseAdam.
+A head that is not tied is a matrix.
+"""
+
+import torch
+
+from skyrl_tinker.training.state import Kind, Part, TrainableModel
+from skyrl_tinker.wire.values import DimuonParams
+
+_STEPS = 5
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_TINY = 1e-12
+"""Below this norm nothing is scaled up to unit length: what is zero stays zero."""
+
+
+def apply(model: TrainableModel, gradients: list[torch.Tensor], params: DimuonParams) -> None:
+    """`gradients`: this rank's, summed over ranks and clipped. Every rank must call it."""
+    weights, momenta = model.local(Part.WEIGHT), model.local(Part.MOMENTUM)
+    torch._foreach_lerp_(momenta, gradients, 1 - params.beta1)
+    for name in model.shapes():
+        momentum = model.own(name, momenta)
+        match model.kind(name):
+            case Kind.TABLE:  # sharded by rows
+                direction = _rows(momentum, model.own(name, gradients))
+            case Kind.VECTOR:
+                direction = model.share(name, _unit(model.gather(name, momentum)))
+            case Kind.MATRIX:
+                direction = model.share(name, matrix_sign(model.gather(name, momentum)))
+        model.own(name, weights).add_(direction, alpha=-params.learning_rate)
+
+
+def matrix_sign(matrix: torch.Tensor) -> torch.Tensor:
+    """About U V^T, of matrix [m, n] = U S V^T; zero for a zero matrix.
+
+    x <- a x + b (x x^T) x + c (x x^T)^2 x maps every singular value s to a s + b s^3 + c s^5; the norm of
+    the matrix is 1 before, so that they lie where this leads them to about 1.
+    """
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = _unit(matrix.T if tall else matrix)
+    for _ in range(_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.T if tall else x
+
+
+def _unit(tensor: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor)
+    return tensor / norm.clamp(min=_TINY)
+
+
+def _rows(momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """[tokens, features] both: each row at unit length, zero where the gradient's row is."""
+    lengths: torch.Tensor = torch.linalg.vector_norm(momentum, dim=1, keepdim=True)
+    return (momentum / lengths.clamp(min=_TINY)).mul_(gradient.any(dim=1, keepdim=True))

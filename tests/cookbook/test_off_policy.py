@@ -1,0 +1,25 @@
+"""Off-policy distillation: cross-entropy with a teacher's likeliest tokens, [N, K] targets, on given text."""
+
+import numpy as np
+import tinker
+from tinker_cookbook.renderers import Renderer
+
+from . import data
+from .divergence import divergence
+from .kitchen import Kitchen, Run
+
+
+def test_the_student_learns_what_its_teacher_would_say(
+    kitchen: Kitchen, service: tinker.ServiceClient, renderer: Renderer, taught: Run
+) -> None:
+    lessons = data.write_jsonl(kitchen.directory / "given.jsonl", data.lessons(96, turns=2))
+    checkpoint = taught.checkpoints[-1]["sampler_path"]
+    source = (f"dataset={lessons}", f"teacher_checkpoint={checkpoint}", "targets=4")
+    settings = ("batch_size=8", "learning_rate=5e-3", "max_steps=10")
+    run = kitchen.run("tests.cookbook.off_policy", "off_policy_distilled", *source, *settings)
+    losses = np.array(run.column("train/loss:sum")) / run.column("train/weights:sum")
+    assert losses[0] > 5
+    assert losses[-1] < 1
+    student = run.checkpoints[-1]["sampler_path"]
+    before, after = (divergence(service, renderer, checkpoint, each) for each in (None, student))
+    assert after < before / 4

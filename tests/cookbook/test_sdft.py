@@ -1,0 +1,36 @@
+"""Self-distillation: the student's own answers, scored by a teacher that is shown the right one."""
+
+import numpy as np
+import tinker
+from tinker_cookbook.renderers import Renderer
+
+from .divergence import divergence
+from .kitchen import RENDERER, Kitchen, Run
+
+
+def sdft(kitchen: Kitchen, taught: Run, name: str, *arguments: str) -> Run:
+    """A taught student; its teacher is the base model."""
+    student = (f"load_checkpoint_path={taught.checkpoints[-1]['state_path']}", f"renderer_name={RENDERER}")
+    amounts = ("groups_per_batch=8", "max_tokens=12", "topk=8", "max_steps=6", "learning_rate=1e-3")
+    cadence = ("save_every=0", "eval_every=0")
+    return kitchen.cook("sdft.train", name, "dataset=toolalpaca", *student, *amounts, *cadence, *arguments)
+
+
+def test_forward_kl_brings_the_student_to_its_teacher(
+    kitchen: Kitchen, service: tinker.ServiceClient, renderer: Renderer, taught: Run
+) -> None:
+    """Cross-entropy with [N, K] targets."""
+    run = sdft(kitchen, taught, "sdft_forward", "num_substeps=4")
+    assert run.column("optimizer_step") == [4, 8, 12, 16, 20, 24]
+    paths = (each.checkpoints[-1]["sampler_path"] for each in (taught, run))
+    before, after = (divergence(service, renderer, None, path) for path in paths)
+    assert after < before - 1.5
+
+
+def test_reverse_kl_brings_the_student_to_its_teacher(kitchen: Kitchen, taught: Run) -> None:
+    """`forward_backward_custom` with [N, K] targets, whose loss is what the server took a gradient of."""
+    run = sdft(kitchen, taught, "sdft_reverse", "reverse=true")
+    assert run.column("loss:sum") == run.column("sdft/reverse_kl_loss")
+    divergences = run.column("sdft/reverse_kl_mean")
+    assert divergences[0] > 1
+    assert np.mean(divergences[-2:]) < divergences[0] / 2

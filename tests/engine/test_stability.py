@@ -1,0 +1,163 @@
+"""What is recorded of a sample stands and falls with its result. The samplers are scripted."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from sqlalchemy import Connection, Engine, event
+
+from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.overflow import Overflow
+from skyrl_tinker.engine.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.samplers import Samplers
+from skyrl_tinker.engine.sessions import SessionKeeper
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.store import futures, sampling, stability
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store.stability import SequenceRecord
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.ids import FutureStatus, SessionId
+from skyrl_tinker.wire.sample_codec import sample_body
+from skyrl_tinker.wire.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
+
+from . import journal
+
+SEQUENCES = (
+    SampledSequence((5, 6, 7), (-0.5, -1.5, -0.25), "length"),
+    SampledSequence((8,), (-2.0,), "stop"),
+)
+
+
+class ScriptedSamplers:
+    """Answers with SEQUENCES, once it may."""
+
+    replicas = 1
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.failing = False
+
+    def require_served(self, base_model: str) -> None:
+        pass
+
+    async def sample(self, wanted: None, request: SampleRequest) -> SampleOutput:
+        await self.go_on.wait()
+        if self.failing:
+            raise SamplerError("it died")
+        return SampleOutput(SEQUENCES)
+
+
+class Sampling:
+    def __init__(self, store: Store, bell: Doorbell) -> None:
+        self.store = store
+        self.samplers = ScriptedSamplers()
+        samplers = cast(Samplers, self.samplers)
+        self.driver = SamplerDriver(store, samplers, Outbox(store, bell), 8)
+        self.running = asyncio.create_task(self.driver.run())
+
+    async def sample(self, session: SessionId, *, record: bool) -> Accepted:
+        sampler = await self.store.write(
+            lambda conn: sampling.create(
+                conn, session, 0, base_model="tiny", model_path=None, version_id=None
+            )
+        )
+        params = SamplingParams(max_tokens=3)
+        body = sample_body(SampleRequest((1, 2), 2, params, record_stability_info=record))
+        accepted = await self.store.write(
+            lambda conn: futures.submit_sample(conn, sampler, 1, body=body, digest=b"", num_samples=2)
+        )
+        async with self.store.read() as conn:
+            self.driver.submit(await futures.queued_after(conn, 0))
+        return accepted
+
+    async def done(self, accepted: Accepted) -> None:
+        async with asyncio.timeout(10):
+            while (await journal.outcome(self.store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def drawn(store: Store, bell: Doorbell) -> AsyncIterator[Sampling]:
+    made = Sampling(store, bell)
+    yield made
+    made.running.cancel()
+    with suppress(asyncio.CancelledError):
+        await made.running
+
+
+@pytest.fixture
+def statements() -> Iterator[list[str]]:
+    """All that is executed meanwhile."""
+    seen: list[str] = []
+
+    def note(_conn: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        seen.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    yield seen
+    event.remove(Engine, "before_cursor_execute", note)
+
+
+async def records_of(store: Store, accepted: Accepted) -> dict[stability.Key, SequenceRecord]:
+    async with store.read() as conn:
+        return await stability.find(conn, accepted.sequence_ids)
+
+
+async def test_every_sequence_of_a_recorded_sample_has_its_record(store: Store, drawn: Sampling) -> None:
+    session = await journal.new_session(store)
+    accepted = await drawn.sample(session, record=True)
+    await drawn.done(accepted)
+    found = await records_of(store, accepted)
+    assert set(found) == {(session, name) for name in accepted.sequence_ids}
+    for name, sequence in zip(accepted.sequence_ids, SEQUENCES, strict=True):
+        record = found[session, name]
+        np.testing.assert_array_equal(record.tokens, np.array(sequence.tokens, np.int32), strict=True)
+        np.testing.assert_array_equal(record.logprobs, np.array(sequence.logprobs, np.float32), strict=True)
+        assert record.prompt_length == 2
+
+
+async def test_an_ordinary_sample_costs_no_statement_more(
+    store: Store, drawn: Sampling, statements: list[str]
+) -> None:
+    accepted = await drawn.sample(await journal.new_session(store), record=False)
+    await drawn.done(accepted)
+    assert [statement for statement in statements if "stability_records" in statement] == []
+    assert any("INSERT INTO results" in statement for statement in statements)
+    assert await records_of(store, accepted) == {}
+
+
+async def test_a_failed_sample_leaves_no_record(store: Store, drawn: Sampling) -> None:
+    drawn.samplers.failing = True
+    accepted = await drawn.sample(await journal.new_session(store), record=True)
+    await drawn.done(accepted)
+    assert await records_of(store, accepted) == {}
+
+
+async def test_a_result_that_comes_too_late_leaves_no_record(store: Store, drawn: Sampling) -> None:
+    drawn.samplers.go_on.clear()
+    accepted = await drawn.sample(await journal.new_session(store), record=True)
+    await store.write(lambda conn: futures.fail_pending(conn, None, Failure("gone", "server")))
+    drawn.samplers.go_on.set()
+    async with asyncio.timeout(10):
+        while drawn.driver.in_flight() or drawn.driver.queued():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await records_of(store, accepted) == {}
+
+
+@pytest.mark.parametrize(("ttl_s", "left"), [(3600.0, 2), (1e-9, 0)])
+async def test_records_that_nobody_uses_are_purged(
+    store: Store, drawn: Sampling, tmp_path: Path, ttl_s: float, left: int
+) -> None:
+    accepted = await drawn.sample(await journal.new_session(store), record=True)
+    await drawn.done(accepted)
+    nobody = cast(Any, None)
+    (tmp_path / "memory").mkdir()
+    overflow = Overflow(tmp_path / "memory", tmp_path / "disk")
+    await SessionKeeper(store, nobody, nobody, nobody, overflow, 600.0, 600.0, ttl_s).sweep()
+    assert len(await records_of(store, accepted)) == left

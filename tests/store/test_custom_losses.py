@@ -1,0 +1,125 @@
+"""Uploaded losses: kept once, answered at once, of one session only."""
+
+import asyncio
+import time
+
+import pytest
+
+from skyrl_tinker.errors import GoneError, NotFoundError, SeqIdReusedError, UserError
+from skyrl_tinker.store import Store, custom_losses, futures
+from skyrl_tinker.store.custom_losses import NewLoss
+from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.wire.ids import FutureStatus, SessionId
+from skyrl_tinker.wire.values import CustomLoss, Failure
+from tests.store.rows import finish_session, new_session, outcome, queued
+
+LOSS = CustomLoss(
+    "f", (("logprobs", 1), ("w", 0)), ({"op": "output", "args": [{"float": "inf"}, None, 1.5]},)
+)
+REFUSED = Failure("node 'x': call_function 'os.system' is not allowed", "user")
+
+
+async def upload(
+    store: Store,
+    session: SessionId,
+    seq_id: int = 0,
+    loss: CustomLoss | None = LOSS,
+    digest: bytes = b"digest",
+) -> futures.Accepted:
+    new = NewLoss(session, seq_id, loss)
+    failure = REFUSED if loss is None else None
+    return await store.write(
+        lambda conn: futures.submit_custom_loss(conn, new, digest=digest, result=b"{}", failure=failure)
+    )
+
+
+async def found(store: Store, session: SessionId, seq_id: int = 0) -> CustomLoss | None:
+    async with store.read() as conn:
+        return await custom_losses.get(conn, session, f"{session}:loss:{seq_id}")
+
+
+async def test_a_loss_comes_back_as_it_was(store: Store, session: SessionId) -> None:
+    accepted = await upload(store, session)
+    assert await found(store, session) == LOSS
+    answer = await outcome(store, accepted.request_id)
+    assert (answer.status, answer.content_type, answer.body) == (FutureStatus.DONE, "application/json", b"{}")
+
+
+async def test_other_sessions_cannot_have_it(store: Store, session: SessionId) -> None:
+    await upload(store, session)
+    other = await new_session(store)
+    async with store.read() as conn:
+        assert await custom_losses.get(conn, other, f"{session}:loss:0") is None
+        assert await custom_losses.get(conn, session, "nobody") is None
+
+
+async def test_retries_that_race_get_one_promise(store: Store, session: SessionId) -> None:
+    answers = await asyncio.gather(*(upload(store, session) for _ in range(20)))
+    assert len({accepted.request_id for accepted in answers}) == 1
+    assert sum(accepted.created for accepted in answers) == 1
+
+
+async def test_another_loss_under_the_same_number_is_refused(store: Store, session: SessionId) -> None:
+    await upload(store, session, 3)
+    with pytest.raises(
+        SeqIdReusedError, match=f"custom_loss_seq_id 3 of session {session} .*another payload"
+    ):
+        await upload(store, session, 3, digest=b"other")
+
+
+async def test_a_refused_loss_keeps_its_number_and_its_failure(store: Store, session: SessionId) -> None:
+    accepted = await upload(store, session, loss=None)
+    again = await upload(store, session, loss=None)
+    assert again.request_id == accepted.request_id
+    answer = await outcome(store, accepted.request_id)
+    assert answer.status is FutureStatus.FAILED
+    assert answer.body == futures.failure_body(REFUSED)
+    assert await found(store, session) is None
+
+
+async def test_the_engine_never_sees_them(store: Store, session: SessionId, model: ModelRow) -> None:
+    before = await queued(store)
+    await upload(store, session)
+    await upload(store, session, 1, None)
+    assert await queued(store) == before
+
+
+async def test_a_restart_leaves_them_as_they_are(store: Store, session: SessionId) -> None:
+    accepted = await upload(store, session)
+    assert await store.write(lambda conn: futures.fail_pending(conn, None, Failure("dead", "server"))) == 0
+    assert (await outcome(store, accepted.request_id)).status is FutureStatus.DONE
+
+
+async def test_sessions_must_be_there_and_live(store: Store, session: SessionId) -> None:
+    with pytest.raises(NotFoundError, match="no session nobody"):
+        await upload(store, SessionId("nobody"))
+    first = await upload(store, session)
+    await finish_session(store, session)
+    with pytest.raises(GoneError):
+        await upload(store, session, 1)
+    assert (await upload(store, session)).request_id == first.request_id
+
+
+async def test_a_session_has_room_for_so_many(
+    store: Store, session: SessionId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(custom_losses, "MAX_PER_SESSION", 3)
+    first = await upload(store, session, 0)
+    await upload(store, session, 1, None)
+    await upload(store, session, 2)
+    with pytest.raises(UserError, match="3 custom losses, the most"):
+        await upload(store, session, 3)
+    assert (await upload(store, session, 0)).request_id == first.request_id
+    await upload(store, await new_session(store), 0)
+
+
+async def test_losses_go_some_time_after_their_session(store: Store, session: SessionId) -> None:
+    other = await new_session(store)
+    await upload(store, session)
+    await upload(store, other)
+    await finish_session(store, session)
+    assert await store.write(lambda conn: custom_losses.purge(conn, time.time() - 60)) == 0
+    assert await found(store, session) == LOSS  # requests of it may still wait
+    assert await store.write(lambda conn: custom_losses.purge(conn, time.time() + 60)) == 1
+    assert await found(store, session) is None
+    assert await found(store, other) == LOSS

@@ -1,0 +1,143 @@
+"""Adapters from elsewhere become checkpoints of a home, whether it was served before or not."""
+
+import asyncio
+import json
+import resource
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from skyrl_tinker import base_model, config, tiny_model
+from skyrl_tinker.cli import app
+from skyrl_tinker.config import Settings
+from skyrl_tinker.places import Places
+from skyrl_tinker.store import checkpoints, models, sessions, state
+from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.manifest import read_manifest
+from skyrl_tinker.wire import paths
+from skyrl_tinker.wire.ids import ModelState
+from skyrl_tinker.wire.values import LoraSpec
+from tests.peft_adapters import save_adapter
+
+SPEC = LoraSpec(4, 0, train_mlp=False, train_unembed=False)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("base") / "model"
+    tiny_model.make_model(directory, hidden=64, layers=1)
+    return str(directory)
+
+
+@pytest.fixture
+def adapter(base: str, tmp_path: Path) -> Path:
+    save_adapter(base, tmp_path / "from-elsewhere", r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    return tmp_path / "from-elsewhere"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return config.load(home=tmp_path / "home")
+
+
+async def serve_once(settings: Settings, base: str) -> None:
+    """What `serve` leaves in the store."""
+    facts = base_model.resolve(settings.model_copy(update={"base_model": base, "model_name": "small"}))
+    store = await Store.open(settings.store_url)
+    await store.write(lambda conn: state.put(conn, "base_model", asdict(facts)))
+    await store.close()
+
+
+def look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
+    return asyncio.run(_look_up(settings, path))
+
+
+async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
+    where = paths.parse(path)
+    store = await Store.open(settings.store_url)
+    async with store.read() as conn:
+        row = await checkpoints.find(conn, where.model_id, where.kind, where.name)
+        model = await models.by_id(conn, where.model_id)
+        assert not await sessions.expired(conn, 1e18, 0.0), "nothing that a server would have to end"
+    await store.close()
+    assert row is not None
+    assert model is not None
+    return row, model
+
+
+def run(settings: Settings, *arguments: str) -> str:
+    """Its standard output."""
+    result = CliRunner().invoke(app, ["import-adapter", *arguments, "--home", str(settings.root)])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def fail(settings: Settings, *arguments: str) -> str:
+    """Its one line of standard error."""
+    result = CliRunner().invoke(app, ["import-adapter", *arguments, "--home", str(settings.root)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    return str(line)
+
+
+def test_a_path_for_the_model_that_was_served_last_is_all_it_prints(
+    settings: Settings, base: str, adapter: Path
+) -> None:
+    Places(settings).make()
+    migrate(settings.store_url)
+    asyncio.run(serve_once(settings, base))
+    printed = run(settings, str(adapter))
+    row, model = look_up(settings, printed.strip())
+    assert printed == f"tinker://{model.model_id}/weights/from-elsewhere\n"
+    assert (row.base_model, row.spec, row.has_optimizer) == ("small", SPEC, False)
+    assert (model.state, model.spec, model.base_model) == (ModelState.RELEASED, SPEC, "small")
+    assert model.user_metadata == {"imported_from": str(adapter)}
+    manifest = read_manifest(row.directory)
+    assert (manifest.spec, manifest.optimizer, manifest.step) == (SPEC, None, 0)
+    assert row.size_bytes == sum(file.stat().st_size for file in Path(row.directory).iterdir())
+    assert Path(row.directory).is_relative_to(settings.checkpoint_root)
+
+
+def test_a_home_never_served_is_told_its_model(settings: Settings, base: str, adapter: Path) -> None:
+    assert "--base-model" in fail(settings, str(adapter))
+    assert not settings.root.exists()
+    path = run(settings, str(adapter), "--base-model", base, "--name", "start").strip()
+    row, _ = look_up(settings, path)
+    assert (row.base_model, row.name) == (base, "start")
+    assert "--base-model" in fail(settings, str(adapter)), "still nothing was served"
+
+
+def test_one_name_may_be_imported_twice(settings: Settings, base: str, adapter: Path) -> None:
+    found = [run(settings, str(adapter), "--base-model", base).strip() for _ in range(2)]
+    rows = [look_up(settings, path)[0] for path in found]
+    assert len({row.directory for row in rows}) == len(set(found)) == 2
+
+
+def test_a_name_that_is_no_name_is_refused(settings: Settings, base: str, adapter: Path) -> None:
+    assert "checkpoint name" in fail(settings, str(adapter), "--base-model", base, "--name", "a/b")
+
+
+def test_what_is_refused_leaves_nothing(settings: Settings, base: str, adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+    assert "use_dora is True" in fail(settings, str(adapter), "--base-model", base)
+    assert list(settings.checkpoint_root.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(settings: Settings, base: str, tmp_path: Path) -> None:
+    for name, rank in (("small", 4), ("large", 256)):
+        save_adapter(base, tmp_path / name, r=rank, target_modules=["q_proj", "v_proj"])
+    kept = look_up(settings, run(settings, str(tmp_path / "small"), "--base-model", base).strip())[0]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        line = fail(settings, str(tmp_path / "large"), "--base-model", base)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "could not be written: File too large" in line
+    assert list(settings.checkpoint_root.glob("*/*/*")) == [Path(kept.directory)]

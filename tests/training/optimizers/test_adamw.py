@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from skyrl_tinker.training.worker import Worker
+from skyrl_tinker.wire.ids import ModelKey
+from skyrl_tinker.wire.values import AdamParams, LoraSpec
+from tests.training import reference
+from tests.training.passes import assert_close, make_data, make_item, run_one, step, weights_of
+
+PLAIN = AdamParams(learning_rate=1e-2)
+FANCY = AdamParams(1e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.5)
+
+
+@pytest.mark.parametrize("adam", [PLAIN, FANCY])
+def test_three_steps_equal_torch_adamw(worker: Worker, untied_model: str, adam: AdamParams) -> None:
+    worker.create_model(ModelKey(1), LoraSpec(8, 3))
+    leaves = {name: tensor.requires_grad_() for name, tensor in weights_of(worker, 1).items()}
+    betas = (adam.beta1, adam.beta2)
+    optimizer = torch.optim.AdamW(leaves.values(), adam.learning_rate, betas, adam.eps, adam.weight_decay)
+    for number in range(3):
+        data = make_data((30, 20), number)
+        _, gradients = reference.adapter_gradients(untied_model, leaves, data, reference.cross_entropy)
+        for name, leaf in leaves.items():
+            leaf.grad = gradients[name]
+        limit = adam.grad_clip_norm or float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(leaves.values(), limit))
+        optimizer.step()
+        run_one(worker, make_item(1, data))
+        output = step(worker, 1, adam)
+        assert output.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert output.metrics["optimizer_step"] == number + 1
+        assert output.metrics["learning_rate"] == adam.learning_rate
+    assert_close(weights_of(worker, 1), {name: leaf.detach() for name, leaf in leaves.items()}, 1e-5)

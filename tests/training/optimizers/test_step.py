@@ -1,0 +1,127 @@
+"""What every optimizer keeps to: when a step is made, and what it leaves behind."""
+
+import math
+
+import pytest
+
+from skyrl_tinker.training.worker import Worker
+from skyrl_tinker.wire.ids import ModelKey
+from skyrl_tinker.wire.values import AdamParams, DimuonParams, LoraSpec
+from tests.training.passes import (
+    assert_close,
+    assert_equal,
+    gradients_of,
+    make_data,
+    make_item,
+    run_one,
+    step,
+    weights_of,
+)
+
+Params = AdamParams | DimuonParams
+MODEL = ModelKey(1)
+both = pytest.mark.parametrize("params", [AdamParams(1e-2), DimuonParams(1e-2)], ids=["adamw", "dimuon"])
+
+
+def _create(worker: Worker, params: Params) -> None:
+    worker.create_model(MODEL, LoraSpec(8, 3), params.family)
+
+
+@both
+def test_hyperparameters_are_those_of_each_step(worker: Worker, params: Params) -> None:
+    """The second step's learning rate 0 must leave the weights, whatever the first one's was."""
+    _create(worker, params)
+    for each in (params, type(params)(learning_rate=0.0)):
+        before = weights_of(worker, 1)
+        run_one(worker, make_item(1, make_data((30,), 1)))
+        output = step(worker, 1, each)
+        assert output.metrics["learning_rate"] == each.learning_rate
+    assert output.metrics["optimizer_step"] == 2.0
+    assert_equal(weights_of(worker, 1), before)
+
+
+def test_gradients_of_several_passes_add_up_until_the_step(worker: Worker) -> None:
+    for key in (1, 2):
+        worker.create_model(ModelKey(key), LoraSpec(8, 3))
+    first, second = make_data((30, 20), 1), make_data((10, 40), 2)
+    run_one(worker, make_item(1, first))
+    run_one(worker, make_item(1, second))
+    run_one(worker, make_item(2, first + second))
+    assert_close(gradients_of(worker, 1), gradients_of(worker, 2), 1e-6)
+    step(worker, 1)
+    assert all(not gradient.any() for gradient in gradients_of(worker, 1).values())
+
+
+@both
+def test_a_step_without_gradients_changes_nothing_and_says_so(worker: Worker, params: Params) -> None:
+    _create(worker, params)
+    run_one(worker, make_item(1, make_data((30,), 1)))
+    step(worker, 1, params)
+    before = weights_of(worker, 1)
+    output = step(worker, 1, params)
+    assert output.metrics["no_gradients"] == 1.0
+    assert output.metrics["optimizer_step"] == 1.0
+    assert output.error is None
+    assert_equal(weights_of(worker, 1), before)
+
+
+def test_forward_only_leaves_no_gradient(worker: Worker) -> None:
+    worker.create_model(MODEL, LoraSpec(8, 3))
+    output = run_one(worker, make_item(1, make_data((30,), 1), backward=False))
+    assert output.metrics["loss:sum"] != 0.0
+    assert step(worker, 1).metrics["no_gradients"] == 1.0
+
+
+@both
+def test_a_step_with_gradients_that_are_not_finite_is_refused(worker: Worker, params: Params) -> None:
+    _create(worker, params)
+    run_one(worker, make_item(1, make_data((30,), 1)))
+    (gradients,) = worker._models[MODEL].reduced_gradients(worker._ranks)[0]
+    gradients[7] = math.inf  # as a sum over ranks may become
+    before = weights_of(worker, 1)
+    output = step(worker, 1, params)
+    assert output.error is not None
+    assert "not finite" in output.error
+    assert_equal(weights_of(worker, 1), before)
+    assert step(worker, 1, params).metrics["no_gradients"] == 1.0
+    run_one(worker, make_item(1, make_data((30,), 1)))
+    assert step(worker, 1, params).metrics["optimizer_step"] == 1.0
+
+
+@both
+def test_a_step_of_another_optimizer_is_refused_and_clears_its_window(worker: Worker, params: Params) -> None:
+    other = AdamParams(1e-2) if params.family == "dimuon" else DimuonParams(1e-2)
+    _create(worker, params)
+    run_one(worker, make_item(1, make_data((30,), 1)))
+    before = weights_of(worker, 1)
+    error = step(worker, 1, other).error
+    assert error is not None
+    assert f"parameters of {other.family}, expected those of {params.family}" in error
+    assert_equal(weights_of(worker, 1), before)
+    assert step(worker, 1, params).metrics["no_gradients"] == 1.0
+
+
+@both
+def test_gradients_are_clipped_by_their_global_norm(worker: Worker, params: Params) -> None:
+    """Far below the limit, at it and far above: the same step as without, as with half the gradients."""
+    data = make_data((30, 20), 1)
+    _create(worker, params)
+    run_one(worker, make_item(1, data))
+    norm = step(worker, 1, params).metrics["grad_norm"]
+    plain = weights_of(worker, 1)
+    clipped = {}
+    for key, limit in ((2, 2 * norm), (3, norm / 2)):
+        worker.create_model(ModelKey(key), LoraSpec(8, 3), params.family)
+        run_one(worker, make_item(key, data))
+        output = step(worker, key, type(params)(learning_rate=1e-2, grad_clip_norm=limit))
+        assert output.metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)  # the one before clipping
+        clipped[key] = weights_of(worker, key)
+    assert_equal(clipped[2], plain)
+    assert_close(clipped[3], plain, 1e-5)  # neither optimizer's first step knows the gradients' scale
+
+
+def test_zeroed_gradients_are_gone(worker: Worker) -> None:
+    worker.create_model(MODEL, LoraSpec(8, 3))
+    run_one(worker, make_item(1, make_data((30,), 1)))
+    worker.zero_gradients([MODEL])
+    assert step(worker, 1).metrics["no_gradients"] == 1.0
