@@ -58,12 +58,12 @@ class FullModel(TrainableModel):
         found = (parameter.grad for parameter in self._parameters.values())
         return [_local(gradient) for gradient in found if gradient is not None]
 
-    def begin(self) -> None:
+    def _keep_gradients(self) -> None:
         """Costs a second set of gradients only while a pass adds to earlier ones."""
         self._saved = [parameter.grad for parameter in self._parameters.values()]
         self._drop_gradients()
 
-    def rollback(self) -> None:
+    def _restore_gradients(self) -> None:
         for parameter, saved in zip(self._parameters.values(), self._saved, strict=True):
             parameter.grad = saved
         self._saved = []

@@ -105,10 +105,10 @@ class LoraModel(TrainableModel):
     def _local_gradients(self) -> list[torch.Tensor]:
         return [self._gradients]
 
-    def begin(self) -> None:
+    def _keep_gradients(self) -> None:
         self._saved = self._gradients.clone() if self.has_gradients else None
 
-    def rollback(self) -> None:
+    def _restore_gradients(self) -> None:
         if self._saved is None:
             self._gradients.zero_()
         else:

@@ -1,6 +1,7 @@
 """One pass: every micro-batch forward, losses per request, backward, gradients to their models."""
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -37,6 +38,9 @@ class _Attempt:
     failures: dict[int, Failure] = field(default_factory=dict)
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     """By segment [cells]: the upstream gradients of requests whose loss is taken over all of them at once."""
+
+    spent: dict[int, float] = field(default_factory=dict)
+    """By request: seconds that its custom loss took."""
 
     def keep(self, request: int, scored: Scored) -> None:
         if scored.failure is not None:
@@ -97,9 +101,9 @@ class PassRunner:
         self, batch: TrainingInputBatch, alive: frozenset[int], budget: int
     ) -> tuple[_Attempt, set[int]]:
         """And the requests that failed. The gradients are in the models, to be committed or rolled back."""
-        for model in self._training(batch, alive):
-            model.begin()
         try:
+            for model in self._training(batch, alive):
+                model.begin()
             attempt = self._attempt(batch, alive, budget)
             bad = self._agree(attempt) or self._overflown(attempt, alive, budget)
         except BaseException:  # whatever it is: nobody's earlier gradients may suffer
@@ -218,12 +222,14 @@ class PassRunner:
 
     def _losses(self, attempt: _Attempt, row: Row, logprobs: torch.Tensor, backward: bool) -> torch.Tensor:
         """Losses and metrics of the row's requests, into `attempt`; returns d(their sum)/d(logprobs), [C]."""
-        upstream = torch.zeros_like(logprobs)
+        upstream, spent = torch.zeros_like(logprobs), 0.0
         for span in row.requests:
             info = attempt.batch.requests[span.owner]
-            if not info.loss.whole_request:
-                own = logprobs[span.part]
-                scored = row_loss(attempt.batch, row, span, own, self._seed(info), backward)
+            if not info.loss.whole_request and span.owner not in attempt.failures:
+                own, seconds = logprobs[span.part], attempt.seconds_left(span.owner, spent)
+                began = time.monotonic()
+                scored = row_loss(attempt.batch, row, span, own, self._seed(info), backward, seconds)
+                spent += attempt.spend(span.owner, time.monotonic() - began)
                 attempt.keep(span.owner, scored)
                 upstream[span.part] = scored.upstream
         for datum in row.datums:

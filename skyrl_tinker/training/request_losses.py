@@ -26,18 +26,28 @@ class Scored:
 
 
 def row_loss(
-    batch: TrainingInputBatch, row: Row, span: Span, logprobs: torch.Tensor, seed: int, backward: bool
+    batch: TrainingInputBatch,
+    row: Row,
+    span: Span,
+    logprobs: torch.Tensor,
+    seed: int,
+    backward: bool,
+    seconds: float,
 ) -> Scored:
-    """Over the datums of the request `span` that lie in the row; logprobs [n] are those of the span."""
+    """Over the datums of the request `span` that lie in the row; logprobs [n] are those of the span.
+
+    `seconds`: how long a custom loss may take.
+    """
     segments = [each.owner for each in row.datums if span.start <= each.start < span.stop]
     inputs = {name: values[span.part] for name, values in row.inputs.items()}
-    return _score(batch, segments, logprobs, inputs, seed, backward)
+    return _score(batch, segments, logprobs, inputs, seed, backward, seconds)
 
 
 def whole_loss(batch: TrainingInputBatch, request: int, logprobs: torch.Tensor, seed: int) -> Scored:
     """Over all datums of the request; logprobs [C] are those of the batch, `upstream` is in their order."""
     segments = batch.segments_of(request)
-    cells = np.concatenate([np.arange(len(batch.targets))[batch.cells_of(each)] for each in segments])
+    parts = [batch.cells_of(each) for each in segments]
+    cells = np.concatenate([np.arange(part.start, part.stop) for part in parts])
     inputs = {
         name: torch.from_numpy(values[cells]).to(logprobs.device) for name, values in batch.inputs.items()
     }
@@ -52,12 +62,14 @@ def _score(
     inputs: Mapping[str, torch.Tensor],
     seed: int,
     backward: bool,
+    seconds: float = math.inf,
 ) -> Scored:
     info = batch.requests[batch.request[segments[0]]]
     leaf = logprobs.detach().requires_grad_(backward)
     try:
         with torch.set_grad_enabled(backward):
-            terms = LOSS_FUNCTIONS[info.loss_fn](leaf, _context(batch, info, segments, inputs, seed))
+            context = _context(batch, info, segments, inputs, seed, seconds)
+            terms = LOSS_FUNCTIONS[info.loss_fn](leaf, context)
         upstream = _gradient(terms, leaf) if backward else torch.zeros_like(leaf)
     except UserError as error:  # a custom loss beyond its bounds
         return Scored(torch.zeros_like(logprobs), {}, Failure(str(error), error.category))
@@ -74,6 +86,7 @@ def _context(
     segments: list[int],
     inputs: Mapping[str, torch.Tensor],
     seed: int,
+    seconds: float,
 ) -> LossContext:
     spec = info.loss
     device = next((values.device for values in inputs.values()), torch.device("cpu"))
@@ -83,6 +96,7 @@ def _context(
         config=info.loss_config,
         seed=seed,
         custom=info.custom,
+        seconds=seconds,
         own_inputs=tuple(
             {name: torch.tensor(values, device=device) for name, values in batch.own_inputs[segment].items()}
             for segment in segments

@@ -47,6 +47,7 @@ class TrainableModel(ABC):
         self.optimizer = optimizer
         self.step = 0
         self.has_gradients = False
+        self._in_pass = False
         self._moments: dict[Part, list[torch.Tensor]] = {}
 
     @property
@@ -76,9 +77,21 @@ class TrainableModel(ABC):
         self.step = 0
         self._moments.clear()
 
+    def begin(self) -> None:
+        """Keep what is needed to undo a pass."""
+        self._keep_gradients()
+        self._in_pass = True
+
+    def rollback(self) -> None:
+        """Back to the gradients at `begin`, to the last bit. Nothing to do for a model that is in no pass."""
+        if self._in_pass:
+            self._restore_gradients()
+            self._in_pass = False
+
     def commit(self) -> None:
         """The pass was good: its gradients join the accumulated ones."""
         self._join_gradients()
+        self._in_pass = False
         self.has_gradients = True
 
     def gradients_finite(self) -> bool:
@@ -102,12 +115,11 @@ class TrainableModel(ABC):
         """As far as there are any. Zero without `has_gradients`, outside of a pass."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """Keep what is needed to undo a pass."""
+    def _keep_gradients(self) -> None:
+        """For `_restore_gradients`. Whatever is raised here, they are as they were."""
 
     @abstractmethod
-    def rollback(self) -> None:
-        """Back to the gradients at `begin`, to the last bit."""
+    def _restore_gradients(self) -> None: ...
 
     @abstractmethod
     def _join_gradients(self) -> None: ...

@@ -1,55 +1,67 @@
-"""How far a student is from its teacher at what an assistant says."""
+"""How far a student is from its teacher in what one of the two says."""
 
 import numpy as np
 import tinker
 import torch
 from tinker import types
-from tinker_cookbook.renderers import Renderer, TrainOnWhat
+from tinker_cookbook.renderers import Renderer
 
 from . import data
-from .kitchen import MODEL, Row
+from .kitchen import MODEL
+
+LIKELIEST, ANSWERS, LENGTH = 8, 16, 12
+
+
+def samplers(service: tinker.ServiceClient, *paths: str | None) -> list[tinker.SamplingClient]:
+    """Of checkpoints; None is the base model."""
+    return [service.create_sampling_client(base_model=MODEL, model_path=path).result() for path in paths]
 
 
 def divergence(
-    service: tinker.ServiceClient, renderer: Renderer, teacher: str | None, student: str | None
+    teacher: tinker.SamplingClient,
+    student: tinker.SamplingClient,
+    speaker: tinker.SamplingClient,
+    renderer: Renderer,
 ) -> float:
-    """KL(teacher || student) in nats over the teacher's 8 likeliest tokens, its mean over a lesson's answers.
+    """KL(teacher || student) in nats, the mean over the tokens of what `speaker` answers to a question.
 
-    Each is a sampler's path, None the base model; both are renormalised over those tokens.
+    The teacher is renormalised over its likeliest tokens, so this is the distillation losses' cross-entropy
+    without the teacher's entropy.
     """
-    tokens, said = _rendered(renderer, data.lessons(1, turns=2)[0])
-    likely, q = _likeliest(_sampler(service, teacher), tokens, 8)
-    p = _scores(_sampler(service, student), tokens, likely)
-    q, p = (torch.log_softmax(each[said], dim=-1) for each in (q, p))
-    return float(torch.nn.functional.kl_div(p, q, log_target=True, reduction="batchmean"))
+    question = renderer.build_generation_prompt([{"role": "user", "content": data.question(1)}])
+    params = types.SamplingParams(max_tokens=LENGTH, seed=1, stop=renderer.get_stop_sequences())
+    spoken = speaker.sample(question, ANSWERS, params).result().sequences
+    answers = [each.tokens for each in spoken]
+    found = [_at_each_token(teacher, student, question.to_ints(), answer) for answer in answers]
+    return torch.cat(found).mean().item()
 
 
-def _sampler(service: tinker.ServiceClient, path: str | None) -> tinker.SamplingClient:
-    return service.create_sampling_client(base_model=MODEL, model_path=path).result()
+def _at_each_token(
+    teacher: tinker.SamplingClient, student: tinker.SamplingClient, question: list[int], answer: list[int]
+) -> torch.Tensor:
+    """KL(teacher || student) where each token of the answer stands, [N] float64."""
+    text = types.ModelInput.from_ints([*question, *answer])
+    likely, q = _likeliest(teacher, text)
+    p = _scores(student, text, likely)
+    q = torch.log_softmax(q, dim=-1)
+    return (q.exp() * (q - p)).sum(dim=-1)[-len(answer) :]
 
 
-def _rendered(renderer: Renderer, lesson: Row) -> tuple[list[int], torch.Tensor]:
-    """A conversation's tokens [T], and which of tokens[1:] the assistant says, bool [T - 1]."""
-    said = TrainOnWhat.ALL_ASSISTANT_MESSAGES
-    model_input, weights = renderer.build_supervised_example(lesson["messages"], train_on_what=said)
-    return model_input.to_ints(), weights[1:] > 0
-
-
-def _likeliest(sampler: tinker.SamplingClient, tokens: list[int], k: int) -> tuple[np.ndarray, torch.Tensor]:
-    """The k likeliest tokens at each of tokens[1:], int64 [T - 1, k], and their logprobs."""
-    prompt = types.ModelInput.from_ints(tokens)
+def _likeliest(sampler: tinker.SamplingClient, text: types.ModelInput) -> tuple[np.ndarray, torch.Tensor]:
+    """Of each token but the first: its likeliest candidates, int64 [T - 1, K], and their logprobs."""
     params = types.SamplingParams(max_tokens=1)
-    answer = sampler.sample(prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=k).result()
+    answer = sampler.sample(
+        text, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=LIKELIEST
+    ).result()
     assert answer.topk_prompt_logprobs is not None
-    told = np.array([position[:k] for position in answer.topk_prompt_logprobs[1:]])
+    told = np.array([position[:LIKELIEST] for position in answer.topk_prompt_logprobs[1:]])
     return told[..., 0].astype(np.int64), torch.from_numpy(told[..., 1])
 
 
-def _scores(sampler: tinker.SamplingClient, tokens: list[int], candidates: np.ndarray) -> torch.Tensor:
-    """Logprobs of `candidates` [T - 1, k] at tokens[1:], of that shape."""
-    prompt = types.ModelInput.from_ints(tokens)
+def _scores(sampler: tinker.SamplingClient, text: types.ModelInput, candidates: np.ndarray) -> torch.Tensor:
+    """The logprobs of `candidates` [T - 1, K], of that shape."""
     params = types.SamplingParams(max_tokens=1)
     targets = types.TensorData.from_numpy(candidates)
-    answer = sampler.sample(prompt, 1, params, target_prompt_logprobs=targets).result()
+    answer = sampler.sample(text, 1, params, target_prompt_logprobs=targets).result()
     assert answer.target_prompt_logprobs is not None
     return answer.target_prompt_logprobs.to_torch().double()

@@ -5,7 +5,7 @@ import tinker
 from tinker_cookbook.renderers import Renderer
 
 from . import data
-from .divergence import divergence
+from .divergence import divergence, samplers
 from .kitchen import Kitchen, Run
 
 
@@ -20,6 +20,6 @@ def test_the_student_learns_what_its_teacher_would_say(
     losses = np.array(run.column("train/loss:sum")) / run.column("train/weights:sum")
     assert losses[0] > 5
     assert losses[-1] < 1
-    student = run.checkpoints[-1]["sampler_path"]
-    before, after = (divergence(service, renderer, checkpoint, each) for each in (None, student))
+    teacher, base, student = samplers(service, checkpoint, None, run.checkpoints[-1]["sampler_path"])
+    before, after = (divergence(teacher, each, teacher, renderer) for each in (base, student))
     assert after < before / 4

@@ -1,5 +1,9 @@
 """A tenant's numbers in company are its numbers alone, to the last bit on one rank, whatever the company."""
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -174,3 +178,40 @@ def test_a_pass_that_breaks_leaves_all_gradients_as_they_were(worker: Worker) ->
     for model, gradients in before.items():
         assert_equal(gradients_of(worker, model), gradients)
     assert torch.stack([tensor.abs().sum() for tensor in before[1].values()]).sum() > 0
+
+
+@pytest.mark.parametrize("short", [1, 2], ids=["before the pass", "while it looks for who overflowed"])
+def test_memory_that_runs_out_between_passes_costs_nobody_his_gradients(
+    make_worker: MakeWorker, untied_model: str, monkeypatch: pytest.MonkeyPatch, short: int
+) -> None:
+    """LoRA models copy their gradients first; here the copy number `short` does not fit."""
+    early = [make_item(6, make_data((20,), 1)), make_item(1, make_data((20,), 2))]
+    late = [make_item(6, make_data((30,), 3)), make_item(1, make_data((30,), 4), seq_id=1)]
+    late.append(make_item(1, _overflowing(5), seq_id=2))
+    workers = [_worker(make_worker, untied_model, 4096, 1) for _ in range(2)]
+    for worker in workers:
+        worker.create_model(ModelKey(6), LoraSpec(0, 0))
+        run_pass(worker, *early)
+    expected = run_pass(workers[0], *late)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", _failing_once(torch.Tensor.clone, short))
+        found = run_pass(workers[1], *late)
+    for output, other in zip(found[:2], expected[:2], strict=True):
+        assert isinstance(other, PassOutput)
+        _assert_same_output(output, other)
+    assert isinstance(found[2], Failure)
+    for model in (1, 6):
+        kept, others = (worker._models[ModelKey(model)]._local_gradients() for worker in workers)
+        for gradient, other in zip(kept, others, strict=True):
+            assert torch.equal(gradient, other)
+
+
+def _failing_once(clone: Callable[..., torch.Tensor], number: int) -> Callable[..., torch.Tensor]:
+    calls = itertools.count(1)
+
+    def short_of_memory(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        if next(calls) == number:
+            raise torch.OutOfMemoryError("no room for a copy")
+        return clone(tensor, **options)
+
+    return short_of_memory

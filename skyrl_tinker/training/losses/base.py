@@ -1,5 +1,6 @@
 """What a loss function is."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,6 +36,8 @@ class LossContext:
     config: Config  # defaults filled in
     seed: int  # of the request: the same when it is run again
     custom: CustomLoss | None = None
+    seconds: float = math.inf
+    """For `custom`: how long it may take."""
     own_inputs: tuple[Inputs, ...] = field(default=())
     """For `custom`: per datum what it reads beside logprobs, in the client's dtypes and shapes."""
 

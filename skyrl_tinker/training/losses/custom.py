@@ -8,7 +8,7 @@ import torch
 
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.losses.base import Inputs, LossContext, LossTerms
-from skyrl_tinker.training.losses.custom_bounds import SECONDS, Budget
+from skyrl_tinker.training.losses.custom_bounds import Budget
 from skyrl_tinker.training.losses.custom_graph import Program, read
 from skyrl_tinker.wire.values import CustomLoss
 
@@ -22,7 +22,7 @@ def custom(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     """
     loss = context.custom
     assert loss is not None, "whoever reads the request looks its loss up"
-    program, deadline = read(loss), time.monotonic() + SECONDS
+    program, deadline = read(loss), time.monotonic() + context.seconds
     sizes = [math.prod(shape) for shape in context.shapes]
     cells = torch.split(logprobs.detach().cpu(), sizes)
     found = []

@@ -18,7 +18,14 @@ TOTAL_ELEMENTS = (1 << 24, 2048)
 TOTAL_BYTES = 1 << 30
 """Of all results of a datum; the gradients may take as much again."""
 SECONDS = 20.0
-"""For all datums that are computed at once."""
+"""Of one request in one pass, on each rank."""
+ROW_SECONDS = 2 * SECONDS
+"""Of all requests in a row together: ranks that wait for this one give up after a minute."""
+
+
+def seconds_left(spent: float, spent_on_row: float) -> float:
+    """What a request may take in a row: half of what all have there, so that there is always some left."""
+    return min(SECONDS - spent, (ROW_SECONDS - spent_on_row) / 2)
 
 
 class Budget:
@@ -38,7 +45,9 @@ class Budget:
         if self._left < 0:
             raise UserError(f"the loss touches more than {self._total} elements of one datum, the limit")
         if time.monotonic() > self._deadline:
-            raise UserError(f"the loss takes more than {SECONDS:g} s, the limit")
+            raise UserError(
+                f"the loss takes more than {SECONDS:g} s for one request, the limit (less beside others)"
+            )
 
     def after(self, result: Value) -> None:
         """Views cost nothing to make, yet what reads them does."""
@@ -88,7 +97,10 @@ def _broadcast(shapes: Iterable[Iterable[int]]) -> int:
 
 
 def _product(value: Value) -> int:
-    """Of sizes, which come one by one or in tuples; whatever else there is counts as 1."""
+    """Of sizes, which come one by one or in tuples; whatever else there is counts as 1, but for tensors,
+    which torch takes for sizes, too."""
+    if isinstance(value, torch.Tensor):
+        raise UserError("found a tensor for a size, expected integers")
     if isinstance(value, tuple | list):
         return math.prod(map(_product, value))
     return max(0, value) if isinstance(value, int) else 1
@@ -96,6 +108,11 @@ def _product(value: Value) -> int:
 
 def _of_sizes(args: Arguments, kwargs: Keywords) -> int:
     return _product((args, kwargs.get("size")))
+
+
+def _of_sizes_after(args: Arguments, kwargs: Keywords) -> int:
+    """args: tensor, then sizes."""
+    return _of_sizes(args[1:], kwargs)
 
 
 def _repeated(args: Arguments, kwargs: Keywords) -> int:
@@ -143,10 +160,10 @@ def _width(item: Value) -> int:
 _SIZES: Mapping[str, Callable[[Arguments, Keywords], int]] = {
     "zeros": _of_sizes,
     "ones": _of_sizes,
-    "new_zeros": _of_sizes,
-    "new_ones": _of_sizes,
+    "new_zeros": _of_sizes_after,
+    "new_ones": _of_sizes_after,
     "full": lambda args, kwargs: _of_sizes(args[:1], kwargs),
-    "new_full": lambda args, kwargs: _of_sizes(args[:2], kwargs),
+    "new_full": lambda args, kwargs: _of_sizes(args[1:2], kwargs),
     "arange": _counted,
     "repeat": _repeated,
     "getitem": _indexed,

@@ -76,6 +76,18 @@ BOMBS: dict[str, tuple[CustomLoss, str]] = {
     "arange by keyword": (of(node("x", "torch.arange", end=10**12)), "by position"),
     "repeat": (of(method("x", "repeat", L, 10**10)), "elements"),
     "repeat in a tuple": (of(method("x", "repeat", L, {"tuple": [10**5, 10**5]})), "elements"),
+    "a tensor for a size": (
+        of(node("n", "torch.full", {"tuple": []}, 10**8), method("i", "long", ref("n")),
+           method("x", "repeat", L, ref("i"))),
+        "a tensor for a size",
+    ),
+    "a tensor among sizes": (
+        of(node("n", "torch.full", {"tuple": []}, 10**9), method("i", "long", ref("n")),
+           node("x", "torch.ones", {"tuple": [ref("i")]})),
+        "a tensor for a size",
+    ),
+    "new ones": (of(method("x", "new_ones", L, {"tuple": [10**5, 10**5]})), "elements"),
+    "new, full of": (of(method("x", "new_full", L, {"tuple": [10**5, 10**5]}, 1.0)), "elements"),
     "expand": (of(method("x", "expand", L, 10**12, -1)), "elements"),
     "broadcast_to": (of(node("x", "torch.broadcast_to", L, {"tuple": [10**12, 8]})), "elements"),
     "doubling": (of(*doubling(60)), "elements"),
