@@ -68,11 +68,11 @@ class Outbox:
     async def send(self, outcomes: Iterable[tuple[int, Outcome]], *also: Op[Any]) -> None:
         """Finish futures (by id), together with what must stand or fall with them.
 
-        Results alone wait for a database that fails for a while; what goes with more raises OperationalError.
+        They wait for a database that fails for a while.
         """
         finished = dict(outcomes)
         if also:
-            await self._send(finished, also)
+            await persistently(lambda: self._send(finished, also))
         elif finished:
             self._waiting |= finished
             if self._sending is None:

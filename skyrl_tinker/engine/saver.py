@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.engine.answers import Outbox, failure_of, json_answer, persistently
+from skyrl_tinker.engine.answers import Outbox, failure_of, json_answer
 from skyrl_tinker.engine.checkpoints import expiry, free_directory, require_free
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.store import checkpoints
@@ -82,7 +82,7 @@ class Saver:
 
         answer = json_answer({"path": str(saving.path), "type": "save_weights"})
         try:
-            await persistently(lambda: self._outbox.send([(saving.row.id, answer)], op))
+            await self._outbox.send([(saving.row.id, answer)], op)
         except Exception:  # nobody will ever find it
             await asyncio.to_thread(shutil.rmtree, saving.directory, ignore_errors=True)
             raise

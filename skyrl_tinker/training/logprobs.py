@@ -9,7 +9,10 @@ CHUNK = 256
 """Tokens whose logits exist at one time."""
 
 KEPT = 1 << 22
-"""Up to so many logits of a row (16 MiB) wait for backward; more are computed again."""
+"""Up to so many logits of one model's tokens in a row (16 MiB) wait for backward; more are computed again."""
+
+KEPT_OF_ROW = 4 * KEPT
+"""However many models share the row."""
 
 
 class Head(NamedTuple):
@@ -21,14 +24,21 @@ class Head(NamedTuple):
 
 
 def token_logprobs(
-    hidden: torch.Tensor, head: Head, targets: torch.Tensor, cell_tokens: torch.Tensor | None = None
+    hidden: torch.Tensor,
+    head: Head,
+    targets: torch.Tensor,
+    cell_tokens: torch.Tensor | None = None,
+    *,
+    keep: bool = True,
 ) -> torch.Tensor:
     """hidden [T, D], targets [C] int64 -> [C] float32, differentiable in hidden, weight, inner and outer.
 
     `cell_tokens` [C] int64, not falling: which token each target is scored at; None: one each, C = T.
+    `keep`: logits may wait for backward, if they are few.
     """
+    keep = keep and len(hidden) * len(head.weight) <= KEPT
     result: torch.Tensor = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.inner, head.outer, targets, cell_tokens
+        hidden, head.weight, head.inner, head.outer, targets, cell_tokens, keep
     )
     return result
 
@@ -54,10 +64,11 @@ class _TokenLogprobs(torch.autograd.Function):
         outer: torch.Tensor | None,
         targets: torch.Tensor,
         cell_tokens: torch.Tensor | None,
+        keep: bool,
     ) -> torch.Tensor:
         result = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         lse = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        keep = any(ctx.needs_input_grad) and len(hidden) * len(weight) <= KEPT
+        keep = keep and any(ctx.needs_input_grad)
         ctx.kept = {}
         for part in _parts(len(hidden), targets, cell_tokens):
             tokens = part.tokens
@@ -90,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 delta = _delta(logits, lse[tokens], part, own).to(hidden.dtype)
                 _accumulate(grads, tokens, delta, (hidden, weight, inner, outer))
         _match(grads, (hidden, weight, inner, outer))
-        return (*grads, None, None)
+        return (*grads, None, None, None)
 
 
 def _parts(tokens: int, targets: torch.Tensor, cell_tokens: torch.Tensor | None) -> Iterator[_Part]:

@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training import adapted, attention, lora, recompute
 from skyrl_tinker.training.adapted import Routing
-from skyrl_tinker.training.logprobs import Head, token_logprobs
+from skyrl_tinker.training.logprobs import KEPT_OF_ROW, Head, token_logprobs
 from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.rows import Row, Span
 from skyrl_tinker.training.spec import TrainerSpec
@@ -72,12 +72,14 @@ class Network(nn.Module):
         if not adapters:
             tokens = len(row.targets) if row.cell_tokens is None else len(hidden)
             return token_logprobs(hidden[:tokens], Head(weight), row.targets, row.cell_tokens)
-        parts = []
+        parts, logits = [], 0
         for (span, model), cells in zip(adapters, row.model_cells, strict=True):
             own = hidden[span.part]
             cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells.part] - span.start
             head = self._head(own, weight, model)
-            parts.append(token_logprobs(own, head, row.targets[cells.part], cell_tokens))
+            targets = row.targets[cells.part]
+            logits += len(own) * len(weight)
+            parts.append(token_logprobs(own, head, targets, cell_tokens, keep=logits <= KEPT_OF_ROW))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _head(self, hidden: torch.Tensor, weight: torch.Tensor, model: LoraModel) -> Head:

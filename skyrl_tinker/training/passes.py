@@ -12,6 +12,7 @@ from skyrl_tinker.training.batch import MicroBatch, RequestInfo, TrainingInputBa
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.full import FullModel
 from skyrl_tinker.training.lora import LoraModel
+from skyrl_tinker.training.losses.custom_bounds import seconds_left
 from skyrl_tinker.training.model import Network
 from skyrl_tinker.training.outputs import Metrics, RankOutput, merge_metrics
 from skyrl_tinker.training.request_losses import Scored, row_loss, whole_loss
@@ -42,11 +43,21 @@ class _Attempt:
     spent: dict[int, float] = field(default_factory=dict)
     """By request: seconds that its custom loss took."""
 
+    spent_on_row: float = 0.0
+    """By all custom losses of the row that is scored now."""
+
     def keep(self, request: int, scored: Scored) -> None:
         if scored.failure is not None:
             self.failures[request] = scored.failure
         else:
             self.metrics[request] = merge_metrics(self.metrics.get(request, {}), scored.metrics)
+
+    def seconds_left(self, request: int) -> float:
+        return seconds_left(self.spent.get(request, 0.0), self.spent_on_row)
+
+    def spend(self, request: int, seconds: float) -> None:
+        self.spent[request] = self.spent.get(request, 0.0) + seconds
+        self.spent_on_row += seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,20 +233,28 @@ class PassRunner:
 
     def _losses(self, attempt: _Attempt, row: Row, logprobs: torch.Tensor, backward: bool) -> torch.Tensor:
         """Losses and metrics of the row's requests, into `attempt`; returns d(their sum)/d(logprobs), [C]."""
-        upstream, spent = torch.zeros_like(logprobs), 0.0
+        upstream = torch.zeros_like(logprobs)
+        attempt.spent_on_row = 0.0
         for span in row.requests:
             info = attempt.batch.requests[span.owner]
             if not info.loss.whole_request and span.owner not in attempt.failures:
-                own, seconds = logprobs[span.part], attempt.seconds_left(span.owner, spent)
-                began = time.monotonic()
-                scored = row_loss(attempt.batch, row, span, own, self._seed(info), backward, seconds)
-                spent += attempt.spend(span.owner, time.monotonic() - began)
+                scored = self._row_loss(attempt, row, span, logprobs[span.part], backward)
                 attempt.keep(span.owner, scored)
                 upstream[span.part] = scored.upstream
         for datum in row.datums:
             if datum.owner in attempt.fixed:
                 upstream[datum.part] = attempt.fixed[datum.owner]
         return upstream
+
+    def _row_loss(
+        self, attempt: _Attempt, row: Row, span: Span, logprobs: torch.Tensor, backward: bool
+    ) -> Scored:
+        info = attempt.batch.requests[span.owner]
+        seconds, began = attempt.seconds_left(span.owner), time.monotonic()
+        scored = row_loss(attempt.batch, row, span, logprobs, self._seed(info), backward, seconds)
+        if info.custom is not None:
+            attempt.spend(span.owner, time.monotonic() - began)
+        return scored
 
     def _seed(self, info: RequestInfo) -> int:
         """Of what a loss draws at random: the same whenever, and beside whomever, the request runs."""

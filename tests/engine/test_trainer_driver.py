@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.engine import answers
 from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.store import models
 from skyrl_tinker.store.models import ModelRow
@@ -110,6 +111,33 @@ async def test_a_database_that_fails_for_a_moment_loses_no_request(
     assert failures == []
     assert (await world.done(await journal.submit_step(world.store, model, 1))).status is FutureStatus.DONE
     assert world.workers.names() == ["create", "step"]
+
+
+async def test_a_full_disk_under_the_database_delays_creations_and_releases(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failures = models.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
+
+    async def set_state(
+        conn: AsyncConnection, key: ModelKey, state: ModelState, reason: str | None = None
+    ) -> None:
+        if failures:
+            raise failures.pop()
+        await write(conn, key, state, reason)
+
+    monkeypatch.setattr(models, "set_state", set_state)
+    monkeypatch.setattr(answers, "RETRY_S", 0.01)
+    model = await world.model()
+    assert failures == []
+    failures.append(OperationalError("UPDATE", None, OSError("disk full")))
+    world.driver.release(await journal.key_of(world.store, model))
+    released = await world.until(lambda: journal.model_of(world.store, model), _is_released)
+    assert released.state is ModelState.RELEASED
+    assert world.workers.names() == ["create", "release"]
+
+
+def _is_released(row: ModelRow) -> bool:
+    return row.state is ModelState.RELEASED
 
 
 async def test_a_failed_creation_fails_what_waits_behind_it(world: World) -> None:

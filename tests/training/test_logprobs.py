@@ -2,13 +2,25 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_tinker.training import logprobs
+from skyrl_tinker.training import logprobs, model
+from skyrl_tinker.training.batch import build_batch
 from skyrl_tinker.training.logprobs import Head, token_logprobs
+from skyrl_tinker.training.rows import Span, make_row
 from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import Datum, LoraSpec
 from tests.training import reference
 from tests.training.conftest import MakeWorker
-from tests.training.passes import make_data, make_item, perturb, run_one, weights_of
+from tests.training.passes import (
+    VOCAB,
+    assert_equal,
+    gradients_of,
+    make_data,
+    make_item,
+    perturb,
+    run_one,
+    run_pass,
+    weights_of,
+)
 
 LENGTHS = (5, 64, 64, 1, 200, 64, 17)
 
@@ -74,7 +86,7 @@ def test_chunked_logprobs_and_gradients_equal_log_softmax(
     targets = torch.randint(0, 90, (len(tokens),), generator=generator)
     targets[-1] = targets[-2]
     upstream = torch.randn(len(tokens), generator=generator)
-    upstream[(256 <= tokens) & (tokens < 512)] = 0.0  # a whole chunk without gradient
+    upstream[(tokens >= 256) & (tokens < 512)] = 0.0  # a whole chunk without gradient
     leaves = (hidden, weight, inner, outer) if adapted else (hidden, weight)
     logits = hidden @ weight.T + (inner @ outer.T if adapted else 0.0)
     expected = logits.log_softmax(-1)[tokens, targets]
@@ -86,3 +98,25 @@ def test_chunked_logprobs_and_gradients_equal_log_softmax(
         found_gradients = torch.autograd.grad(found, leaves, upstream, retain_graph=again)
         for one, other in zip(found_gradients, expected_gradients, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_however_many_models_share_a_row_few_logits_wait_for_backward(
+    make_worker: MakeWorker, untied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that are computed again give the same gradients, to the last bit."""
+    specs = {ModelKey(number): LoraSpec(4, number) for number in (1, 2, 3)}
+    items = [make_item(key, make_data((40,), key)) for key in specs]
+    gradients = []
+    for limit, expected in ((model.KEPT_OF_ROW, 3), (2 * 40 * VOCAB, 2), (0, 0)):
+        monkeypatch.setattr(model, "KEPT_OF_ROW", limit)
+        worker = make_worker(untied_model)
+        for key, spec in specs.items():
+            worker.create_model(key, spec)
+        adapters = tuple((Span(40 * n, 40 * n + 40, key), worker._models[key]) for n, key in enumerate(specs))
+        row = make_row(build_batch(items), (0, 1, 2), torch.device("cpu"))
+        parts = worker._base(row, adapters).grad_fn.next_functions  # type: ignore[union-attr]
+        assert sum(len(part.kept) for part, _ in parts) == expected  # type: ignore[union-attr]
+        run_pass(worker, *items)
+        gradients.append(gradients_of(worker, 2))
+    assert_equal(gradients[1], gradients[0])
+    assert_equal(gradients[2], gradients[0])

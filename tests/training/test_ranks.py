@@ -1,7 +1,6 @@
 """The same mixed work on 1, 2 and 4 ranks gives the same numbers: real actors, real process groups."""
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,14 +18,15 @@ SPECS = {
 }
 ADAM = AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=0.5, eps=1e-3)
 WORLDS = (1, 2, 4)
+COVARIANCE = {"clip_cov_ratio": 0.1}
 Trained = tuple[list[PassOutput], list[dict[str, float]], dict[ModelKey, dict[str, np.ndarray]]]
 
 
 def _units(turn: int) -> list[tuple[PassItem, ...]]:
-    """Every kind of loss: per target, per candidate, per datum and per request; also fewer datums than ranks."""
+    """All kinds of loss: per target, candidate, datum and request; also fewer datums than ranks."""
     return [
         (
-            make_item(2, make_data((40, 30, 9), turn, "clip_cov"), "clip_cov", config={"clip_cov_ratio": 0.1}),
+            make_item(2, make_data((40, 30, 9), turn, "clip_cov"), "clip_cov", config=COVARIANCE),
             make_item(1, make_data((50, 9, 60, 33), turn, candidates=3)),
             make_item(4, make_data((20, 50), turn, "gspo"), "gspo"),
             make_item(3, make_data((1,), turn, "stable_reinforce"), "stable_reinforce"),
@@ -63,8 +63,8 @@ async def _run(directory: str, ranks: int) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(ray_cluster: None, tied_model: str) -> Iterator[dict[int, Trained]]:
-    yield {ranks: asyncio.run(_run(tied_model, ranks)) for ranks in WORLDS}
+def trained(ray_cluster: None, tied_model: str) -> dict[int, Trained]:
+    return {ranks: asyncio.run(_run(tied_model, ranks)) for ranks in WORLDS}
 
 
 @pytest.mark.parametrize("ranks", WORLDS[1:])

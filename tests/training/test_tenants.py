@@ -128,6 +128,17 @@ def test_a_failing_forward_only_request_fails_alone(worker: Worker) -> None:
     assert isinstance(failure, Failure)
 
 
+def test_a_request_that_has_failed_in_a_row_is_not_tried_in_later_ones(
+    make_worker: MakeWorker, untied_model: str
+) -> None:
+    """A custom loss that runs out of time does so once; and what is named is what failed first."""
+    worker = _with_models(make_worker(untied_model, 64), 1)
+    (first,), (second,) = _poisoned(9, (50,)), _poisoned(8, (60,))
+    (failure,) = run_pass(worker, make_item(1, (first, second), "importance_sampling"))
+    assert isinstance(failure, Failure)
+    assert failure.message.startswith("datum 0, ")
+
+
 def test_a_model_without_state_fails_its_requests_only(worker: Worker) -> None:
     _with_models(worker, 1, 2)
     worker.release(ModelKey(2))

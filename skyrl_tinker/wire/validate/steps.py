@@ -25,6 +25,8 @@ from skyrl_tinker.wire.validate.models import validate_optimizer_config
 from skyrl_tinker.wire.values import AdamParams, DimuonParams
 
 _MOST = sys.float_info.max
+_LEAST_EPS = 1e-37
+"""Less is 0 in float32, and a weight that never had a gradient (A of a new adapter) would become 0 / 0."""
 _TTL = (3600, 10 * 365 * 86400)  # one hour to ten years
 _Ranges = Mapping[str, tuple[float, float]]
 """Key: lowest, highest (excluded)."""
@@ -33,7 +35,7 @@ _ADAM: _Ranges = {
     "learning_rate": (0.0, _MOST),
     "beta1": (0.0, 1.0),
     "beta2": (0.0, 1.0),
-    "eps": (0.0, _MOST),
+    "eps": (_LEAST_EPS, _MOST),
     "weight_decay": (0.0, _MOST),
     "grad_clip_norm": (0.0, _MOST),
 }

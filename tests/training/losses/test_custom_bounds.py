@@ -3,6 +3,7 @@
 import math
 import resource
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +11,21 @@ import pytest
 import torch
 
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.training.losses.custom_bounds import Budget, largest_size, tensors_in
+from skyrl_tinker.training.losses.custom import custom
+from skyrl_tinker.training.losses.custom_bounds import (
+    ROW_SECONDS,
+    SECONDS,
+    Budget,
+    largest_size,
+    seconds_left,
+    tensors_in,
+)
 from skyrl_tinker.training.losses.custom_graph import read
 from skyrl_tinker.training.losses.custom_ops import CALL_FUNCTION, CALL_METHOD
+from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.wire.custom_ops import FUNCTIONS, METHODS
 from skyrl_tinker.wire.values import CustomLoss
-from tests.training.losses.uploads import by_hand, compute, draw, node, ref
+from tests.training.losses.uploads import by_hand, compute, context, draw, node, ref
 
 L = ref("logprobs")
 
@@ -218,8 +228,23 @@ def test_a_loss_must_be_a_scalar_of_floats(case: str) -> None:
 
 def test_time_is_limited() -> None:
     late = Budget(8, deadline=time.monotonic() - 1)
-    with pytest.raises(UserError, match=r"node 'x' \(exp\): .* takes more than .* s, the limit"):
+    with pytest.raises(UserError, match=r"node 'x' \(exp\): .* takes more than .* s for one request"):
         read(of(method("x", "exp", L))).run([draw(8)], late)
+
+
+def test_a_pass_cannot_be_held_up_by_many_rows_nor_a_row_by_many_requests() -> None:
+    assert seconds_left(0.0, 0.0) == SECONDS
+    assert seconds_left(SECONDS, 0.0) == 0.0
+    spent = 0.0
+    for _ in range(30):
+        spent += seconds_left(0.0, spent)
+    assert spent <= ROW_SECONDS < TrainerSpec("", 2, "cpu", "float32", 1, 64).timeout_s
+
+
+def test_a_request_without_time_left_fails_as_late() -> None:
+    late = replace(context(of(method("x", "exp", L)), [(draw(8), {})]), seconds=0.0)
+    with pytest.raises(UserError, match="takes more than 20 s for one request"):
+        custom(draw(8), late)
 
 
 def test_what_every_loss_needs_fits_the_budget() -> None:

@@ -3,6 +3,7 @@ import torch
 
 from skyrl_tinker.training.worker import Worker
 from skyrl_tinker.wire.ids import ModelKey
+from skyrl_tinker.wire.validate import validate_step_params
 from skyrl_tinker.wire.values import AdamParams, LoraSpec
 from tests.training import reference
 from tests.training.passes import assert_close, make_data, make_item, run_one, step, weights_of
@@ -31,3 +32,15 @@ def test_three_steps_equal_torch_adamw(worker: Worker, untied_model: str, adam: 
         assert output.metrics["optimizer_step"] == number + 1
         assert output.metrics["learning_rate"] == adam.learning_rate
     assert_close(weights_of(worker, 1), {name: leaf.detach() for name, leaf in leaves.items()}, 1e-5)
+
+
+def test_the_smallest_eps_keeps_weights_that_have_no_gradient(worker: Worker) -> None:
+    """B of a new adapter is 0, so A has none; 0 / eps must stay 0."""
+    params = validate_step_params({"eps": 1e-37}, None)
+    worker.create_model(ModelKey(1), LoraSpec(4, 1))
+    before = weights_of(worker, 1)
+    run_one(worker, make_item(1, make_data((20,), 1)))
+    step(worker, 1, params)
+    for name, weight in weights_of(worker, 1).items():
+        assert torch.equal(weight, before[name]) == ("lora_A" in name)
+        assert weight.isfinite().all()
