@@ -94,7 +94,12 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _context_length(settings: Settings, config: Mapping[str, Any]) -> int:
     most = _positive(config, "max_position_embeddings")
-    return min(most, settings.context_length or DEFAULT_CONTEXT)
+    wanted = settings.context_length or min(most, DEFAULT_CONTEXT)
+    if wanted > most:
+        raise StartupError(
+            f"context_length is {wanted}, expected at most {most}: the model has no more positions"
+        )
+    return wanted
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

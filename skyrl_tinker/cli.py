@@ -39,7 +39,9 @@ def main(
 
 Home = Annotated[Path | None, typer.Option(help="Database, logs and checkpoints [default: .skyrl-tinker]")]
 DatabaseUrl = Annotated[str | None, typer.Option(help="SQLAlchemy URL [default: SQLite under home]")]
-Config = Annotated[Path | None, typer.Option(help="A TOML file of settings", exists=True, dir_okay=False)]
+Config = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
+]
 
 
 @contextmanager
@@ -99,9 +101,7 @@ def serve(
     max_lora_rank: Annotated[int | None, typer.Option(help="[default: 64]")] = None,
     context_length: Annotated[int | None, typer.Option(help="[default: the model's, at most 4096]")] = None,
     ray_address: Annotated[str | None, typer.Option(help="Join a Ray cluster")] = None,
-    config_file: Annotated[
-        Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
-    ] = None,
+    config_file: Config = None,
 ) -> None:
     """Run a server until Ctrl-C. Every setting also as SKYRL_TINKER_… and in --config FILE.toml."""
     from skyrl_tinker import supervise  # the other commands need none of its imports

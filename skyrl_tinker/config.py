@@ -3,6 +3,7 @@
 Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
 """
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from pydantic_settings import (
 )
 
 MiB = 1 << 20
+_OTHERS = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 
 
 class Settings(BaseSettings):
@@ -134,9 +136,18 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
 
     Raises pydantic.ValidationError that names the unknown key or the bad value.
     """
-    given = {key: value for key, value in overrides.items() if value is not None}
+    given = _misspelt() | {key: value for key, value in overrides.items() if value is not None}
 
     class _FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=config)
 
     return Settings.model_validate(_FromFile(**given).model_dump())
+
+
+def _misspelt() -> dict[str, str]:
+    """Variables with our prefix that are no settings; they are refused like any other unknown key."""
+    prefix = Settings.model_config["env_prefix"]
+    ours = {name.removeprefix(prefix).lower(): name for name in os.environ if name.startswith(prefix)}
+    return {
+        key: os.environ[name] for key, name in ours.items() if key not in {*Settings.model_fields, *_OTHERS}
+    }

@@ -51,7 +51,9 @@ def test_the_context_is_at_most_the_model_s_and_4096_unless_set(model: Path) -> 
     assert base_model.resolve(config.load(base_model=str(model))).context_length == 4096
     assert base_model.resolve(config.load(base_model=str(model), context_length=6000)).context_length == 6000
     change(model, max_position_embeddings=512)
-    assert base_model.resolve(config.load(base_model=str(model), context_length=6000)).context_length == 512
+    assert base_model.resolve(config.load(base_model=str(model))).context_length == 512
+    with pytest.raises(StartupError, match="context_length is 6000, expected at most 512"):
+        base_model.resolve(config.load(base_model=str(model), context_length=6000))
 
 
 def test_without_generation_config_the_end_token_of_config_counts(model: Path) -> None:

@@ -21,6 +21,15 @@ def test_sampler_urls_are_given_one_by_one() -> None:
     assert "sampler_urls name a server twice: http://127.0.0.1:9, http://127.0.0.1:9/" in result.stderr
 
 
+def test_flags_of_the_trainer_reach_the_settings() -> None:
+    flags = ["--gradient-checkpointing", "--token-budget", "0", "--trainer-dtype", "float16"]
+    result = CliRunner().invoke(app, ["serve", *flags])
+    assert result.exit_code == 1
+    assert "trainer_dtype: Input should be 'float32' or 'bfloat16'" in result.stderr
+    assert "token_budget: Input should be greater than or equal to 1" in result.stderr
+    assert "gradient_checkpointing" not in result.stderr
+
+
 def test_it_tells_its_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"skyrl-tinker {__version__}\n"
 

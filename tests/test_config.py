@@ -28,6 +28,15 @@ def test_unknown_keys_are_refused_by_name(tmp_path: Path) -> None:
         config.load(file)
 
 
+def test_misspelt_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_TINKER_PROT", "1")
+    monkeypatch.setenv("SKYRL_TINKER_TORCH_INDEX", "read by scripts/setup")
+    with pytest.raises(ValidationError, match="prot"):
+        config.load()
+    monkeypatch.delenv("SKYRL_TINKER_PROT")
+    config.load()
+
+
 def test_children_read_back_the_same_settings(tmp_path: Path) -> None:
     settings = config.load(home=tmp_path, port=1234, context_length=128)
     assert config.Settings.model_validate_json(settings.model_dump_json()) == settings

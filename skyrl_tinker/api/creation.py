@@ -98,7 +98,10 @@ def _check_resumable(row: CheckpointRow, optimizer: bool, limits: Limits) -> Non
             f"expected at most {limits.max_lora_rank} (the server's setting max_lora_rank)"
         )
     if optimizer and not row.has_optimizer:
-        raise UserError("optimizer: found true, expected false: the checkpoint holds no optimizer state")
+        raise UserError(
+            "optimizer: found true, expected false: the checkpoint holds no optimizer state "
+            "(create_training_client_from_state loads it)"
+        )
 
 
 def _model(

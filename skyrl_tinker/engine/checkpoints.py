@@ -7,6 +7,7 @@ from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.ids import CheckpointKind
 from skyrl_tinker.wire.paths import TinkerPath
 
 
@@ -20,7 +21,8 @@ async def require_free(store: Store, path: TinkerPath) -> None:
     async with store.read() as conn:
         taken = await checkpoints.find(conn, path.model_id, path.kind, path.name)
     if taken is not None:
-        raise UserError(f"checkpoint {path} exists: choose another name, delete it, or save with overwrite")
+        replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
+        raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
 
 
 def expiry(ttl_seconds: int | None) -> float | None:

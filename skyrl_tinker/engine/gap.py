@@ -99,21 +99,32 @@ class GapMonitor:
         """What a step's metrics tell: the largest gap that nobody was told of yet."""
         return {METRIC: self._news.pop(model)} if model in self._news else {}
 
+    async def forget(self, model: ModelKey) -> None:
+        """It is released: nobody asks any more, and what it was warned of is over."""
+        self._news.pop(model, None)
+        await self._agrees(model)
+
     async def _judge(self, scored: Scored, gap: float) -> None:
         """The store keeps a warning from the first model that is apart until the last one agrees again."""
-        stood = bool(self._apart)
-        warning = None
         if gap <= self._bound:  # false for NaN
-            self._apart.discard(scored.key)
-        else:
-            self._apart.add(scored.key)
-            warning = (
-                f"the sampler's logprobs of {scored.model_id} differ from the trainer's by {gap:.1e}, "
-                f"allowed {self._bound:.0e} (logprob_gap_bound): importance ratios start away from 1"
-            )
-            _log.warning("%s", warning)
-        if stood != bool(self._apart):
+            await self._agrees(scored.key)
+            return
+        warning = (
+            f"the sampler's logprobs of {scored.model_id} differ from the trainer's by {gap:.1e}, "
+            f"allowed {self._bound:.0e} (logprob_gap_bound): importance ratios start away from 1"
+        )
+        _log.warning("%s", warning)
+        first = not self._apart
+        self._apart.add(scored.key)
+        if first:
             await persistently(lambda: self._warn(warning))
+
+    async def _agrees(self, model: ModelKey) -> None:
+        if model not in self._apart:
+            return
+        self._apart.discard(model)
+        if not self._apart:
+            await persistently(lambda: self._warn(None))
 
     async def _warn(self, warning: str | None) -> None:
         await self._store.write(lambda conn: state.put(conn, state.WARNING, warning))

@@ -1,6 +1,7 @@
 """Creating models and loading into them: what the trainer driver runs one at a time."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,11 @@ class Models:
         self._facts = facts
         self._saver = saver
         self._max_lora_rank = max_lora_rank
+        self._reading: str | None = None
+
+    def reads(self, directory: str) -> bool:
+        """Whether a checkpoint's directory is being loaded."""
+        return directory == self._reading
 
     async def create(self, model: ModelRow) -> Finished:
         await self._trainer.create_model(model.key, model.spec, _family(model.optimizer_config))
@@ -54,24 +60,34 @@ class Models:
     async def create_from(self, model: ModelRow, body: CreateViaLoadBody) -> Finished:
         """A new model in the shape and with the weights of a checkpoint."""
         self._require_served(body.base_model)
-        checkpoint = await self._training_state(body.path, body.optimizer)
-        config = checkpoint.optimizer_config if body.optimizer else body.optimizer_config
-        await self._trainer.create_model(model.key, checkpoint.spec, _family(config))
-        try:
-            await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)
-        except Exception:  # whatever it was: without its weights the new model is nobody's
-            await self._trainer.release(model.key)
-            raise
+        async with self._training_state(body.path, body.optimizer) as checkpoint:
+            config = checkpoint.optimizer_config if body.optimizer else body.optimizer_config
+            await self._trainer.create_model(model.key, checkpoint.spec, _family(config))
+            try:
+                await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)
+            except Exception:  # whatever it was: without its weights the new model is nobody's
+                await self._trainer.release(model.key)
+                raise
         answer = json_answer({"path": body.path, "model_id": model.model_id, "type": "load_weights"})
         return Finished(answer, (_becomes(model, checkpoint, config), _ready(model)))
 
     async def load(self, model: ModelRow, body: LoadWeightsBody) -> Finished:
         """In place; gradients accumulated so far are gone."""
-        checkpoint = await self._training_state(body.path, body.optimizer)
-        await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)
+        async with self._training_state(body.path, body.optimizer) as checkpoint:
+            await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)
         return Finished(json_answer({"path": body.path, "model_id": model.model_id, "type": "load_weights"}))
 
-    async def _training_state(self, path: str, optimizer: bool) -> CheckpointRow:
+    @asynccontextmanager
+    async def _training_state(self, path: str, optimizer: bool) -> AsyncIterator[CheckpointRow]:
+        """A checkpoint that fits. Inside, its directory stays, though it be replaced or deleted meanwhile."""
+        found = await self._find(path, optimizer)
+        self._reading = found.directory
+        try:
+            yield found
+        finally:
+            self._reading = None
+
+    async def _find(self, path: str, optimizer: bool) -> CheckpointRow:
         wanted = paths.parse(path)
         async with self._store.read() as conn:
             found = await checkpoints.find(conn, wanted.model_id, wanted.kind, wanted.name)

@@ -109,7 +109,8 @@ class Publisher:
         try:
             size = await asyncio.to_thread(_write, capture, self._facts.directory)
             await self._samplers.load(capture.version)
-            await self._outbox.commit(_record(capture, size), capture.save.row.id)
+            record = _record(capture, size)
+            await persistently(lambda: self._outbox.commit(record, capture.save.row.id))
         except Exception as error:  # becomes the result of this request
             await self._give_up(capture)
             await self._outbox.send([(capture.save.row.id, failure_of(error))])

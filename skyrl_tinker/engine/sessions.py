@@ -104,7 +104,8 @@ class SessionKeeper:
         async with self._store.read() as conn:
             rows = await checkpoints.garbage(conn, time.time())
         for row in rows:
-            await self._remove(row)
+            if not self._trainer.reads(row.directory):
+                await self._remove(row)
 
     async def _remove(self, row: CheckpointRow) -> None:
         """Forgotten first: a save may take the directory's name as soon as it is free."""

@@ -85,6 +85,10 @@ class TrainerDriver:
         """About how many tokens of passes wait for the workers."""
         return self._lanes.backlog()
 
+    def reads(self, directory: str) -> bool:
+        """Whether a checkpoint's directory is being loaded."""
+        return self._models.reads(directory)
+
     def release(self, model: ModelKey) -> None:
         """Its session is over: let go of it as soon as it has nothing left that can run."""
         self._leaving.add(model)
@@ -151,7 +155,7 @@ class TrainerDriver:
     async def _release(self, model: ModelKey) -> None:
         if model in self._on_workers:
             self._on_workers.discard(model)
-            self._gaps.take(model)  # nobody asks any more
+            await self._gaps.forget(model)
             await self._trainer.release(model)
         failure = Failure("the session of this model is finished; its training state is released", "user")
         waiting = self._lanes.close(model, failure)

@@ -10,6 +10,7 @@ from skyrl_tinker.engine.gap import METRIC, GapMonitor, Scored
 from skyrl_tinker.engine.inflight import Target, Wanted
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.errors import SamplerError, StateLostError, UserError
+from skyrl_tinker.store import state
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire.ids import ModelId, ModelKey, VersionId
 from skyrl_tinker.wire.values import (
@@ -104,6 +105,24 @@ async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(sto
     ends.serves = "v4"
     await gaps.compare(scored(), VERSION, inflight=True)
     assert gaps.take(MODEL) == {}, "these were the logprobs of newer weights"
+
+
+async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) -> None:
+    gaps = monitor(store, Ends())
+    apart = Scored(MODEL, ModelId("model"), np.full(TOKENS - 1, -9.0, np.float32))
+    other = Scored(ModelKey(2), ModelId("other"), apart.logprobs)
+    for each in (apart, other):
+        await gaps.compare(each, VERSION, inflight=False)
+    await gaps.forget(other.key)
+    assert "differ" in str(await warning(store)), "of the other one"
+    await gaps.forget(apart.key)
+    assert await warning(store) is None
+    assert gaps.take(apart.key) == {}
+
+
+async def warning(store: Store) -> object:
+    async with store.read() as conn:
+        return await state.get(conn, state.WARNING)
 
 
 async def test_a_probe_that_the_trainer_cannot_score_leaves_the_save_alone(store: Store) -> None:

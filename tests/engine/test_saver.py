@@ -1,6 +1,7 @@
 """Saves: the model trains on while they are written, and what else may come meanwhile."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -8,13 +9,16 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.engine.overflow import Overflow
+from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.errors import StorageError, TrainerError
-from skyrl_tinker.store import checkpoints
+from skyrl_tinker.store import checkpoints, futures
 from skyrl_tinker.store.checkpoints import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.wire.bodies import LoadWeightsBody, SaveWeightsBody
+from skyrl_tinker.store.models import NewModel
+from skyrl_tinker.wire.bodies import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
-from skyrl_tinker.wire.values import Failure
+from skyrl_tinker.wire.values import Failure, LoraSpec
 
 from . import journal
 from .world import World
@@ -102,7 +106,7 @@ async def test_a_second_save_of_the_name_is_refused_when_the_first_is_there(worl
     world.workers.disk.set()
     assert (await world.done(first)).status is FutureStatus.DONE
     await world.done(second)
-    assert "exists" in (await journal.error_of(world.store, second)).message
+    assert "delete it, or save with overwrite" in (await journal.error_of(world.store, second)).message
     assert world.workers.names().count("capture") == 1
 
 
@@ -145,6 +149,41 @@ async def test_a_delete_meanwhile_is_of_what_was_there_before(world: World, over
     world.workers.disk.set()
     assert (await world.done(saved)).status is FutureStatus.DONE
     assert await _found(world, model) is not None
+
+
+@pytest.mark.parametrize("into_new", [True, False])
+async def test_what_is_being_loaded_stays_though_it_is_replaced_and_swept(
+    world: World, tmp_path: Path, into_new: bool
+) -> None:
+    model, neighbour = await world.model(), await world.model()
+    await world.done(await _save(world, model, 1))
+    world.workers.disk.clear()
+    replacing = await _save(world, model, 2, overwrite=True)
+    await _told(world, "persist", 2)
+    world.workers.go_on.clear()
+    loading = await (_create_from(world, model) if into_new else _load(world, neighbour, 1, model))
+    await _told(world, "create" if into_new else "load", 3 if into_new else 1)
+    world.workers.disk.set()
+    await world.done(replacing)
+    nobody: Any = None
+    overflow = Overflow(tmp_path / "memory", tmp_path / "disk")
+    (tmp_path / "memory").mkdir()
+    keeper = SessionKeeper(world.store, world.driver, nobody, nobody, overflow, 600.0, 600.0, 600.0)
+    await keeper.sweep()
+    assert len(_directories(world)) == 2
+    world.workers.go_on.set()
+    assert (await world.done(loading)).status is FutureStatus.DONE
+    await keeper.sweep()
+    assert len(_directories(world)) == 1
+
+
+async def _create_from(world: World, saved: ModelId) -> Accepted:
+    new = NewModel(await journal.new_session(world.store), 0, "tiny", LoraSpec(8, 1), {"type": "adamw"}, {})
+    path = f"tinker://{saved}/weights/a"
+    body = CreateViaLoadBody(path, False, None, {"type": "adamw"}).to_bytes()
+    return await world.store.write(
+        lambda conn: futures.submit_create(conn, RequestKind.LOAD_WEIGHTS, new, body=body, digest=b"new")
+    )
 
 
 async def test_a_session_that_ends_meanwhile_has_its_saves_nevertheless(world: World) -> None:

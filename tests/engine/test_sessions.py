@@ -44,6 +44,9 @@ class Parts:
     def release(self, model: int) -> None:
         pass
 
+    def reads(self, directory: str) -> bool:
+        return False
+
 
 @pytest.fixture
 def parts() -> Parts:

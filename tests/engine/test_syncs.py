@@ -8,7 +8,10 @@ from typing import Any, cast
 import numpy as np
 import orjson
 import pytest
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.engine import answers
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.gap import METRIC, GapMonitor
 from skyrl_tinker.engine.inflight import Wanted
@@ -16,7 +19,7 @@ from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.publisher import Publisher
 from skyrl_tinker.engine.syncs import Syncs
 from skyrl_tinker.errors import SamplerError, StorageError
-from skyrl_tinker.store import futures, models
+from skyrl_tinker.store import futures, models, sampling
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.store import Store
@@ -145,3 +148,21 @@ async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     assert await journal.error_of(world.store, lost[1]) == Failure("down", "server")
     assert (await world.answer(fine[1]))["type"] == "save_weights_for_sampler"
     assert [world.gaps.take(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
+
+
+async def test_a_database_that_fails_for_a_moment_costs_no_save(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, failures = sampling.set_directory, [OperationalError("UPDATE", None, OSError("disk full"))]
+
+    async def fails_once(conn: AsyncConnection, version: VersionId, directory: str) -> None:
+        if failures:
+            raise failures.pop()
+        await publish(conn, version, directory)
+
+    monkeypatch.setattr(sampling, "set_directory", fails_once)
+    monkeypatch.setattr(answers, "RETRY_S", 0.01)
+    _, saved = await world.submit()
+    await world.run()
+    assert failures == []
+    assert (await world.answer(saved))["type"] == "save_weights_for_sampler"

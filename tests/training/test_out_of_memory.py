@@ -110,15 +110,24 @@ async def _trained(group: TrainerGroup, model: int, directory: Path) -> dict[str
     return dict((await group.capture_adapters([ModelKey(model)]))[ModelKey(model)].tensors)
 
 
+async def _squeezed(group: TrainerGroup, model: int) -> PassOutput | Failure:
+    """In less and less room, until whole rows do not fit: what a process has at hand already differs."""
+    before = group.retried_passes
+    for tenths in range(10, 5, -1):
+        await group.zero_gradients([ModelKey(model)])
+        async with _room(group, ROOM[model] * tenths // 10):
+            (output,) = await _run(group, _share(group, model, BUDGET))
+        if group.retried_passes > before:
+            return output
+    raise AssertionError("whole rows fitted into the least room")
+
+
 @pytest.mark.parametrize("model", SPECS)
 async def test_half_the_rows_do_what_whole_ones_could_not(
     group: TrainerGroup, tmp_path: Path, model: int
 ) -> None:
-    before = group.retried_passes
-    async with _room(group, ROOM[model]):
-        (output,) = await _run(group, _share(group, model, BUDGET))
+    output = await _squeezed(group, model)
     assert isinstance(output, PassOutput), output
-    assert group.retried_passes == before + 1
     (expected,) = await _run(group, _share(group, TWINS[model], BUDGET))
     assert isinstance(expected, PassOutput)
     assert output.metrics == pytest.approx(expected.metrics, rel=1e-5)

@@ -1,5 +1,6 @@
 """Models, optimizer steps, saves and loads: what is refused and what is stored."""
 
+import json
 from typing import Any
 
 import pytest
@@ -40,7 +41,16 @@ OF_MODEL = {"model_id": "s:train:0", "seq_id": 3}
 def test_adam_defaults_are_the_sdks() -> None:
     full = tinker.AdamParams().model_dump()
     assert validate_step_params({}, None) == validate_step_params(full, None) == AdamParams()
-    assert validate_step_params({"learning_rate": 1, "eps": None}, None) == AdamParams(learning_rate=1.0)
+    assert validate_step_params({"learning_rate": 1}, None) == AdamParams(learning_rate=1.0)
+
+
+@pytest.mark.parametrize("key", ["learning_rate", "eps", "weight_decay"])
+def test_what_json_has_no_number_for_is_refused(key: str) -> None:
+    """Not taken for absent: training would go on, with the default."""
+    sent = json.loads(tinker.AdamParams(**{key: float("nan")}).model_dump_json())
+    assert sent[key] is None
+    with pytest.raises(UserError, match=f"adam_params.{key} is null .*expected a finite number"):
+        validate_step_params(sent, None)
 
 
 def test_an_optim_step_of_the_sdk_arrives_as_it_was_built() -> None:
@@ -89,7 +99,7 @@ def test_a_dimuon_step_keeps_what_the_sdk_sent() -> None:
     ("change", "message"),
     [
         ({"learning_rate": -1}, "optimizer_params.learning_rate is -1, expected a finite number >= 0"),
-        ({"learning_rate": None}, "optimizer_params.learning_rate is missing"),
+        ({"learning_rate": None}, "optimizer_params.learning_rate is null"),
         ({"beta1": 1.0}, r"optimizer_params.beta1 is 1.0, expected a number in \[0, 1\)"),
         (
             {"grad_clip_norm": float("-inf")},

@@ -40,7 +40,7 @@ def _check_loss_id(config: Mapping[str, float | str]) -> None:
     if not isinstance(found, str) or not found:
         raise UserError(
             f"loss_fn_config['loss_id'] is {'missing' if found is None else repr(found)}, "
-            "expected the id of a loss made with create_custom_loss"
+            "expected the id of a loss made with create_custom_loss: send it with forward_backward_custom"
         )
     for key in config.keys() - {"loss_id"}:
         raise UserError(f"loss_fn_config has the unknown key {key!r}, expected only loss_id")

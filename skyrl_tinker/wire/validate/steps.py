@@ -77,16 +77,15 @@ def _numbers(field: str, given: Mapping[str, Any], ranges: _Ranges) -> dict[str,
     if unknown:
         raise UserError(f"{field} has the unknown key {unknown[0]!r}, expected {', '.join(ranges)}")
     return {
-        key: _number(f"{field}.{key}", given[key], *bounds)
-        for key, bounds in ranges.items()
-        if given.get(key) is not None
+        key: _number(f"{field}.{key}", given[key], *bounds) for key, bounds in ranges.items() if key in given
     }
 
 
 def _number(field: str, value: Any, low: float, high: float) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value < high:
-        raise UserError(f"{field} is {value!r}, expected {_expected(low, high)}")
+        found = "null (which is how the SDK sends nan and inf)" if value is None else repr(value)
+        raise UserError(f"{field} is {found}, expected {_expected(low, high)}")
     return float(value)
 
 
