@@ -30,15 +30,31 @@ def token_logprobs(
     cell_tokens: torch.Tensor | None = None,
     *,
     keep: bool = True,
+    dense: bool = False,
 ) -> torch.Tensor:
     """hidden [T, D], targets [C] int64 -> [C] float32, differentiable in hidden, weight, inner and outer.
 
     `cell_tokens` [C] int64, not falling: which token each target is scored at; None: one each, C = T.
-    `keep`: logits may wait for backward, if they are few.
+    `keep`: logits may wait for backward, if they are few. `dense`: most targets will have a gradient.
     """
-    keep = keep and len(hidden) * len(head.weight) <= KEPT
+    few = len(hidden) * len(head.weight) <= KEPT
+    frozen = head.outer is None and not head.weight.requires_grad
+    if dense and frozen and not few and torch.is_grad_enabled() and hidden.requires_grad:
+        return frozen_logprobs(hidden, head.weight, targets, cell_tokens)
+    keep = keep and few
     result: torch.Tensor = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.inner, head.outer, targets, cell_tokens, keep
+    )
+    return result
+
+
+def frozen_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, cell_tokens: torch.Tensor | None
+) -> torch.Tensor:
+    """The same, differentiable in hidden only, without logits in backward: what they would be needed for is
+    made on the way forward, at the price of a product that is wasted where no gradient comes."""
+    result: torch.Tensor = _FrozenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, cell_tokens
     )
     return result
 
@@ -102,6 +118,39 @@ class _TokenLogprobs(torch.autograd.Function):
                 _accumulate(grads, tokens, delta, (hidden, weight, inner, outer))
         _match(grads, (hidden, weight, inner, outer))
         return (*grads, None, None, None)
+
+
+class _FrozenLogprobs(torch.autograd.Function):
+    """d logp / d hidden = weight[target] - sum over v of p(v) weight[v]; keeps the latter, [T, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        cell_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        result = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        expected = torch.empty_like(hidden)
+        for part in _parts(len(hidden), targets, cell_tokens):
+            logits = _logits(hidden[part.tokens], weight, None, None)
+            lse = logits.logsumexp(-1)
+            result[part.cells] = _pick(logits, part) - _per_cell(lse, part)
+            probabilities = logits.sub_(lse[:, None]).exp_().to(weight.dtype)
+            torch.mm(probabilities, weight, out=expected[part.tokens])
+        ctx.save_for_backward(weight, targets, cell_tokens, expected)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, targets, cell_tokens, expected = ctx.saved_tensors
+        own = upstream[0].to(weight.dtype)[:, None]
+        if cell_tokens is None:
+            return (weight[targets] - expected).mul_(own), None, None, None
+        total = torch.zeros_like(expected[:, :1]).index_add_(0, cell_tokens, own)
+        grad = torch.mul(expected, -total).index_add_(0, cell_tokens, weight[targets] * own)
+        return grad, None, None, None
 
 
 def _parts(tokens: int, targets: torch.Tensor, cell_tokens: torch.Tensor | None) -> Iterator[_Part]:

@@ -73,13 +73,14 @@ class Network(nn.Module):
             tokens = len(row.targets) if row.cell_tokens is None else len(hidden)
             return token_logprobs(hidden[:tokens], Head(weight), row.targets, row.cell_tokens)
         parts, logits = [], 0
-        for (span, model), cells in zip(adapters, row.model_cells, strict=True):
+        for (span, model), cells, dense in zip(adapters, row.model_cells, row.dense, strict=True):
             own = hidden[span.part]
             cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells.part] - span.start
             head = self._head(own, weight, model)
             targets = row.targets[cells.part]
             logits += len(own) * len(weight)
-            parts.append(token_logprobs(own, head, targets, cell_tokens, keep=logits <= KEPT_OF_ROW))
+            keep = logits <= KEPT_OF_ROW
+            parts.append(token_logprobs(own, head, targets, cell_tokens, keep=keep, dense=dense))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _head(self, hidden: torch.Tensor, weight: torch.Tensor, model: LoraModel) -> Head:

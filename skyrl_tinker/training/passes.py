@@ -19,7 +19,7 @@ from skyrl_tinker.training.request_losses import Scored, row_loss, whole_loss
 from skyrl_tinker.training.rows import Row, Span, idle_row, make_row, model_key
 from skyrl_tinker.training.state import TrainableModel
 from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import Failure
+from skyrl_tinker.wire.values import Failure, Float32
 
 _OVERFLOW = Failure(
     "the loss is finite, but its gradients overflow on their way through the network; the request left no "
@@ -35,6 +35,7 @@ class _Attempt:
     batch: TrainingInputBatch
     segments: list[int] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
+    joined: Float32 | None = None
     metrics: dict[int, Metrics] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -153,6 +154,7 @@ class PassRunner:
         self._score_whole(attempt, alive, budget)
         for micro in self._plan(batch, alive, budget):
             self._run(micro, attempt)
+        attempt.joined = _join(attempt.logprobs)  # takes memory: not once gradients are committed
         return attempt
 
     def _plan(
@@ -262,5 +264,9 @@ class PassRunner:
 
 
 def _rank_output(attempt: _Attempt, failures: Mapping[int, Failure]) -> RankOutput:
-    logprobs = torch.cat(attempt.logprobs).cpu().numpy() if attempt.logprobs else np.empty(0, np.float32)
-    return RankOutput(tuple(attempt.segments), logprobs, attempt.metrics, failures)
+    assert attempt.joined is not None
+    return RankOutput(tuple(attempt.segments), attempt.joined, attempt.metrics, failures)
+
+
+def _join(logprobs: list[torch.Tensor]) -> Float32:
+    return torch.cat(logprobs).cpu().numpy() if logprobs else np.empty(0, np.float32)

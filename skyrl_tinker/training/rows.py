@@ -46,6 +46,7 @@ class Row:
     segments: Segments
     models: tuple[Span, ...]  # of tokens; owner: ModelKey
     model_cells: tuple[Span, ...]  # of cells, for the same models
+    dense: tuple[bool, ...]  # by model: whether most cells have a weight or advantage, so a gradient
     requests: tuple[Span, ...]  # of cells; owner: request index
     datums: tuple[Span, ...]  # of cells; owner: segment index in the batch
 
@@ -59,6 +60,7 @@ def make_row(batch: TrainingInputBatch, segments: tuple[int, ...], device: torch
     cell_bounds = _bounds(np.diff(batch.cu_cells)[own])
     where = _ranges(batch.cu_seqlens, own)
     cells = _ranges(batch.cu_cells, own)
+    model_cells = _spans(batch.model[own], cell_bounds)
     return Row(
         tokens=_tensor(np.pad(batch.tokens[where].astype(np.int64), (0, filler)), device)[None],
         positions=_tensor(np.arange(bounds[-1]) - np.repeat(bounds[:-1], padded), device)[None],
@@ -67,7 +69,8 @@ def make_row(batch: TrainingInputBatch, segments: tuple[int, ...], device: torch
         inputs={name: _tensor(array[cells], device) for name, array in batch.inputs.items()},
         segments=_segments(padded, bounds, device),
         models=_spans(batch.model[own], bounds),
-        model_cells=_spans(batch.model[own], cell_bounds),
+        model_cells=model_cells,
+        dense=_dense(batch, cells, model_cells),
         requests=_spans(batch.request[own], cell_bounds),
         datums=_spans(np.array(segments), cell_bounds),
     )
@@ -79,7 +82,7 @@ def idle_row(device: torch.device) -> Row:
     zeros = torch.zeros(SMALLEST, dtype=torch.int64, device=device)
     positions = torch.arange(SMALLEST, device=device)[None]
     segments = _segments(lengths, bounds, device)
-    return Row(zeros[None], positions, zeros, None, {}, segments, (), (), (), ())
+    return Row(zeros[None], positions, zeros, None, {}, segments, (), (), (), (), ())
 
 
 def model_key(span: Span) -> ModelKey:
@@ -104,6 +107,13 @@ def _cell_tokens(batch: TrainingInputBatch, segments: list[int], device: torch.d
     shapes = [batch.shapes[segment] for segment in segments]
     per_token = np.concatenate([np.full(shape[0], math.prod(shape[1:])) for shape in shapes])
     return _tensor(np.repeat(np.arange(len(per_token)), per_token), device)
+
+
+def _dense(batch: TrainingInputBatch, cells: Int64, models: Iterable[Span]) -> tuple[bool, ...]:
+    weighted = np.zeros(len(cells), bool)
+    for name in batch.inputs.keys() & {"weights", "advantages"}:
+        weighted |= batch.inputs[name][cells] != 0
+    return tuple(bool(weighted[span.part].mean() > 0.5) for span in models)
 
 
 def _segments(lengths: Int64, bounds: Int64, device: torch.device) -> Segments:

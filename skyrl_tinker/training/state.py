@@ -1,6 +1,5 @@
 """What a trainable model is to the optimizer, to a pass and to a checkpoint, whether adapter or full copy."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
@@ -96,8 +95,9 @@ class TrainableModel(ABC):
 
     def gradients_finite(self) -> bool:
         """Those of this rank, within a pass."""
-        norms = [torch.linalg.vector_norm(gradient, math.inf) for gradient in self._local_gradients()]
-        return not norms or bool(torch.stack(norms).isfinite().all())
+        # NaN is the least and the most of what has it; this is many times quicker than a norm
+        bounds = [torch.stack(torch.aminmax(each)) for each in self._local_gradients() if each.numel()]
+        return not bounds or bool(torch.stack(bounds).isfinite().all())
 
     def clear_gradients(self) -> None:
         self._drop_gradients()

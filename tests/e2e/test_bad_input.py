@@ -47,9 +47,9 @@ BAD: dict[str, tuple[types.Datum, str]] = {
     "missing input": (raw([1, 2, 3], weights=_ones(3)), r"datum 1.*target_tokens"),
     "too long": (raw([1] * 5000, target_tokens=_targets(5000), weights=_ones(5000)), r"datum 1.*5000"),
     "empty": (raw([], target_tokens=_targets(0), weights=_ones(0)), r"datum 1.*empty|datum 1.*0"),
-    "two-dimensional targets": (
-        raw([1, 2], target_tokens=np.ones((2, 2), dtype=np.int64), weights=np.ones((2, 2), dtype=np.float32)),
-        r"datum 1.*target_tokens",
+    "weights of another shape": (
+        raw([1, 2], target_tokens=np.ones((2, 3), dtype=np.int64), weights=np.ones((2, 2), dtype=np.float32)),
+        r"datum 1.*weights.*\[2, 2\], expected \[2, 3\]",
     ),
 }
 

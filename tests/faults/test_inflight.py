@@ -24,6 +24,8 @@ def publish(training: tinker.TrainingClient) -> tinker.SamplingClient:
 
 
 def kill(server: Serve, kind: str) -> None:
+    """It may be on its way still: a server is ready to train before all of its samplers are back."""
+    assert wait_until(lambda: server.find(kind) is not None, HEAL_S)
     victim = server.find(kind)
     assert victim is not None
     victim.kill()

@@ -58,7 +58,7 @@ def write_model(directory: Path, *, tied: bool, seed: int = 0) -> BaseModelFacts
         name: value * (10 if value.ndim == 2 else 1) for name, value in load_weights(directory).items()
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return resolve(config.load(base_model=str(directory), context_length=CONTEXT))
+    return resolve(config.load(base_model=str(directory), model_name="tiny", context_length=CONTEXT))
 
 
 def load_weights(directory: Path) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ import torch
 
 from skyrl_tinker.training import logprobs, model
 from skyrl_tinker.training.batch import build_batch
-from skyrl_tinker.training.logprobs import Head, token_logprobs
+from skyrl_tinker.training.logprobs import Head, frozen_logprobs, token_logprobs
 from skyrl_tinker.training.rows import Span, make_row
 from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import Datum, LoraSpec
@@ -12,6 +12,7 @@ from tests.training import reference
 from tests.training.conftest import MakeWorker
 from tests.training.passes import (
     VOCAB,
+    assert_close,
     assert_equal,
     gradients_of,
     make_data,
@@ -120,3 +121,40 @@ def test_however_many_models_share_a_row_few_logits_wait_for_backward(
         gradients.append(gradients_of(worker, 2))
     assert_equal(gradients[1], gradients[0])
     assert_equal(gradients[2], gradients[0])
+
+
+@pytest.mark.parametrize("candidates", [None, (0, 1, 5)])
+def test_a_frozen_head_needs_no_logits_in_backward(candidates: tuple[int, ...] | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(600, 16, generator=generator).requires_grad_()
+    weight = torch.randn(90, 16, generator=generator)
+    tokens = torch.arange(600)
+    if candidates is not None:
+        tokens = tokens.repeat_interleave(torch.tensor(candidates * 200))
+    targets = torch.randint(0, 90, (len(tokens),), generator=generator)
+    upstream = torch.randn(len(tokens), generator=generator)
+    expected = (hidden @ weight.T).log_softmax(-1)[tokens, targets]
+    found = frozen_logprobs(hidden, weight, targets, None if candidates is None else tokens)
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(found, hidden, upstream)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, hidden, upstream)[0])
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0], ids=["dense", "sparse"])
+def test_a_large_frozen_head_gives_the_reference_gradients(
+    weight: float, monkeypatch: pytest.MonkeyPatch, make_worker: MakeWorker, untied_model: str
+) -> None:
+    """Where most targets have a weight they are made in another way than where few have."""
+    monkeypatch.setattr(logprobs, "KEPT", 0)
+    worker = make_worker(untied_model)
+    worker.create_model(ModelKey(1), LoraSpec(8, 1, train_unembed=False))
+    perturb(worker, 1)
+    data = make_data(LENGTHS, 1)
+    for datum in data:
+        datum.inputs["weights"][::2] = weight
+        datum.inputs["weights"][1::4] = weight
+    run_one(worker, make_item(1, data))
+    _, gradients = reference.adapter_gradients(
+        untied_model, weights_of(worker, 1), data, reference.cross_entropy
+    )
+    assert_close(gradients_of(worker, 1), gradients, 1e-5)
