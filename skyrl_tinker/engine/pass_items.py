@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.engine.answers import failure_of
 from skyrl_tinker.engine.provenance import Records, shown, with_records
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.store import custom_losses, models
+from skyrl_tinker.store import custom_losses
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.custom_loss import check_custom_inputs
@@ -61,18 +61,16 @@ class ReadRow:
 class Known:
     """What the store knows of all that the requests of a pass refer to."""
 
-    sessions: Mapping[ModelKey, SessionId] = field(default_factory=dict)
     records: Records = field(default_factory=Records)
     custom: Mapping[tuple[SessionId, str], CustomLoss] = field(default_factory=dict)
 
     @classmethod
     async def look_up(cls, conn: AsyncConnection, rows: Sequence[ReadRow]) -> "Known":
         """All that these refer to."""
-        sessions = await models.sessions_of(conn, {each.model for each in rows})
         records = await Records.look_up(conn, set().union(*(each.sequences for each in rows)))
-        losses = {(sessions[each.model], each.request.loss_id) for each in rows if each.request.loss_id}
+        losses = {(each.row.session_id, each.request.loss_id) for each in rows if each.request.loss_id}
         found = {key: await custom_losses.get(conn, *key) for key in losses}
-        return cls(sessions, records, {key: loss for key, loss in found.items() if loss is not None})
+        return cls(records, {key: loss for key, loss in found.items() if loss is not None})
 
     def item(self, read: ReadRow) -> PassItem:
         """Raises UserError that names what its request refers to in vain."""
@@ -92,14 +90,13 @@ class Known:
     def _data(self, read: ReadRow) -> tuple[Datum, ...]:
         if not LOSSES[read.request.loss_fn].recorded:
             return read.request.data
-        session = self.sessions[read.model]
         return tuple(
-            with_records(datum, f"datum {index}", session, self.records)
+            with_records(datum, f"datum {index}", read.row.session_id, self.records)
             for index, datum in enumerate(read.request.data)
         )
 
     def _custom(self, read: ReadRow, loss_id: str) -> CustomLoss:
-        loss = self.custom.get((self.sessions[read.model], loss_id))
+        loss = self.custom.get((read.row.session_id, loss_id))
         if loss is None:
             raise UserError(
                 f"loss_fn_config['loss_id'] is {shown(loss_id)}, which is unknown, or of another session: "

@@ -78,7 +78,7 @@ class PassRunner:
             return None, {}
         try:
             return self._trainer.prepare(list(items.values())), {}
-        except Exception as error:
+        except Exception as error:  # becomes the result of those that do not fit, or of all
             alone = {
                 row_id: attempt(partial(self._trainer.prepare, [item])) for row_id, item in items.items()
             }

@@ -1,7 +1,7 @@
 """Models that clients train."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +55,6 @@ async def by_key(conn: AsyncConnection, key: ModelKey) -> ModelRow | None:
 async def in_states(conn: AsyncConnection, *states: ModelState) -> list[ModelRow]:
     """In order of creation."""
     return await _all(conn, select(Model.__table__).where(Model.state.in_(states)).order_by(Model.key))
-
-
-async def sessions_of(conn: AsyncConnection, keys: Collection[ModelKey]) -> dict[ModelKey, SessionId]:
-    rows = await conn.execute(select(Model.key, Model.session_id).where(Model.key.in_(keys)))
-    return {ModelKey(key): SessionId(session) for key, session in rows}
 
 
 async def of_session(conn: AsyncConnection, session_id: SessionId) -> list[ModelRow]:

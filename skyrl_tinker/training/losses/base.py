@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ class LossContext:
     custom: CustomLoss | None = None
     seconds: float = math.inf
     """For `custom`: how long it may take."""
-    own_inputs: tuple[Inputs, ...] = field(default=())
+    own_inputs: tuple[Inputs, ...] = ()
     """For `custom`: per datum what it reads beside logprobs, in the client's dtypes and shapes."""
 
 
