@@ -13,6 +13,7 @@ from skyrl_tinker.api.futures import FutureWaiter
 from skyrl_tinker.config import Settings
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.wire.ids import OwnerId
 from skyrl_tinker.wire.validate import Limits
 from skyrl_tinker.wire.values import BaseModelFacts
 
@@ -48,6 +49,15 @@ async def services_of(request: Request) -> Services:
 
 
 Deps = Annotated[Services, Depends(services_of)]
+
+
+def owner_of(request: Request) -> OwnerId | None:
+    """Who asks, as api.auth found out."""
+    owner: OwnerId | None = request.scope.get("owner")
+    return owner
+
+
+Owner = Annotated[OwnerId | None, Depends(owner_of)]
 
 
 class HotRoute(APIRoute):

@@ -76,6 +76,7 @@ class ApiKey(Base):
 class Session(Base):
     __tablename__ = "sessions"
     session_id: Mapped[str] = mapped_column(primary_key=True)
+    owner_id: Mapped[int | None] = mapped_column(BigId, index=True)  # api_keys.id, of which none is deleted
     created_at: Mapped[float]
     last_heartbeat_at: Mapped[float]
     finished_at: Mapped[float | None]

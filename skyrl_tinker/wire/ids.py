@@ -3,6 +3,9 @@
 from enum import StrEnum
 from typing import NewType
 
+OwnerId = NewType("OwnerId", int)
+"""The store's key of an API key (`api_keys.id`): what its holder makes, nobody else sees. A server without
+keys has one owner, who is None."""
 SessionId = NewType("SessionId", str)
 ModelId = NewType("ModelId", str)
 """`<session_id>:train:<model_seq_id>`; equals the training run id."""
