@@ -2,6 +2,7 @@
 
 SkyrlTinkerError              500  server
 ├── UserError                 400  user     the request is wrong; the message names field, found, expected
+│   ├── UnauthenticatedError  401  user     no API key, or none that is live
 │   ├── NotFoundError         404  user     no such session, model, checkpoint, future
 │   ├── GoneError             410  user     the session is finished or expired
 │   ├── SeqIdReusedError      422  user     the same seq_id came with another payload
@@ -27,6 +28,10 @@ class SkyrlTinkerError(Exception):
 class UserError(SkyrlTinkerError):
     status = 400
     category = "user"
+
+
+class UnauthenticatedError(UserError):
+    status = 401
 
 
 class NotFoundError(UserError):

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from skyrl_tinker import base_model, config, tiny_model
 from skyrl_tinker.cli import app
 from skyrl_tinker.config import Settings
+from skyrl_tinker.manifest import read_manifest
 from skyrl_tinker.places import Places
 from skyrl_tinker.store import checkpoints, models, sessions, state
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.manifest import read_manifest
 from skyrl_tinker.wire import paths
 from skyrl_tinker.wire.ids import ModelState
 from skyrl_tinker.wire.values import LoraSpec
@@ -61,7 +61,7 @@ async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelR
     where = paths.parse(path)
     store = await Store.open(settings.store_url)
     async with store.read() as conn:
-        row = await checkpoints.find(conn, where.model_id, where.kind, where.name)
+        row = await checkpoints.find(conn, None, where.model_id, where.kind, where.name)
         model = await models.by_id(conn, where.model_id)
         assert not await sessions.expired(conn, 1e18, 0.0), "nothing that a server would have to end"
     await store.close()

@@ -8,11 +8,15 @@ from fastapi import FastAPI
 
 from skyrl_tinker import __version__
 from skyrl_tinker.api import errors
+from skyrl_tinker.api.auth import AuthMiddleware
 from skyrl_tinker.api.deps import Services, limits_of
 from skyrl_tinker.api.engine_proxy import EngineProxy
 from skyrl_tinker.api.futures import FutureWaiter
+from skyrl_tinker.api.keyring import KeyRing
 from skyrl_tinker.api.limits import BodyLimitMiddleware, BodyLimits
+from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.routes import (
+    auth,
     capabilities,
     client,
     futures,
@@ -35,6 +39,7 @@ from skyrl_tinker.wire.values import BaseModelFacts
 
 RESOURCES = (
     client,
+    auth,
     sessions,
     telemetry,
     health,
@@ -52,18 +57,22 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
     """The API over an open store and a bound doorbell; both stay the caller's to close."""
     waiter = FutureWaiter(store, bell)
     engine = EngineProxy(Places(settings).engine_socket)
+    watch, keys = LoopWatch(), KeyRing(store)
     app = FastAPI(
         title="skyrl-tinker",
         version=__version__,
-        lifespan=_lifespan(waiter, engine),
+        lifespan=_lifespan(waiter, engine, watch, keys),
         openapi_url="/api/v1/openapi.json",
         docs_url=None,
         redoc_url=None,
     )
-    app.state.services = Services(settings, store, facts, bell, waiter, limits_of(settings, facts), engine)
+    app.state.services = Services(
+        settings, store, facts, bell, waiter, limits_of(settings, facts), engine, watch, keys
+    )
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings))
+    app.add_middleware(AuthMiddleware, keys=keys)  # what is added last comes first
     errors.install(app)
-    for root in (health.root, metrics.router, openai.router):
+    for root in (health.root, auth.root, metrics.router, openai.router):
         app.include_router(root)
     for resource in RESOURCES:
         app.include_router(resource.router, prefix="/api/v1")
@@ -75,16 +84,22 @@ def _body_limits(settings: Settings) -> BodyLimits:
 
 
 def _lifespan(
-    waiter: FutureWaiter, engine: EngineProxy
+    waiter: FutureWaiter, engine: EngineProxy, watch: LoopWatch, keys: KeyRing
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await waiter.start()
+        await keys.start()
         async with TaskGroup() as tasks:
-            running = tasks.create_task(waiter.run(), name="future-waiter")
+            running = (
+                tasks.create_task(waiter.run(), name="future-waiter"),
+                tasks.create_task(watch.run(), name="loop-watch"),
+                tasks.create_task(keys.run(), name="key-ring"),
+            )
             yield
             waiter.stop()
-            running.cancel()
+            for task in running:
+                task.cancel()
             await engine.close()
 
     return lifespan

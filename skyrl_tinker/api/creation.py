@@ -13,7 +13,7 @@ from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.models import NewModel
 from skyrl_tinker.wire import paths
 from skyrl_tinker.wire.bodies import CreateModelBody, payload_digest
-from skyrl_tinker.wire.ids import CheckpointKind, RequestKind, SessionId
+from skyrl_tinker.wire.ids import CheckpointKind, OwnerId, RequestKind, SessionId
 from skyrl_tinker.wire.models import CreateModelRequest, CreateViaLoadRequest
 from skyrl_tinker.wire.validate import (
     Limits,
@@ -38,9 +38,15 @@ class Creation:
     body: bytes = b""
     failure: Failure | None = None
 
-    async def submit(self, conn: AsyncConnection) -> Accepted:
+    async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
         return await futures.submit_create(
-            conn, self.kind, self.model, body=self.body, digest=self.digest, failure=self.failure
+            conn,
+            self.kind,
+            self.model,
+            owner=owner,
+            body=self.body,
+            digest=self.digest,
+            failure=self.failure,
         )
 
 
@@ -57,13 +63,17 @@ def anew(wanted: CreateModelRequest, payload: Mapping[str, Any], limits: Limits)
 
 
 async def from_checkpoint(
-    conn: AsyncConnection, wanted: CreateViaLoadRequest, payload: Mapping[str, Any], limits: Limits
+    conn: AsyncConnection,
+    owner: OwnerId | None,
+    wanted: CreateViaLoadRequest,
+    payload: Mapping[str, Any],
+    limits: Limits,
 ) -> Creation:
     """load_weights without a model_id. The checkpoint tells base model and LoRA config."""
     digest = payload_digest(RequestKind.LOAD_WEIGHTS, payload)
     try:
         body = validate_create_via_load(wanted, limits)
-        row = await find_checkpoint(conn, wanted.path)
+        row = await find_checkpoint(conn, owner, wanted.path)
         _check_resumable(row, wanted.optimizer, limits)
     except UserError as error:
         base_model = wanted.base_model or limits.base_models[0]
@@ -73,10 +83,10 @@ async def from_checkpoint(
     return Creation(RequestKind.LOAD_WEIGHTS, model, digest, body.to_bytes())
 
 
-async def find_checkpoint(conn: AsyncConnection, path: str) -> CheckpointRow:
-    """UserError for a malformed path, NotFoundError when nothing live is there."""
+async def find_checkpoint(conn: AsyncConnection, owner: OwnerId | None, path: str) -> CheckpointRow:
+    """This owner's, or a published one. UserError for a malformed path, NotFoundError when there is none."""
     where = paths.parse(path)
-    row = await checkpoints.find(conn, where.model_id, where.kind, where.name)
+    row = await checkpoints.find(conn, owner, where.model_id, where.kind, where.name)
     if row is None:
         raise NotFoundError(f"path: found {path!r}, expected a checkpoint that exists and has not expired")
     return row

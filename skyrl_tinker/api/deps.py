@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from skyrl_tinker.api.engine_proxy import EngineProxy
 from skyrl_tinker.api.futures import FutureWaiter
+from skyrl_tinker.api.keyring import KeyRing
+from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.config import Settings
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -27,6 +29,8 @@ class Services:
     waiter: FutureWaiter
     limits: Limits
     engine: EngineProxy
+    watch: LoopWatch
+    keys: KeyRing
 
     def wake_engine(self) -> None:
         """After a commit that gives it work."""
@@ -57,7 +61,12 @@ def owner_of(request: Request) -> OwnerId | None:
     return owner
 
 
-Owner = Annotated[OwnerId | None, Depends(owner_of)]
+async def _owner(request: Request) -> OwnerId | None:
+    """FastAPI would run what is not async in a thread."""
+    return owner_of(request)
+
+
+Owner = Annotated[OwnerId | None, Depends(_owner)]
 
 
 class HotRoute(APIRoute):

@@ -11,13 +11,14 @@ from skyrl_tinker.store import futures as future_rows
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import Outcome
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import FutureStatus, RequestId
+from skyrl_tinker.wire.ids import FutureStatus, OwnerId, RequestId
 
 _FALLBACK_POLL_S = 1.0
 _SMALL_BYTES = 1 << 20
+_REMEMBERED = 4096
 _log = logging.getLogger(__name__)
 
-_Wait = asyncio.Future[Outcome | None]  # None: the process is shutting down
+_Wait = asyncio.Future[Outcome | None]  # None: the time is over, or the process shuts down
 
 
 class FutureWaiter:
@@ -28,6 +29,8 @@ class FutureWaiter:
         self._bell = bell
         self._cursor = 0  # results.id: everything up to here has been announced
         self._waiting: dict[RequestId, set[_Wait]] = {}
+        self._expected: dict[RequestId, OwnerId | None] = {}
+        self._announced: dict[RequestId, None] = {}  # the last ones, oldest first
         self._stopped = False
 
     async def start(self) -> None:
@@ -44,16 +47,31 @@ class FutureWaiter:
                 # A busy or briefly unreadable database costs one round: the cursor has not moved.
                 _log.warning("finished futures could not be read, trying again: %s", error)
 
+    def expect(self, request_id: RequestId, owner: OwnerId | None) -> None:
+        """This process has just written it: until its result is announced, a wait need not ask the store.
+
+        Its result may have been announced before the writer's thread could tell us.
+        """
+        if request_id not in self._announced:
+            self._expected[request_id] = owner
+
     async def announce(self) -> None:
         """Answer everybody whose future finished since the last call; one query reads all their results."""
         async with self._store.read() as conn:
             finished = await future_rows.finished_after(conn, self._cursor, _SMALL_BYTES)
         for cursor, outcome in finished:
+            self._remember(outcome.request_id)
             if outcome.request_id in self._waiting:
                 whole = await self._whole(outcome)
                 for wait in self._waiting.get(outcome.request_id, ()):
                     _answer(wait, whole)
             self._cursor = cursor
+
+    def _remember(self, request_id: RequestId) -> None:
+        self._expected.pop(request_id, None)
+        self._announced[request_id] = None
+        if len(self._announced) > _REMEMBERED:
+            del self._announced[next(iter(self._announced))]
 
     def stop(self) -> None:
         """End every wait now, and those to come at once: the process is shutting down."""
@@ -67,16 +85,27 @@ class FutureWaiter:
         """How many long polls are held."""
         return sum(len(waits) for waits in self._waiting.values())
 
-    async def wait(self, request_id: RequestId, timeout_s: float) -> Outcome | None:
-        """The outcome, still pending after `timeout_s` seconds or at shutdown; None for an unknown id."""
+    async def wait(self, request_id: RequestId, owner: OwnerId | None, timeout_s: float) -> Outcome | None:
+        """The outcome, still pending after `timeout_s` seconds or at shutdown; None for an id that this owner
+        was never given."""
         with self._registered(request_id) as finished:
-            outcome = await self._look(request_id)  # after registering, so that no finish falls between
-            if outcome is None or outcome.status is not FutureStatus.PENDING or self._stopped:
-                return outcome
-            try:
-                return await asyncio.wait_for(finished, timeout_s) or outcome
-            except TimeoutError:
-                return outcome
+            if request_id not in self._expected:  # asked after registering, so that no finish falls between
+                outcome = await self._look(request_id, owner)
+                if outcome is None or outcome.status is not FutureStatus.PENDING:
+                    return outcome
+            elif self._expected[request_id] != owner:
+                return None
+            return await self._until(finished, timeout_s) or await self._look(request_id, owner)
+
+    async def _until(self, finished: _Wait, timeout_s: float) -> Outcome | None:
+        """None when the time is over or the process shuts down."""
+        if self._stopped:
+            return None
+        ending = asyncio.get_running_loop().call_later(timeout_s, _answer, finished, None)
+        try:
+            return await finished
+        finally:
+            ending.cancel()
 
     @contextmanager
     def _registered(self, request_id: RequestId) -> Iterator[_Wait]:
@@ -89,10 +118,12 @@ class FutureWaiter:
             if not self._waiting[request_id]:
                 del self._waiting[request_id]
 
-    async def _look(self, request_id: RequestId) -> Outcome | None:
+    async def _look(self, request_id: RequestId, owner: OwnerId | None) -> Outcome | None:
         async with self._store.read() as conn:
             outcome = await future_rows.outcome(conn, request_id, _SMALL_BYTES)
-        return outcome and await self._whole(outcome)
+        if outcome is None or outcome.owner_id != owner:
+            return None
+        return await self._whole(outcome)
 
     async def _whole(self, outcome: Outcome) -> Outcome:
         """With its result, also where that is large: then it is read off the loop."""

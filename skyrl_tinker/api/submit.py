@@ -9,7 +9,7 @@ from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import futures
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.wire.bodies import payload_digest
-from skyrl_tinker.wire.ids import ModelId, RequestKind
+from skyrl_tinker.wire.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.wire.models import AcceptedFuture, TrainingEnvelope, parse
 from skyrl_tinker.wire.values import Failure
 
@@ -50,7 +50,7 @@ def body_or_failure(make: Callable[[], bytes]) -> tuple[bytes, Failure | None]:
         return b"", Failure(str(error), error.category)
 
 
-async def submit_training(services: Services, wanted: Submission) -> AcceptedFuture:
+async def submit_training(services: Services, owner: OwnerId | None, wanted: Submission) -> AcceptedFuture:
     """Write it down and wake the engine; answers the first promise when it was here before."""
     accepted = await services.store.write(
         lambda conn: futures.submit_training(
@@ -58,19 +58,24 @@ async def submit_training(services: Services, wanted: Submission) -> AcceptedFut
             wanted.kind,
             wanted.model_id,
             wanted.seq_id,
+            owner=owner,
             body=wanted.body,
             digest=wanted.digest,
             failure=wanted.failure,
         ),
         services.wake_engine,
     )
-    return announce(services, accepted, wanted.failure)
+    return announce(services, owner, accepted, pending=wanted.failure is None)
 
 
-def announce(services: Services, accepted: Accepted, failure: Failure | None = None) -> AcceptedFuture:
+def announce(
+    services: Services, owner: OwnerId | None, accepted: Accepted, *, pending: bool
+) -> AcceptedFuture:
     """What the client is told; the API processes are rung when the result is there already."""
-    if failure is not None:
+    if not pending:
         services.bell.ring("api")
+    elif accepted.created:
+        services.waiter.expect(accepted.request_id, owner)
     return AcceptedFuture(
         request_id=accepted.request_id,
         model_id=accepted.model_id,

@@ -12,7 +12,7 @@ from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.wire.bodies import payload_digest
 from skyrl_tinker.wire.custom_loss import check_custom_loss
-from skyrl_tinker.wire.ids import RequestKind, SessionId
+from skyrl_tinker.wire.ids import OwnerId, RequestKind, SessionId
 from skyrl_tinker.wire.models import CreateCustomLossRequest, CreateCustomLossResult, parse
 from skyrl_tinker.wire.values import CustomLoss, Failure
 
@@ -23,10 +23,10 @@ class Upload:
     digest: bytes
     failure: Failure | None
 
-    async def submit(self, conn: AsyncConnection) -> Accepted:
+    async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
         result = CreateCustomLossResult(loss_id=self.loss.loss_id).model_dump_json().encode()
         return await futures.submit_custom_loss(
-            conn, self.loss, digest=self.digest, result=result, failure=self.failure
+            conn, self.loss, owner=owner, digest=self.digest, result=result, failure=self.failure
         )
 
 

@@ -15,10 +15,11 @@ from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store import futures, stability
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.finish import NO_USAGE
 from skyrl_tinker.store.stability import SequenceRecord
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.writer import Op, T
-from skyrl_tinker.wire.values import Failure
+from skyrl_tinker.wire.values import Failure, Usage
 
 JSON_TYPE = "application/json"
 RETRY_S = 1.0
@@ -27,11 +28,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A result as its bytes go to the client. `records`: kept of the sequences in it."""
+    """A result as its bytes go to the client. `records`: kept of the sequences in it; `usage`: its tokens."""
 
     content_type: str
     body: bytes
     records: tuple[SequenceRecord, ...] = ()
+    usage: Usage = NO_USAGE
 
 
 Outcome = Answer | Failure
@@ -119,7 +121,9 @@ async def finish_all(conn: AsyncConnection, outcomes: Mapping[int, Outcome]) -> 
 
 
 async def _succeed(conn: AsyncConnection, answers: Mapping[int, Answer]) -> None:
-    results = {future_id: (answer.content_type, answer.body) for future_id, answer in answers.items()}
+    results = {
+        future_id: (answer.content_type, answer.body, answer.usage) for future_id, answer in answers.items()
+    }
     ended = await futures.succeed_all(conn, results)
     records = {future_id: answers[future_id].records for future_id in ended if answers[future_id].records}
     if records:

@@ -19,7 +19,7 @@ def free_directory(root: Path, model: ModelRow, path: TinkerPath, request: int) 
 
 async def require_free(store: Store, path: TinkerPath) -> None:
     async with store.read() as conn:
-        taken = await checkpoints.find(conn, path.model_id, path.kind, path.name)
+        taken = await checkpoints.any_owners(conn, path.model_id, path.kind, path.name)
     if taken is not None:
         replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
         raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")

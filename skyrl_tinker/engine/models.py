@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.engine.answers import Outcome, json_answer
 from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.errors import NotFoundError, UserError
-from skyrl_tinker.store import checkpoints, models
+from skyrl_tinker.store import checkpoints, models, sessions
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
@@ -60,7 +60,7 @@ class Models:
     async def create_from(self, model: ModelRow, body: CreateViaLoadBody) -> Finished:
         """A new model in the shape and with the weights of a checkpoint."""
         self._require_served(body.base_model)
-        async with self._training_state(body.path, body.optimizer) as checkpoint:
+        async with self._training_state(model, body.path, body.optimizer) as checkpoint:
             config = checkpoint.optimizer_config if body.optimizer else body.optimizer_config
             await self._trainer.create_model(model.key, checkpoint.spec, _family(config))
             try:
@@ -73,24 +73,27 @@ class Models:
 
     async def load(self, model: ModelRow, body: LoadWeightsBody) -> Finished:
         """In place; gradients accumulated so far are gone."""
-        async with self._training_state(body.path, body.optimizer) as checkpoint:
+        async with self._training_state(model, body.path, body.optimizer) as checkpoint:
             await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)
         return Finished(json_answer({"path": body.path, "model_id": model.model_id, "type": "load_weights"}))
 
     @asynccontextmanager
-    async def _training_state(self, path: str, optimizer: bool) -> AsyncIterator[CheckpointRow]:
-        """A checkpoint that fits. Inside, its directory stays, though it be replaced or deleted meanwhile."""
-        found = await self._find(path, optimizer)
+    async def _training_state(
+        self, model: ModelRow, path: str, optimizer: bool
+    ) -> AsyncIterator[CheckpointRow]:
+        """A checkpoint that fits, and that the owner of `model` may read. Inside, its directory stays, though it be replaced or deleted meanwhile."""
+        found = await self._find(model, path, optimizer)
         self._reading = found.directory
         try:
             yield found
         finally:
             self._reading = None
 
-    async def _find(self, path: str, optimizer: bool) -> CheckpointRow:
+    async def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
         wanted = paths.parse(path)
         async with self._store.read() as conn:
-            found = await checkpoints.find(conn, wanted.model_id, wanted.kind, wanted.name)
+            owner = await sessions.owner_of(conn, model.session_id)
+            found = await checkpoints.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
         if found is None and self._saver.persisting(wanted):
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if found is None:

@@ -116,7 +116,7 @@ class OpenAIServer:
         if wanted.kind is not CheckpointKind.SAMPLER_WEIGHTS:
             raise FieldError(f"{model} has no weights for sampling: use save_weights_for_sampler", "model")
         async with self._store.read() as conn:
-            row = await checkpoints.find(conn, wanted.model_id, wanted.kind, wanted.name)
+            row = await checkpoints.find(conn, None, wanted.model_id, wanted.kind, wanted.name)
             version = await sampling.version(conn, row.version_id) if row and row.version_id else None
         if row is None or version is None:
             raise NotFoundError(f"no checkpoint {model}: it was never saved, or it is deleted or expired")

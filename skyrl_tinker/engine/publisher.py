@@ -17,13 +17,13 @@ from skyrl_tinker.engine.checkpoints import expiry, free_directory, require_free
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError, UserError
+from skyrl_tinker.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.store import checkpoints, sampling
 from skyrl_tinker.store.checkpoints import NewCheckpoint
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
-from skyrl_tinker.training.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.weight_sync.adapters import flush, publish_adapter
 from skyrl_tinker.wire.bodies import SaveSamplerBody
 from skyrl_tinker.wire.ids import CheckpointKind, ModelKey

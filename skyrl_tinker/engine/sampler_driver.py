@@ -21,7 +21,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.ids import SamplingSessionId, sequence_ids
 from skyrl_tinker.wire.sample_codec import sample_from_body
-from skyrl_tinker.wire.values import SampleOutput, SampleRequest, WeightVersion
+from skyrl_tinker.wire.values import SampleOutput, SampleRequest, Usage, WeightVersion
 
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
@@ -108,7 +108,10 @@ class SamplerDriver:
             output = await self._samplers.sample(wanted, request)
             self._metrics.sampled(output)
             records = _records(row, request, output) if request.record_stability_info else ()
-            return Answer(codec.PROTOBUF, codec.encode_sample_response(output), records)
+            usage = Usage(
+                len(request.prompt), output.cached_tokens, sum(len(each.tokens) for each in output.sequences)
+            )
+            return Answer(codec.PROTOBUF, codec.encode_sample_response(output), records, usage)
         except Exception as error:  # becomes the result of this request
             return failure_of(error)
 

@@ -5,17 +5,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, insert, or_, select, update
-from sqlalchemy import delete as sql_delete
+from sqlalchemy import ColumnElement, func, insert, or_, select, true, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.store import audit
 from skyrl_tinker.store.models import spec_columns, spec_of
+from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.rows import AnyRow, insert_id
 from skyrl_tinker.store.sampling import held
-from skyrl_tinker.store.tables import Checkpoint, Model
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, ModelKey, VersionId
+from skyrl_tinker.store.tables import Checkpoint, Model, Session
+from skyrl_tinker.wire.ids import CheckpointKind, ModelId, ModelKey, OwnerId, SessionId, VersionId
 from skyrl_tinker.wire.values import LoraSpec
+
+WITH_MODEL = (
+    select(Checkpoint.__table__, Model.model_id, Model.session_id)
+    .join(Model, Model.key == Checkpoint.model_key)
+    .join(Session, Session.session_id == Model.session_id)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ class CheckpointRow:
     id: int
     model_key: ModelKey
     model_id: ModelId
+    session_id: SessionId
     kind: CheckpointKind
     name: str
     directory: str
@@ -53,6 +61,11 @@ class CheckpointRow:
     user_metadata: Mapping[str, Any]
     created_at: float
     expires_at: float | None
+    public: bool
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
 
 async def add(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
@@ -73,49 +86,99 @@ async def add(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> in
             "choose another name or delete it first"
         )
     await conn.execute(update(Checkpoint).where(*same).values(deleted_at=now))
-    return await insert_id(conn, insert(Checkpoint), {"created_at": now, **_columns(new)})
+    number = await insert_id(conn, insert(Checkpoint), {"created_at": now, **_columns(new)})
+    (row,) = await _all(conn, Checkpoint.id == number)
+    await _audit(conn, row, "create", size_bytes=new.size_bytes)
+    return number
 
 
 async def find(
+    conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
+) -> CheckpointRow | None:
+    """This owner's, or a published one. None if there is none of that name, or it is deleted or expired."""
+    return await _named(conn, or_(owned_by(owner), Checkpoint.public), model_id, kind, name)
+
+
+async def any_owners(
     conn: AsyncConnection, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
-    """None if there is none of that name, or it is deleted or expired."""
-    where = (Model.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
-    rows = await _all(conn, *where, *_live())
-    return rows[0] if rows else None
+    """For who has no owner to ask for: the engine, before it saves."""
+    return await _named(conn, true(), model_id, kind, name)
+
+
+async def own(
+    conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
+) -> CheckpointRow:
+    """One that this owner may change. Raises NotFoundError."""
+    row = await _named(conn, owned_by(owner), model_id, kind, name)
+    if row is None:
+        raise NotFoundError(f"no checkpoint tinker://{model_id}/{kind}/{name}")
+    return row
 
 
 async def of_model(conn: AsyncConnection, model_key: ModelKey) -> list[CheckpointRow]:
     """The live ones, oldest first."""
-    return await _all(conn, Checkpoint.model_key == model_key, *_live())
+    return await _all(conn, Checkpoint.model_key == model_key, *live())
 
 
 async def last_of_model(
     conn: AsyncConnection, model_key: ModelKey, kind: CheckpointKind
 ) -> CheckpointRow | None:
-    rows = await _all(conn, Checkpoint.model_key == model_key, Checkpoint.kind == kind, *_live())
+    rows = await _all(conn, Checkpoint.model_key == model_key, Checkpoint.kind == kind, *live())
     return rows[-1] if rows else None
 
 
-async def delete(conn: AsyncConnection, model_id: ModelId, kind: CheckpointKind, name: str) -> None:
-    """From now on nobody finds it. Raises NotFoundError if nobody does already."""
-    row = await find(conn, model_id, kind, name)
-    if row is None:
-        raise NotFoundError(f"no checkpoint tinker://{model_id}/{kind}/{name}")
-    await conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(deleted_at=time.time()))
+async def delete(conn: AsyncConnection, row: CheckpointRow) -> None:
+    """From now on nobody finds it."""
+    await _set(conn, row, deleted_at=time.time())
+    await _audit(conn, row, "delete")
+
+
+async def publish(conn: AsyncConnection, row: CheckpointRow, public: bool) -> None:
+    """Others find it, or no longer do. Nothing happens when that is so already."""
+    if row.public is not public:
+        await _set(conn, row, public=public)
+        await _audit(conn, row, "publish" if public else "unpublish")
+
+
+async def set_expiry(conn: AsyncConnection, row: CheckpointRow, expires_at: float | None) -> None:
+    await _set(conn, row, expires_at=expires_at)
+    await _audit(conn, row, "set_ttl", expires_at=expires_at)
 
 
 async def garbage(conn: AsyncConnection, now: float) -> list[CheckpointRow]:
     """Deleted or expired, and held by no live sampling session: remove the directory, then `forget`."""
     over = or_(Checkpoint.deleted_at.is_not(None), Checkpoint.expires_at <= now)
-    return await _all(conn, over, ~held(Checkpoint.version_id))
+    return await _all(conn, over, Checkpoint.removed_at.is_(None), ~held(Checkpoint.version_id))
 
 
 async def forget(conn: AsyncConnection, checkpoint_id: int) -> None:
-    await conn.execute(sql_delete(Checkpoint).where(Checkpoint.id == checkpoint_id))
+    """Its directory is gone. The row stays for the bill."""
+    now = time.time()
+    ended = func.coalesce(Checkpoint.deleted_at, Checkpoint.expires_at, now)
+    values = {"removed_at": now, "deleted_at": ended}
+    await conn.execute(update(Checkpoint).where(Checkpoint.id == checkpoint_id).values(values))
 
 
-def _live() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+async def _named(
+    conn: AsyncConnection, whose: ColumnElement[bool], model_id: ModelId, kind: CheckpointKind, name: str
+) -> CheckpointRow | None:
+    named = (Model.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
+    rows = await _all(conn, whose, *named, *live())
+    return rows[0] if rows else None
+
+
+async def _set(conn: AsyncConnection, row: CheckpointRow, **values: Any) -> None:
+    await conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(values))
+
+
+async def _audit(conn: AsyncConnection, row: CheckpointRow, action: str, **details: Any) -> None:
+    what = {"model_id": row.model_id, "tinker_path": row.path, **details}
+    await audit.record(conn, row.session_id, f"checkpoint_{action}", **what)
+
+
+def live() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """SQL: neither deleted nor expired."""
     return Checkpoint.deleted_at.is_(None), _not_expired(time.time())
 
 
@@ -141,20 +204,17 @@ def _columns(new: NewCheckpoint) -> dict[str, Any]:
 
 
 async def _all(conn: AsyncConnection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
-    query = (
-        select(Checkpoint.__table__, Model.model_id)
-        .join(Model, Model.key == Checkpoint.model_key)
-        .where(*where)
-        .order_by(Checkpoint.id)
-    )
-    return [_checkpoint(row) for row in await conn.execute(query)]
+    query = WITH_MODEL.where(*where).order_by(Checkpoint.id)
+    return [checkpoint_of(row) for row in await conn.execute(query)]
 
 
-def _checkpoint(row: AnyRow) -> CheckpointRow:
+def checkpoint_of(row: AnyRow) -> CheckpointRow:
+    """Of a row of WITH_MODEL."""
     return CheckpointRow(
         id=row.id,
         model_key=ModelKey(row.model_key),
         model_id=ModelId(row.model_id),
+        session_id=SessionId(row.session_id),
         kind=row.kind,
         name=row.name,
         directory=row.directory,
@@ -167,4 +227,5 @@ def _checkpoint(row: AnyRow) -> CheckpointRow:
         user_metadata=row.user_metadata,
         created_at=row.created_at,
         expires_at=row.expires_at,
+        public=row.public,
     )

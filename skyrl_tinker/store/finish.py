@@ -10,9 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.store.tables import Future, Request, Result
 from skyrl_tinker.wire.ids import FutureStatus
-from skyrl_tinker.wire.values import Failure
+from skyrl_tinker.wire.values import Failure, Usage
 
 JSON_TYPE = "application/json"
+NO_USAGE = Usage()
 
 # Built once: making a statement costs more than running it.
 _END = update(Future).where(
@@ -32,21 +33,33 @@ _RESULT = insert(Result)
 _DROP_BODIES = delete(Request).where(Request.future_id.in_(bindparam("future_ids", expanding=True)))
 
 
-async def succeed(conn: AsyncConnection, future_id: int, content_type: str, body: bytes) -> None:
+async def succeed(
+    conn: AsyncConnection, future_id: int, content_type: str, body: bytes, usage: Usage = NO_USAGE
+) -> None:
     """Finish with the bytes that the client gets. Nothing happens if it has finished already."""
-    await succeed_all(conn, {future_id: (content_type, body)})
+    await succeed_all(conn, {future_id: (content_type, body, usage)})
 
 
-async def succeed_all(conn: AsyncConnection, results: Mapping[int, tuple[str, bytes]]) -> list[int]:
-    """Content type and body by future id. Returns the ids of those that had not finished already; the others
-    are passed over."""
+async def succeed_all(conn: AsyncConnection, results: Mapping[int, tuple[str, bytes, Usage]]) -> list[int]:
+    """Content type, body and tokens by future id. Returns the ids of those that had not finished already; the
+    others are passed over."""
     ended = await conn.execute(_DONE, {"future_ids": list(results), "now": time.time()})
     ids = sorted(ended.scalars())
     if ids:
-        rows = [{"future_id": id_, "content_type": results[id_][0], "body": results[id_][1]} for id_ in ids]
-        await conn.execute(_RESULT, rows)
+        await conn.execute(_RESULT, [_result(id_, *results[id_]) for id_ in ids])
         await _drop_bodies(conn, ids)
     return ids
+
+
+def _result(future_id: int, content_type: str, body: bytes, usage: Usage) -> dict[str, Any]:
+    return {
+        "future_id": future_id,
+        "content_type": content_type,
+        "body": body,
+        "input_tokens": usage.input_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.output_tokens,
+    }
 
 
 async def fail(conn: AsyncConnection, future_id: int, failure: Failure) -> None:

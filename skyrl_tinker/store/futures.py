@@ -14,18 +14,15 @@ from skyrl_tinker.store.finish import (
     succeed,
     succeed_all,
 )
-from skyrl_tinker.store.submit import (
-    Accepted,
-    submit_create,
-    submit_custom_loss,
-    submit_sample,
-    submit_training,
-)
-from skyrl_tinker.store.tables import Future, Model, Request, Result
+from skyrl_tinker.store.journal import Accepted
+from skyrl_tinker.store.submit import submit_create, submit_custom_loss, submit_training
+from skyrl_tinker.store.submit_sample import submit_sample
+from skyrl_tinker.store.tables import Future, Model, Request, Result, Session
 from skyrl_tinker.wire.ids import (
     FutureStatus,
     ModelId,
     ModelKey,
+    OwnerId,
     RequestId,
     RequestKind,
     SamplingSessionId,
@@ -74,7 +71,7 @@ class QueuedRow:
     status: FutureStatus
     body_bytes: int
     created_at: float
-    body: bytes | None = None  # of a small sample: it saves a read
+    body: bytes | None = None  # of a small sample, where it saves a read, and of what cancels one
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +85,7 @@ class Outcome:
     content_type: str | None
     body: bytes | None
     model_id: ModelId | None
+    owner_id: OwnerId | None
     withheld: bool | None = None  # there is a body, larger than what was asked for
 
 
@@ -103,7 +101,10 @@ _WAITING = or_(
 _SMALL_SAMPLE = case(
     (
         and_(
-            Future.kind == literal(RequestKind.SAMPLE, Future.kind.type),
+            or_(
+                Future.kind == literal(RequestKind.SAMPLE, Future.kind.type),
+                Future.kind == literal(RequestKind.CANCEL_SAMPLE, Future.kind.type),
+            ),
             func.length(Request.body) <= SMALL_BYTES,
         ),
         Request.body,
@@ -139,18 +140,21 @@ _OUTCOME = (
     Result.content_type,
     case((func.length(Result.body) <= bindparam("most"), Result.body)).label("body"),
     Model.model_id,
+    Session.owner_id,
     (func.length(Result.body) > bindparam("most")).label("withheld"),
 )
 _OUTCOMES = (
     select(*_OUTCOME)
     .outerjoin(Result, Result.future_id == Future.id)
     .outerjoin(Model, Model.key == Future.model_key)
+    .outerjoin(Session, Session.session_id == Future.session_id)
     .where(Future.request_id.in_(bindparam("request_ids", expanding=True)))
 )
 _FINISHED = (
     select(Result.id.label("cursor"), *_OUTCOME)
     .join(Future, Future.id == Result.future_id)
     .outerjoin(Model, Model.key == Future.model_key)
+    .outerjoin(Session, Session.session_id == Future.session_id)
     .where(Result.id > bindparam("cursor"))
     .order_by(Result.id)
 )

@@ -8,9 +8,10 @@ from typing import Any
 from sqlalchemy import Select, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.rows import AnyRow, insert_id
-from skyrl_tinker.store.tables import Model
-from skyrl_tinker.wire.ids import ModelId, ModelKey, ModelState, SessionId
+from skyrl_tinker.store.tables import Model, Session
+from skyrl_tinker.wire.ids import ModelId, ModelKey, ModelState, OwnerId, SessionId
 from skyrl_tinker.wire.values import LoraSpec
 
 
@@ -42,6 +43,12 @@ class NewModel:
     @property
     def model_id(self) -> ModelId:
         return ModelId(f"{self.session_id}:train:{self.model_seq_id}")
+
+
+async def find(conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId) -> ModelRow | None:
+    """None for another owner's, too."""
+    query = select(Model.__table__).join(Session, Session.session_id == Model.session_id)
+    return await _one(conn, query.where(Model.model_id == model_id, owned_by(owner)))
 
 
 async def by_id(conn: AsyncConnection, model_id: ModelId) -> ModelRow | None:

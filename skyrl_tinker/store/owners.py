@@ -1,9 +1,11 @@
 """Whose a row is. Sessions have an owner; models, samplers, futures and checkpoints are their session's."""
 
-from sqlalchemy import ColumnElement, bindparam
+from sqlalchemy import ColumnElement, bindparam, select
+from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store.tables import Session
-from skyrl_tinker.wire.ids import OwnerId
+from skyrl_tinker.wire.ids import OwnerId, SessionId
 
 
 def owned_by(owner: OwnerId | None) -> ColumnElement[bool]:
@@ -13,3 +15,11 @@ def owned_by(owner: OwnerId | None) -> ColumnElement[bool]:
 
 OWNED = Session.owner_id.is_not_distinct_from(bindparam("owner"))
 """The same in statements that are built once."""
+
+_SESSION = select(Session.session_id).where(Session.session_id == bindparam("session_id"), OWNED)
+
+
+async def require_session(conn: AsyncConnection, owner: OwnerId | None, session_id: SessionId) -> None:
+    """Raises NotFoundError if this owner has no such session."""
+    if await conn.scalar(_SESSION, {"session_id": session_id, "owner": owner}) is None:
+        raise NotFoundError(f"no session {session_id}")

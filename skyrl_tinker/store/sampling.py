@@ -15,9 +15,10 @@ from sqlalchemy.orm import aliased
 
 from skyrl_tinker.errors import SeqIdReusedError
 from skyrl_tinker.store import sessions
+from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.rows import AnyRow, insert_id
 from skyrl_tinker.store.tables import AdapterVersion, Model, SamplingSession, Session
-from skyrl_tinker.wire.ids import ModelKey, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.wire.ids import ModelKey, OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.wire.values import WeightVersion
 
 
@@ -67,11 +68,25 @@ async def create(
     return new_id
 
 
+async def find(
+    conn: AsyncConnection, owner: OwnerId | None, sampling_session_id: SamplingSessionId
+) -> SamplingSessionRow | None:
+    """None for another owner's, too."""
+    return await _one(conn, sampling_session_id, owned_by(owner))
+
+
 async def get(conn: AsyncConnection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
+    return await _one(conn, sampling_session_id)
+
+
+async def _one(
+    conn: AsyncConnection, sampling_session_id: SamplingSessionId, *where: ColumnElement[bool]
+) -> SamplingSessionRow | None:
     query = (
         select(SamplingSession.__table__, AdapterVersion.inflight, AdapterVersion.model_key)
+        .join(Session, Session.session_id == SamplingSession.session_id)
         .outerjoin(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
-        .where(SamplingSession.sampling_session_id == sampling_session_id)
+        .where(SamplingSession.sampling_session_id == sampling_session_id, *where)
     )
     row = (await conn.execute(query)).one_or_none()
     if row is None:

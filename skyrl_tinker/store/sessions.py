@@ -11,12 +11,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store.rows import AnyRow
 from skyrl_tinker.store.tables import Model, Session
-from skyrl_tinker.wire.ids import ModelState, SessionId
+from skyrl_tinker.wire.ids import ModelState, OwnerId, SessionId
 
 
 async def create(
     conn: AsyncConnection,
     *,
+    owner: OwnerId | None,
     tags: Sequence[str],
     user_metadata: Mapping[str, Any],
     project_id: str | None,
@@ -27,6 +28,7 @@ async def create(
     now = time.time()
     row = insert(Session).values(
         session_id=session_id,
+        owner_id=owner,
         created_at=now,
         last_heartbeat_at=now,
         tags=list(tags),
@@ -59,6 +61,14 @@ async def finish(conn: AsyncConnection, session_id: SessionId, reason: str, deta
     )
     if not (await conn.execute(end)).rowcount:
         await _session(conn, session_id)
+
+
+async def owner_of(conn: AsyncConnection, session_id: SessionId) -> OwnerId | None:
+    """Of a session that exists."""
+    owner: OwnerId | None = await conn.scalar(
+        select(Session.owner_id).where(Session.session_id == session_id)
+    )
+    return owner
 
 
 async def require_live(conn: AsyncConnection, session_id: SessionId) -> None:

@@ -1,5 +1,6 @@
-"""Facts that `serve` and the engine leave for the API: "base_model", "engine", "warning"."""
+"""Facts that `serve` and the engine leave for the API: "base_model", "engine", "warning"; and its secrets."""
 
+import secrets
 from typing import Any
 
 from sqlalchemy import insert, select, update
@@ -21,3 +22,12 @@ async def put(conn: AsyncConnection, key: str, value: Any) -> None:
 async def get(conn: AsyncConnection, key: str) -> Any | None:
     """The value, or None if it was never set."""
     return await conn.scalar(select(ServerState.value).where(ServerState.key == key))
+
+
+async def secret(conn: AsyncConnection, name: str) -> bytes:
+    """32 random bytes, made when first asked for and the same ever after: so, in a write."""
+    key = f"secret.{name}"
+    if (found := await get(conn, key)) is None:
+        found = secrets.token_hex(32)
+        await put(conn, key, found)
+    return bytes.fromhex(found)

@@ -135,6 +135,7 @@ class SamplingSession(Base):
     model_path: Mapped[str | None]
     version_id: Mapped[int | None] = mapped_column(ForeignKey(AdapterVersion.id), index=True)
     created_at: Mapped[float]
+    clones: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))  # that joined
 
 
 class Future(Base):
@@ -179,6 +180,36 @@ class Result(Base):
     future_id: Mapped[int] = mapped_column(ForeignKey(Future.id), unique=True)
     content_type: Mapped[str]
     body: Mapped[bytes]
+    input_tokens: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    cached_tokens: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    output_tokens: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+
+
+class UsageRecord(Base):
+    """Part of what was used in an hour: moved here from results, which do not live as long."""
+
+    __tablename__ = "usage_records"
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    hour: Mapped[int] = mapped_column(BigInteger, index=True)  # hours since the epoch
+    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id))
+    base_model: Mapped[str]
+    kind: Mapped[RequestKind]
+    input_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
+
+
+class AuditEvent(Base):
+    """`event`: <resource>_<action>. Whose it is, the session tells."""
+
+    __tablename__ = "audit_events"
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    at: Mapped[float] = mapped_column(index=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id))
+    event: Mapped[str]
+    details: Mapped[dict[str, Any]]
 
 
 class UploadedLoss(Base):
@@ -207,6 +238,8 @@ class StabilityRecord(Base):
 
 
 class Checkpoint(Base):
+    """The row stays when the files are `removed_at`: what was stored is counted for."""
+
     __tablename__ = "checkpoints"
     __table_args__ = (
         Index(
@@ -239,6 +272,8 @@ class Checkpoint(Base):
     created_at: Mapped[float]
     expires_at: Mapped[float | None]
     deleted_at: Mapped[float | None]
+    removed_at: Mapped[float | None]
+    public: Mapped[bool] = mapped_column(server_default=false())
 
 
 class Snapshot(Base):

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.training.lora import LoraModel
-from skyrl_tinker.training.manifest import (
+from skyrl_tinker.manifest import (
     FILE_NAME,
     Contents,
     FileEntry,
@@ -26,6 +25,7 @@ from skyrl_tinker.training.manifest import (
     entry_of,
     write_manifest,
 )
+from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.shards import deal, shard_name
 from skyrl_tinker.training.state import Part, TrainableModel
 from skyrl_tinker.training.tensor_file import sync, write_tensors
@@ -39,10 +39,11 @@ Tensors = dict[str, torch.Tensor]  # by key in the file
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """`files`: what this rank writes, float32 in host memory of its own. `contents`: the same everywhere."""
+    """`files`: what this rank writes, in host memory of its own. `contents`: the same everywhere."""
 
     files: Mapping[str, Tensors]
     contents: Contents
+    dtype: torch.dtype = torch.float32
 
 
 def key_of(part: Part, name: str) -> str:
@@ -73,7 +74,7 @@ def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:
     scratch.mkdir(parents=True, exist_ok=True)
     for name, tensors in captured.files.items():
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        write_tensors(scratch / name, shapes, torch.float32, tensors.values())
+        write_tensors(scratch / name, shapes, captured.dtype, tensors.values())
     return {name: entry_of(scratch / name) for name in captured.files}
 
 

@@ -18,8 +18,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, StorageError, TrainerError, UserError
+from skyrl_tinker.manifest import Contents, FileEntry, read_manifest
 from skyrl_tinker.training.batch import TrainingInputBatch, build_batch
-from skyrl_tinker.training.manifest import Contents, FileEntry, read_manifest
 from skyrl_tinker.training.outputs import RankOutput, assemble
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.wire.ids import ModelKey

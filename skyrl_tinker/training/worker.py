@@ -8,6 +8,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError, UserError
+from skyrl_tinker.manifest import Contents, FileEntry
 from skyrl_tinker.training import (
     budget,
     checkpoint,
@@ -22,7 +23,6 @@ from skyrl_tinker.training.checkpoint import Captured
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.full import FullModel, create_full
 from skyrl_tinker.training.lora import LoraModel
-from skyrl_tinker.training.manifest import Contents, FileEntry
 from skyrl_tinker.training.meeting import Meeting
 from skyrl_tinker.training.model import frozen_network, trainable_network
 from skyrl_tinker.training.offload import Aside, network_tensors

@@ -1,7 +1,7 @@
 """The stored form of training requests other than forward_backward: frozen values as canonical JSON."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -44,6 +44,15 @@ class SaveWeightsBody(_Body):
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveExternalBody(_Body):
+    """`recipients`: of age, to whom every file is encrypted; with none it is not."""
+
+    name: str
+    ttl_seconds: int | None = None
+    recipients: Sequence[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

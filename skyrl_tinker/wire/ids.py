@@ -36,7 +36,10 @@ class RequestKind(StrEnum):
     OPTIM_STEP = "optim_step"
     SAVE_WEIGHTS = "save_weights"
     SAVE_WEIGHTS_FOR_SAMPLER = "save_weights_for_sampler"
+    SAVE_WEIGHTS_EXTERNAL = "save_weights_external"
+    UNLOAD_MODEL = "unload_model"
     SAMPLE = "sample"
+    CANCEL_SAMPLE = "cancel_sample"
     CREATE_CUSTOM_LOSS = "create_custom_loss"
 
 
@@ -59,3 +62,4 @@ class CheckpointKind(StrEnum):
 
     WEIGHTS = "weights"
     SAMPLER_WEIGHTS = "sampler_weights"
+    EXTERNAL_WEIGHTS = "external_weights"

@@ -1,13 +1,13 @@
-"""tinker:// paths: `tinker://<model_id>/<weights|sampler_weights>/<name>`."""
+"""tinker:// paths: `tinker://<model_id>/<weights|sampler_weights|external_weights>/<name>`."""
 
 import re
 from dataclasses import dataclass
 
-from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.wire.ids import CheckpointKind, ModelId
 
 SCHEME = "tinker://"
-_FORMAT = "tinker://<training run>/<weights|sampler_weights>/<name>"
+_FORMAT = f"tinker://<training run>/<{'|'.join(CheckpointKind)}>/<name>"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
@@ -37,8 +37,6 @@ def parse(text: str) -> TinkerPath:
 def parse_checkpoint_id(model_id: ModelId, checkpoint_id: str) -> TinkerPath:
     """Read `<kind>/<name>`. Raises UserError that names the format."""
     kind, _, name = checkpoint_id.partition("/")
-    if kind == "external_weights":
-        raise NotSupportedError("external_weights checkpoints are not built yet")
     if kind not in tuple(CheckpointKind):
         raise UserError(f"{checkpoint_id!r} is not a checkpoint of {model_id}: expected {_FORMAT}")
     return TinkerPath(model_id, CheckpointKind(kind), validate_checkpoint_name(name))

@@ -264,6 +264,16 @@ class SampleOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request. Training: those of its data. Sampling: the prompt, how much of it the sampler
+    had cached, and what it generated."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WeightVersion:
     """One immutable set of sampler weights: an adapter (PEFT directory) or full parameters (safetensors)."""
 

@@ -38,7 +38,9 @@ async def submit_create(store: Store, session: SessionId, number: int = 0) -> Ac
     new = NewModel(session, number, "tiny", LoraSpec(8, 1), {"type": "adamw"}, {})
     body = CreateModelBody().to_bytes()
     return await store.write(
-        lambda conn: futures.submit_create(conn, RequestKind.CREATE_MODEL, new, body=body, digest=_digest())
+        lambda conn: futures.submit_create(
+            conn, RequestKind.CREATE_MODEL, new, owner=None, body=body, digest=_digest()
+        )
     )
 
 
@@ -52,7 +54,7 @@ async def submit(
 ) -> Accepted:
     return await store.write(
         lambda conn: futures.submit_training(
-            conn, kind, model, seq_id, body=body, digest=_digest(), failure=failure
+            conn, kind, model, seq_id, owner=None, body=body, digest=_digest(), failure=failure
         )
     )
 

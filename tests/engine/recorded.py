@@ -28,7 +28,7 @@ async def submit_sample(store: Store, session: SessionId, number: int = 0) -> Ac
         )
     )
     return await store.write(
-        lambda conn: futures.submit_sample(conn, sampler, 0, body=b"", digest=b"", num_samples=1)
+        lambda conn: futures.submit_sample(conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1)
     )
 
 
@@ -101,6 +101,6 @@ async def upload(store: Store, session: SessionId, loss: CustomLoss) -> str:
     """Returns its loss_id."""
     new = NewLoss(session, 0, loss)
     await store.write(
-        lambda conn: futures.submit_custom_loss(conn, new, digest=b"", result=b"{}", failure=None)
+        lambda conn: futures.submit_custom_loss(conn, new, owner=None, digest=b"", result=b"{}", failure=None)
     )
     return new.loss_id

@@ -30,7 +30,9 @@ async def submit_sample(store: Store, session: SessionId, base_model: str, seq_i
     )
     body = sample_body(SampleRequest((1, 2), 1, SamplingParams(max_tokens=1)))
     return await store.write(
-        lambda conn: futures.submit_sample(conn, sampler, seq_id, body=body, digest=b"", num_samples=1)
+        lambda conn: futures.submit_sample(
+            conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1
+        )
     )
 
 

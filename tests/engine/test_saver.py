@@ -45,7 +45,7 @@ async def _told(world: World, what: str, times: int = 1) -> None:
 
 async def _found(world: World, model: ModelId) -> CheckpointRow | None:
     async with world.store.read() as conn:
-        return await checkpoints.find(conn, model, WEIGHTS, "a")
+        return await checkpoints.find(conn, None, model, WEIGHTS, "a")
 
 
 async def _status(world: World, accepted: Accepted) -> FutureStatus:
@@ -144,7 +144,9 @@ async def test_a_delete_meanwhile_is_of_what_was_there_before(world: World, over
     saved = await _save(world, model, 1 + overwrite, overwrite=overwrite)
     await _told(world, "persist", 1 + overwrite)
     if overwrite:
-        await world.store.write(lambda conn: checkpoints.delete(conn, model, WEIGHTS, "a"))
+        before = await _found(world, model)
+        assert before is not None
+        await world.store.write(lambda conn: checkpoints.delete(conn, before))
     assert await _found(world, model) is None
     world.workers.disk.set()
     assert (await world.done(saved)).status is FutureStatus.DONE
@@ -182,7 +184,9 @@ async def _create_from(world: World, saved: ModelId) -> Accepted:
     path = f"tinker://{saved}/weights/a"
     body = CreateViaLoadBody(path, False, None, {"type": "adamw"}).to_bytes()
     return await world.store.write(
-        lambda conn: futures.submit_create(conn, RequestKind.LOAD_WEIGHTS, new, body=body, digest=b"new")
+        lambda conn: futures.submit_create(
+            conn, RequestKind.LOAD_WEIGHTS, new, owner=None, body=body, digest=b"new"
+        )
     )
 
 

@@ -70,7 +70,9 @@ class Sampling:
         params = SamplingParams(max_tokens=3)
         body = sample_body(SampleRequest((1, 2), 2, params, record_stability_info=record))
         accepted = await self.store.write(
-            lambda conn: futures.submit_sample(conn, sampler, 1, body=body, digest=b"", num_samples=2)
+            lambda conn: futures.submit_sample(
+                conn, sampler, 1, owner=None, body=body, digest=b"", num_samples=2
+            )
         )
         async with self.store.read() as conn:
             self.driver.submit(await futures.queued_after(conn, 0))

@@ -30,7 +30,9 @@ async def submit_create(
 ) -> futures.Accepted:
     new = NewModel(session, seq_id, "tiny", SPEC, {"betas": [0.9]}, {"run": "x"})
     return await store.write(
-        lambda conn: futures.submit_create(conn, RequestKind.CREATE_MODEL, new, body=b"create", digest=digest)
+        lambda conn: futures.submit_create(
+            conn, RequestKind.CREATE_MODEL, new, owner=None, body=b"create", digest=digest
+        )
     )
 
 
@@ -56,7 +58,7 @@ async def step(
 ) -> futures.Accepted:
     return await store.write(
         lambda conn: futures.submit_training(
-            conn, RequestKind.OPTIM_STEP, model.model_id, seq_id, body=body, digest=digest
+            conn, RequestKind.OPTIM_STEP, model.model_id, seq_id, owner=None, body=body, digest=digest
         )
     )
 
@@ -66,7 +68,7 @@ async def sample(
 ) -> futures.Accepted:
     return await store.write(
         lambda conn: futures.submit_sample(
-            conn, sampler, seq_id, body=b"sample", digest=digest, num_samples=num_samples
+            conn, sampler, seq_id, owner=None, body=b"sample", digest=digest, num_samples=num_samples
         )
     )
 

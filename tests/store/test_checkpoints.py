@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import Store, checkpoints, sampling
@@ -25,7 +26,14 @@ async def add(store: Store, checkpoint: NewCheckpoint, *, replace: bool = False)
 
 async def find(store: Store, model: ModelRow, name: str = "a") -> CheckpointRow | None:
     async with store.read() as conn:
-        return await checkpoints.find(conn, model.model_id, WEIGHTS, name)
+        return await checkpoints.find(conn, None, model.model_id, WEIGHTS, name)
+
+
+async def delete(store: Store, model: ModelRow, name: str = "a") -> None:
+    async def op(conn: AsyncConnection) -> None:
+        await checkpoints.delete(conn, await checkpoints.own(conn, None, model.model_id, WEIGHTS, name))
+
+    await store.write(op)
 
 
 async def garbage(store: Store) -> list[str]:
@@ -66,10 +74,10 @@ async def test_the_two_kinds_have_names_of_their_own(store: Store, model: ModelR
 
 async def test_a_deleted_checkpoint_is_not_found_and_its_name_is_free(store: Store, model: ModelRow) -> None:
     number = await add(store, new(model))
-    await store.write(lambda conn: checkpoints.delete(conn, model.model_id, WEIGHTS, "a"))
+    await delete(store, model)
     assert await find(store, model) is None
     with pytest.raises(NotFoundError, match=f"no checkpoint tinker://{model.model_id}/weights/a"):
-        await store.write(lambda conn: checkpoints.delete(conn, model.model_id, WEIGHTS, "a"))
+        await delete(store, model)
     await add(store, new(model, directory="/c/2"))
     assert await garbage(store) == ["/c/1"]
     await store.write(lambda conn: checkpoints.forget(conn, number))
@@ -89,7 +97,7 @@ async def test_an_expired_checkpoint_is_not_found_and_its_name_is_free(store: St
 async def test_the_last_checkpoint_is_the_newest_live_one(store: Store, model: ModelRow) -> None:
     for name in ("a", "b", "c"):
         await add(store, new(model, name, f"/c/{name}"))
-    await store.write(lambda conn: checkpoints.delete(conn, model.model_id, WEIGHTS, "c"))
+    await delete(store, model, "c")
     async with store.read() as conn:
         last = await checkpoints.last_of_model(conn, model.key, WEIGHTS)
         none = await checkpoints.last_of_model(conn, model.key, SAMPLER)
@@ -108,7 +116,7 @@ async def test_a_deleted_checkpoint_stays_on_disk_while_a_sampling_session_holds
             conn, session, 0, base_model="tiny", model_path="tinker://p", version_id=version
         )
     )
-    await store.write(lambda conn: checkpoints.delete(conn, model.model_id, WEIGHTS, "a"))
+    await delete(store, model)
     assert await garbage(store) == []
     await finish_session(store, session)
     assert await garbage(store) == ["/c/1"]

@@ -29,7 +29,9 @@ async def upload(
     new = NewLoss(session, seq_id, loss)
     failure = REFUSED if loss is None else None
     return await store.write(
-        lambda conn: futures.submit_custom_loss(conn, new, digest=digest, result=b"{}", failure=failure)
+        lambda conn: futures.submit_custom_loss(
+            conn, new, owner=None, digest=digest, result=b"{}", failure=failure
+        )
     )
 
 

@@ -70,7 +70,7 @@ async def test_a_seq_id_reused_for_another_kind_is_refused(store: Store, model: 
     with pytest.raises(SeqIdReusedError, match="used for optim_step, now for forward_backward"):
         await store.write(
             lambda conn: futures.submit_training(
-                conn, RequestKind.FORWARD_BACKWARD, model.model_id, 1, body=b"", digest=b"digest"
+                conn, RequestKind.FORWARD_BACKWARD, model.model_id, 1, owner=None, body=b"", digest=b"digest"
             )
         )
 
@@ -166,7 +166,14 @@ async def test_a_request_refused_at_the_door_consumes_its_seq_id(store: Store, m
     async def submit() -> futures.Accepted:
         return await store.write(
             lambda conn: futures.submit_training(
-                conn, RequestKind.FORWARD, model.model_id, 1, body=b"", digest=b"d", failure=failure
+                conn,
+                RequestKind.FORWARD,
+                model.model_id,
+                1,
+                owner=None,
+                body=b"",
+                digest=b"d",
+                failure=failure,
             )
         )
 
@@ -183,7 +190,7 @@ async def test_unknown_owners_are_not_found(store: Store, model: ModelRow) -> No
     with pytest.raises(NotFoundError, match="no model nobody"):
         await store.write(
             lambda conn: futures.submit_training(
-                conn, RequestKind.FORWARD, ModelId("nobody"), 1, body=b"", digest=b""
+                conn, RequestKind.FORWARD, ModelId("nobody"), 1, owner=None, body=b"", digest=b""
             )
         )
     with pytest.raises(NotFoundError, match="no sampling session nobody"):

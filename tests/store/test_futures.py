@@ -178,7 +178,7 @@ async def test_a_model_refused_at_the_door_is_born_failed(store: Store, session:
     failure = Failure("this server serves 'tiny', not 'other'", "user")
     accepted = await store.write(
         lambda conn: futures.submit_create(
-            conn, RequestKind.CREATE_MODEL, new, body=b"", digest=b"", failure=failure
+            conn, RequestKind.CREATE_MODEL, new, owner=None, body=b"", digest=b"", failure=failure
         )
     )
     assert (await outcome(store, accepted.request_id)).body == futures.failure_body(failure)

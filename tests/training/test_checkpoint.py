@@ -9,8 +9,8 @@ import torch
 from peft import PeftModel
 
 from skyrl_tinker.errors import StorageError, UserError
+from skyrl_tinker.manifest import read_manifest
 from skyrl_tinker.training.full import FullModel
-from skyrl_tinker.training.manifest import read_manifest
 from skyrl_tinker.training.state import Part
 from skyrl_tinker.training.worker import Worker
 from skyrl_tinker.wire.ids import ModelKey

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from skyrl_tinker.errors import StorageError, UserError
+from skyrl_tinker.manifest import read_manifest
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
-from skyrl_tinker.training.manifest import read_manifest
 from skyrl_tinker.wire.ids import ModelKey, RequestId
 from skyrl_tinker.wire.values import (
     AdamParams,

@@ -85,6 +85,7 @@ RESPONSES = [
     (models.CreateCustomLossResult(loss_id="l"), sdk.CreateCustomLossResponse),
     (models.OptimStepResult(metrics={"grad_norm": 1.0}), sdk.OptimStepResponse),
     (models.SaveWeightsResult(path="p"), sdk.SaveWeightsResponse),
+    (models.SaveExternalResult(path="p", size_bytes=3), sdk.SaveWeightsExternalResponse),
     (models.CreateSamplingSessionResponse(sampling_session_id="s"), sdk.CreateSamplingSessionResponse),
     (models.GetSamplerResponse(sampler_id="s", base_model="m"), sdk.GetSamplerResponse),
     (models.WeightsInfoResponse(base_model="m", is_lora=True, lora_rank=4), sdk.WeightsInfoResponse),

@@ -37,7 +37,7 @@ def test_a_path_reads_back_here_and_in_the_sdk(kind: CheckpointKind) -> None:
 )
 def test_what_is_no_path_is_told_the_format(text: str) -> None:
     with pytest.raises(
-        UserError, match=r"expected tinker://<training run>/<weights\|sampler_weights>/<name>|name is ''"
+        UserError, match=r"expected tinker://<training run>/<weights\|sampler_weights\|external_weights>/<name>|name is ''"
     ):
         paths.parse(text)
 
@@ -48,11 +48,6 @@ def test_what_is_no_path_is_told_the_format(text: str) -> None:
 def test_names_that_could_leave_their_directory_or_confuse_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="checkpoint name is"):
         paths.validate_checkpoint_name(name)
-
-
-def test_external_weights_are_refused_as_not_built_yet() -> None:
-    with pytest.raises(NotSupportedError, match="external_weights"):
-        paths.parse("tinker://run/external_weights/a")
 
 
 @given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True))

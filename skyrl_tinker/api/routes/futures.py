@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tinker.api.bodies import off_loop, read_model
-from skyrl_tinker.api.deps import Deps, HotRoute, Services
+from skyrl_tinker.api.deps import Deps, HotRoute, Services, owner_of
 from skyrl_tinker.api.readiness import engine_state
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.store.futures import Outcome
@@ -25,7 +25,8 @@ router = APIRouter(tags=["futures"], route_class=HotRoute)
 )
 async def retrieve_future(request: Request, deps: Deps) -> Response:
     wanted = await read_model(request, RetrieveFutureRequest)
-    outcome = await deps.waiter.wait(RequestId(wanted.request_id), deps.settings.long_poll_s)
+    owner = owner_of(request)
+    outcome = await deps.waiter.wait(RequestId(wanted.request_id), owner, deps.settings.long_poll_s)
     if outcome is None:
         raise _unknown(wanted.request_id, request.headers.get("x-tinker-request-type"))
     if outcome.status is FutureStatus.PENDING:

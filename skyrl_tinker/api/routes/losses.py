@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 
 from skyrl_tinker.api import uploads
 from skyrl_tinker.api.bodies import json_object, off_loop
-from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.submit import announce
 from skyrl_tinker.errors import NotSupportedError
 from skyrl_tinker.wire.models import AcceptedFuture
@@ -13,11 +13,12 @@ router = APIRouter(tags=["losses"])
 
 
 @router.post("/create_custom_loss", summary="A loss as torch.fx recorded it, for passes of the same session")
-async def create_custom_loss(request: Request, deps: Deps) -> AcceptedFuture:
+async def create_custom_loss(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     if not deps.settings.custom_loss_server_side:
         raise NotSupportedError(
             "custom losses run on the client here (the server's setting custom_loss_server_side is off)"
         )
     body = await request.body()
     upload = await off_loop(len(body), lambda: uploads.read(json_object(body)))
-    return announce(deps, await deps.store.write(upload.submit), upload.failure)
+    accepted = await deps.store.write(lambda conn: upload.submit(conn, owner))
+    return announce(deps, owner, accepted, pending=False)

@@ -22,9 +22,14 @@ async def metrics(deps: Deps) -> Response:
     ready = (await engine_state(deps.store)).ready
     own = _gauge("engine_up", "Whether the engine answers", up)
     own += _gauge("ready", "Whether requests are worked on now", int(ready))
+    own += _gauge(
+        "api_loop_block_seconds_max",
+        "Longest time that the API's event loop was blocked since this was read last, at most 10 ms too long",
+        round(deps.watch.longest_s(), 4),
+    )
     return Response(own.encode() + text, media_type=CONTENT_TYPE)
 
 
-def _gauge(name: str, help_text: str, value: int) -> str:
+def _gauge(name: str, help_text: str, value: float) -> str:
     name = f"skyrl_tinker_{name}"
     return f"# HELP {name} {help_text}\n# TYPE {name} gauge\n{name} {value}\n"

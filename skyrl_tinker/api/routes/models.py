@@ -8,13 +8,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api import creation
 from skyrl_tinker.api.bodies import read_json, read_model
-from skyrl_tinker.api.deps import Deps, Services
+from skyrl_tinker.api.deps import Deps, Owner, Services
 from skyrl_tinker.api.submit import announce, from_json, submit_training
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import models
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.wire.ids import ModelId, RequestKind
+from skyrl_tinker.wire.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.wire.models import (
     AcceptedFuture,
     CreateModelRequest,
@@ -34,41 +34,44 @@ router = APIRouter(tags=["models"])
 
 
 @router.post("/create_model", summary="A new model on the base model: LoRA, or full parameters with rank 0")
-async def create_model(request: Request, deps: Deps) -> AcceptedFuture:
+async def create_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     payload = await read_json(request)
     made = creation.anew(parse(CreateModelRequest, payload), payload, deps.limits)
-    return announce(deps, await deps.store.write(made.submit, deps.wake_engine), made.failure)
+    accepted = await deps.store.write(lambda conn: made.submit(conn, owner), deps.wake_engine)
+    return announce(deps, owner, accepted, pending=made.failure is None)
 
 
 @router.post("/load_weights", summary="A new model from a checkpoint, or with `model_id` a load in place")
-async def load_weights(request: Request, deps: Deps) -> AcceptedFuture:
+async def load_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     payload = await read_json(request)
     if payload.get("model_id") is None:
-        return await _create_via_load(deps, payload)
+        return await _create_via_load(deps, owner, payload)
     wanted = from_json(
         RequestKind.LOAD_WEIGHTS,
         payload,
         lambda payload: validate_load_weights(parse(LoadWeightsRequest, payload)),
     )
-    return await submit_training(deps, wanted)
+    return await submit_training(deps, owner, wanted)
 
 
-async def _create_via_load(deps: Services, payload: Mapping[str, Any]) -> AcceptedFuture:
+async def _create_via_load(
+    deps: Services, owner: OwnerId | None, payload: Mapping[str, Any]
+) -> AcceptedFuture:
     wanted = parse(CreateViaLoadRequest, payload)
 
     async def create(conn: AsyncConnection) -> tuple[creation.Creation, Accepted]:
-        made = await creation.from_checkpoint(conn, wanted, payload, deps.limits)
-        return made, await made.submit(conn)
+        made = await creation.from_checkpoint(conn, owner, wanted, payload, deps.limits)
+        return made, await made.submit(conn, owner)
 
     made, accepted = await deps.store.write(create, deps.wake_engine)
-    return announce(deps, accepted, made.failure)
+    return announce(deps, owner, accepted, pending=made.failure is None)
 
 
 @router.post("/get_info", summary="What a model is made of; works from its creation on")
-async def get_info(request: Request, deps: Deps) -> GetInfoResponse:
+async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoResponse:
     wanted = await read_model(request, GetInfoRequest)
     async with deps.store.read() as conn:
-        row = await models.by_id(conn, ModelId(wanted.model_id))
+        row = await models.find(conn, owner, ModelId(wanted.model_id))
     if row is None:
         raise NotFoundError(f"no model {wanted.model_id}")
     return _info(row, deps.facts)
@@ -88,10 +91,10 @@ def _info(row: ModelRow, facts: BaseModelFacts) -> GetInfoResponse:
 
 
 @router.post("/weights_info", summary="What a checkpoint holds")
-async def weights_info(request: Request, deps: Deps) -> WeightsInfoResponse:
+async def weights_info(request: Request, deps: Deps, owner: Owner) -> WeightsInfoResponse:
     wanted = await read_model(request, WeightsInfoRequest)
     async with deps.store.read() as conn:
-        row = await creation.find_checkpoint(conn, wanted.tinker_path)
+        row = await creation.find_checkpoint(conn, owner, wanted.tinker_path)
     return WeightsInfoResponse(
         base_model=row.base_model,
         is_lora=row.spec.rank > 0,

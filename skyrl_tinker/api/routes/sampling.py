@@ -7,14 +7,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api.bodies import json_object, off_loop, read_model
 from skyrl_tinker.api.creation import find_checkpoint
-from skyrl_tinker.api.deps import Deps, HotRoute
+from skyrl_tinker.api.deps import Deps, HotRoute, Owner, owner_of
 from skyrl_tinker.api.submit import announce
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
-from skyrl_tinker.store import futures, sampling
+from skyrl_tinker.store import futures, owners, sampling
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.ids import SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.wire.ids import OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.wire.models import (
     AcceptedFuture,
     AsampleRequest,
@@ -31,14 +31,18 @@ hot = APIRouter(tags=["sampling"], route_class=HotRoute)
 
 
 @router.post("/create_sampling_session", summary="Sample from the base model or from a checkpoint")
-async def create_sampling_session(request: Request, deps: Deps) -> CreateSamplingSessionResponse:
+async def create_sampling_session(
+    request: Request, deps: Deps, owner: Owner
+) -> CreateSamplingSessionResponse:
     wanted = await read_model(request, CreateSamplingSessionRequest)
 
     async def create(conn: AsyncConnection) -> SamplingSessionId:
-        base_model, version_id = await _target(conn, wanted, deps.limits)
+        session_id = SessionId(wanted.session_id)
+        await owners.require_session(conn, owner, session_id)
+        base_model, version_id = await _target(conn, owner, wanted, deps.limits)
         return await sampling.create(
             conn,
-            SessionId(wanted.session_id),
+            session_id,
             wanted.sampling_session_seq_id,
             base_model=base_model,
             model_path=wanted.model_path,
@@ -49,13 +53,13 @@ async def create_sampling_session(request: Request, deps: Deps) -> CreateSamplin
 
 
 async def _target(
-    conn: AsyncConnection, wanted: CreateSamplingSessionRequest, limits: Limits
+    conn: AsyncConnection, owner: OwnerId | None, wanted: CreateSamplingSessionRequest, limits: Limits
 ) -> tuple[str, VersionId | None]:
     """Base model and weight version. `model_path` decides; a `base_model` beside it must be served, too."""
     if wanted.base_model is not None:
         validate_base_model(wanted.base_model, limits)
     if wanted.model_path is not None:
-        row = await find_checkpoint(conn, wanted.model_path)
+        row = await find_checkpoint(conn, owner, wanted.model_path)
         return row.base_model, _version_of(row, limits)
     if wanted.base_model is None:
         raise UserError("base_model and model_path are missing: expected one of them")
@@ -73,9 +77,9 @@ def _version_of(row: CheckpointRow, limits: Limits) -> VersionId:
 
 
 @router.get("/samplers/{sampler_id}", summary="What a sampling session samples from")
-async def get_sampler(sampler_id: str, deps: Deps) -> GetSamplerResponse:
+async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerResponse:
     async with deps.store.read() as conn:
-        row = await sampling.get(conn, SamplingSessionId(sampler_id))
+        row = await sampling.find(conn, owner, SamplingSessionId(sampler_id))
     if row is None:
         raise NotFoundError(f"no sampling session {sampler_id}")
     return GetSamplerResponse(
@@ -87,7 +91,9 @@ async def get_sampler(sampler_id: str, deps: Deps) -> GetSamplerResponse:
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     body = await request.body()
     wanted = await off_loop(len(body), lambda: _read_sample(body, deps.limits))
-    return announce(deps, await deps.store.write(wanted.submit, deps.wake_engine))
+    owner = owner_of(request)
+    accepted = await deps.store.write(lambda conn: wanted.submit(conn, owner), deps.wake_engine)
+    return announce(deps, owner, accepted, pending=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +103,12 @@ class _Sample:
     body: bytes
     num_samples: int
 
-    async def submit(self, conn: AsyncConnection) -> Accepted:
+    async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
         return await futures.submit_sample(
             conn,
             self.session_id,
             self.seq_id,
+            owner=owner,
             body=self.body,
             digest=codec.digest(self.body),
             num_samples=self.num_samples,

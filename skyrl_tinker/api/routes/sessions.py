@@ -4,8 +4,8 @@ from fastapi import APIRouter, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api.bodies import read_model
-from skyrl_tinker.api.deps import Deps
-from skyrl_tinker.store import sessions, state
+from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.store import owners, sessions, state
 from skyrl_tinker.wire.ids import SessionId
 from skyrl_tinker.wire.models import (
     CreateSessionRequest,
@@ -19,12 +19,13 @@ router = APIRouter(tags=["sessions"])
 
 
 @router.post("/create_session", summary="Open a session")
-async def create_session(request: Request, deps: Deps) -> CreateSessionResponse:
+async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSessionResponse:
     wanted = await read_model(request, CreateSessionRequest)
 
     async def create(conn: AsyncConnection) -> CreateSessionResponse:
         session_id = await sessions.create(
             conn,
+            owner=owner,
             tags=wanted.tags,
             user_metadata=wanted.user_metadata,
             project_id=wanted.project_id,
@@ -38,17 +39,26 @@ async def create_session(request: Request, deps: Deps) -> CreateSessionResponse:
 
 
 @router.post("/session_heartbeat", summary="Keep a session alive; 410 once it is finished")
-async def session_heartbeat(request: Request, deps: Deps) -> HeartbeatResponse:
+async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> HeartbeatResponse:
     wanted = await read_model(request, HeartbeatRequest)
-    await deps.store.write(lambda conn: sessions.heartbeat(conn, SessionId(wanted.session_id)))
+    session_id = SessionId(wanted.session_id)
+
+    async def beat(conn: AsyncConnection) -> None:
+        await owners.require_session(conn, owner, session_id)
+        await sessions.heartbeat(conn, session_id)
+
+    await deps.store.write(beat)
     return HeartbeatResponse()
 
 
 @router.post("/sessions/{session_id}/finish", summary="Finish a session; the first reason wins")
-async def finish_session(session_id: str, request: Request, deps: Deps) -> dict[str, str]:
+async def finish_session(session_id: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
     wanted = await read_model(request, FinishSessionRequest)
-    await deps.store.write(
-        lambda conn: sessions.finish(conn, SessionId(session_id), wanted.reason.type, wanted.detail)
-    )
+
+    async def finish(conn: AsyncConnection) -> None:
+        await owners.require_session(conn, owner, SessionId(session_id))
+        await sessions.finish(conn, SessionId(session_id), wanted.reason.type, wanted.detail)
+
+    await deps.store.write(finish)
     deps.bell.ring("engine")  # its models can be released
     return {}

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.bodies import json_object, off_loop, read_json
-from skyrl_tinker.api.deps import Deps, HotRoute
+from skyrl_tinker.api.deps import Deps, HotRoute, owner_of
 from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.codec import RawForwardBackward
@@ -20,7 +20,7 @@ async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     body = await request.body()
     protobuf = "protobuf" in request.headers.get("content-type", "").lower()
     wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits))
-    return await submit_training(deps, wanted)
+    return await submit_training(deps, owner_of(request), wanted)
 
 
 @router.post("/optim_step", summary="One optimizer step over the gradients accumulated so far")
@@ -30,7 +30,7 @@ async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
         await read_json(request),
         lambda payload: validate_optim_step(parse(OptimStepRequest, payload)),
     )
-    return await submit_training(deps, wanted)
+    return await submit_training(deps, owner_of(request), wanted)
 
 
 def _read_pass(body: bytes, protobuf: bool, limits: Limits) -> Submission:

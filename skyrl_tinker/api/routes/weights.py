@@ -5,7 +5,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api import runs
 from skyrl_tinker.api.bodies import read_json
-from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.submit import from_json, submit_training
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.wire import paths
@@ -23,23 +23,23 @@ router = APIRouter(tags=["weights"])
 
 
 @router.post("/save_weights", summary="Save the training state, optimizer included, under a name")
-async def save_weights(request: Request, deps: Deps) -> AcceptedFuture:
+async def save_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     wanted = from_json(
         RequestKind.SAVE_WEIGHTS,
         await read_json(request),
         lambda payload: validate_save_weights(parse(SaveWeightsRequest, payload)),
     )
-    return await submit_training(deps, wanted)
+    return await submit_training(deps, owner, wanted)
 
 
 @router.post("/save_weights_for_sampler", summary="Weights to the samplers, named or ephemeral")
-async def save_weights_for_sampler(request: Request, deps: Deps) -> AcceptedFuture:
+async def save_weights_for_sampler(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     wanted = from_json(
         RequestKind.SAVE_WEIGHTS_FOR_SAMPLER,
         await read_json(request),
         lambda payload: validate_save_sampler(parse(SaveSamplerRequest, payload)),
     )
-    return await submit_training(deps, wanted)
+    return await submit_training(deps, owner, wanted)
 
 
 @router.get("/training_runs/{run}", summary="A training run (a model) and its last checkpoints")

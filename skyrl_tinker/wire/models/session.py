@@ -18,7 +18,7 @@ class ClientConfigRequest(Message):
 class ClientConfigResponse(Message):
     """Flags for the SDK; what is not named here keeps the SDK's own default."""
 
-    pjwt_auth_enabled: bool = False
+    pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
     proto_compress_fwdbwd: bool = False
     fwdbwd_max_chunk_len: int = 1024

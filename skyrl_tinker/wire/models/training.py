@@ -88,6 +88,18 @@ class SaveWeightsResult(Message):
     type: Literal["save_weights"] = "save_weights"
 
 
+class SaveExternalRequest(TrainingEnvelope):
+    path: str
+    ttl_seconds: StrictInt | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class SaveExternalResult(Message):
+    path: str
+    size_bytes: int
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
 class SaveSamplerRequest(TrainingEnvelope):
     """Named (`path`) or ephemeral (`sampling_session_seq_id`)."""
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from skyrl_tinker.errors import NotSupportedError, UserError
-from skyrl_tinker.wire import paths
+from skyrl_tinker.wire import age, paths
 from skyrl_tinker.wire.bodies import (
     CreateViaLoadBody,
     LoadWeightsBody,
     OptimStepBody,
+    SaveExternalBody,
     SaveSamplerBody,
     SaveWeightsBody,
 )
@@ -17,6 +18,7 @@ from skyrl_tinker.wire.models.training import (
     CreateViaLoadRequest,
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveExternalRequest,
     SaveSamplerRequest,
     SaveWeightsRequest,
 )
@@ -108,6 +110,17 @@ def validate_save_weights(request: SaveWeightsRequest) -> SaveWeightsBody:
         ttl_seconds=validate_ttl(request.ttl_seconds),
         overwrite=request.overwrite,
         user_metadata=request.user_metadata or {},
+    )
+
+
+def validate_save_external(request: SaveExternalRequest) -> SaveExternalBody:
+    recipients = request.age_encryption_recipients
+    if recipients is not None:
+        age.check_recipients(recipients)
+    return SaveExternalBody(
+        name=paths.validate_checkpoint_name(request.path),
+        ttl_seconds=validate_ttl(request.ttl_seconds),
+        recipients=recipients or [],
     )
 
 

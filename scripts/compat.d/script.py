@@ -1,0 +1,42 @@
+"""What a user's script does, with whichever SDK this interpreter has: `script.py URL MODEL`.
+
+Prints one JSON object per step: its name, ok | absent | failed, and why. `absent` is what no public class
+of this version can do, by the ranges that the steps name; what is within its range has to work.
+Knows nothing but the SDK and the standard library: it runs in venvs that hold nothing else.
+"""
+
+import json
+import sys
+import traceback
+import warnings
+from importlib.metadata import version
+
+import steps  # noqa: F401  (for its steps, in this order)
+import rest_steps  # noqa: F401
+from world import STEPS, Run, Step, Unavailable
+
+
+def main(url: str, model: str) -> None:
+    warnings.simplefilter("ignore")  # old SDKs on new libraries
+    number = version("tinker")
+    run = Run(url, model, number)
+    for step in STEPS:
+        state, why = _outcome(step, run)
+        print(json.dumps({"step": step.name, "state": state, "why": why}), flush=True)
+
+
+def _outcome(step: Step, run: Run) -> tuple[str, str]:
+    if not step.covers(run.version):
+        return "absent", ""
+    try:
+        step.work(run)
+    except Unavailable as reason:
+        return "absent", str(reason)
+    except Exception as error:
+        traceback.print_exc()
+        return "failed", f"{type(error).__name__}: {error}"
+    return "ok", ""
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,63 @@
+"""What a client may learn and do about its own API key."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+
+from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.tokens import ORGANIZATION, Caller
+from skyrl_tinker.errors import NotSupportedError
+from skyrl_tinker.store import keys
+from skyrl_tinker.wire.models.auth import ApiKeyResponse, AuthTokenResponse, KeyDetails, KeyOrganization, KeyUser
+
+_HOW = "ask whoever runs this server for a key (`skyrl-tinker keys create`) and set TINKER_API_KEY to it"
+_NO_KEYS = "this server has no API keys: it takes any"
+
+router = APIRouter(tags=["auth"], prefix="/auth")
+root = APIRouter(tags=["auth"])
+
+
+async def _caller_of(request: Request) -> Caller:
+    caller: Caller = request.scope["caller"]
+    return caller
+
+
+Who = Annotated[Caller, Depends(_caller_of)]
+
+
+@router.post("/token", summary="Trade the API key for a JWT, which also tells who you are")
+async def auth_token(deps: Deps, caller: Who) -> AuthTokenResponse:
+    return AuthTokenResponse(jwt=deps.keys.token(caller))
+
+
+@router.get("/apikey/me", summary="What is known of the API key that asks")
+async def api_key(caller: Who) -> ApiKeyResponse:
+    """Without keys, too, so that `tinker auth login` works with any."""
+    return ApiKeyResponse(
+        key_id=caller.owner or 0,
+        name=caller.name,
+        note="" if caller.owner else _NO_KEYS,
+        details=KeyDetails(
+            org_details=KeyOrganization(name=ORGANIZATION), user_details=KeyUser(email=caller.name)
+        ),
+    )
+
+
+@router.delete("/apikey/me", summary="Revoke the API key that asks; what it made stays")
+async def revoke_api_key(deps: Deps, caller: Who) -> dict[str, str]:
+    owner = caller.owner
+    if owner is None:
+        raise NotSupportedError(f"{_NO_KEYS}, so there is none to revoke")
+    await deps.store.write(lambda conn: keys.revoke(conn, str(owner)))
+    await deps.keys.refresh()
+    return {}
+
+
+@router.post("/apikey", summary="Refused: keys are made on the server's command line")
+async def mint_api_key() -> dict[str, str]:
+    raise NotSupportedError(f"an API key cannot make API keys: {_HOW}")
+
+
+@root.get("/api/unauthed/auth-config", summary="Refused: there is no browser login (SDK 0.26 - 0.28 asks)")
+async def auth_config() -> dict[str, str]:
+    raise NotSupportedError(f"this server has no browser login: {_HOW}")

@@ -1,0 +1,62 @@
+"""age (https://age-encryption.org/v1): whom a file is encrypted to, and encrypting it.
+
+pyrage is loaded only where somebody asks for it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_tinker.errors import UserError
+
+SUFFIX = ".age"
+FIELD = "age_encryption_recipients"
+MAX_RECIPIENTS = 100
+_EXPECTED = "an age public key ('age1...') or an SSH public key ('ssh-ed25519 ...', 'ssh-rsa ...')"
+
+
+def check_recipients(recipients: Sequence[str]) -> None:
+    """Raises UserError naming the first that is none."""
+    if not 1 <= len(recipients) <= MAX_RECIPIENTS:
+        raise UserError(
+            f"{FIELD} has {len(recipients)} entries, expected 1 to {MAX_RECIPIENTS}, "
+            "or no such field for files that are not encrypted"
+        )
+    for index, text in enumerate(recipients):
+        _recipient(f"{FIELD}[{index}]", text)
+
+
+def encrypt(file: Path, recipients: Sequence[str]) -> Path:
+    """Replace a file by `<file>.age`, which any of the checked recipients can read. Streamed.
+
+    Raises OSError.
+    """
+    import pyrage
+
+    encrypted = file.with_name(file.name + SUFFIX)
+    readers = [_recipient(FIELD, text) for text in recipients]
+    try:
+        # Not encrypt_file: it keeps the GIL to its end, and does not tell when its last write fails.
+        with file.open("rb") as plain, encrypted.open("wb") as out:
+            pyrage.encrypt_io(plain, out, readers)
+    except pyrage.EncryptError as error:  # the recipients are sound: it is the disk
+        raise OSError(f"{file.name} could not be encrypted: {error}") from error
+    file.unlink()
+    return encrypted
+
+
+def _recipient(field: str, text: str) -> Any:
+    import pyrage
+
+    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    try:
+        return kind.Recipient.from_str(text)
+    except pyrage.RecipientError as error:
+        raise UserError(f"{field} is {_shown(text)}, expected {_EXPECTED}: {error}") from None
+
+
+def _shown(text: str) -> str:
+    """A secret key that was taken for a public one must not end in a log."""
+    if text.upper().startswith("AGE-SECRET-KEY") or "PRIVATE KEY" in text:
+        return "a secret key"
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")
