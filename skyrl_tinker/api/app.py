@@ -13,12 +13,15 @@ from skyrl_tinker.api.deps import Services, limits_of
 from skyrl_tinker.api.engine_proxy import EngineProxy
 from skyrl_tinker.api.futures import FutureWaiter
 from skyrl_tinker.api.keyring import KeyRing
+from skyrl_tinker.api.hot import HotPaths
 from skyrl_tinker.api.limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.routes import (
     auth,
     capabilities,
     client,
+    download,
+    external,
     futures,
     health,
     losses,
@@ -28,9 +31,11 @@ from skyrl_tinker.api.routes import (
     sampling,
     sessions,
     telemetry,
+    trace,
     training,
     weights,
 )
+from skyrl_tinker.api.signing import Signer
 from skyrl_tinker.config import MiB, Settings
 from skyrl_tinker.places import Places
 from skyrl_tinker.store.doorbell import Doorbell
@@ -48,6 +53,8 @@ RESOURCES = (
     training,
     losses,
     weights,
+    external,
+    trace,
     sampling,
     futures,
 )
@@ -58,6 +65,7 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
     waiter = FutureWaiter(store, bell)
     engine = EngineProxy(Places(settings).engine_socket)
     watch, keys = LoopWatch(), KeyRing(store)
+    signer = Signer(store, settings.trust_forwarded)
     app = FastAPI(
         title="skyrl-tinker",
         version=__version__,
@@ -67,12 +75,13 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
         redoc_url=None,
     )
     app.state.services = Services(
-        settings, store, facts, bell, waiter, limits_of(settings, facts), engine, watch, keys
+        settings, store, facts, bell, waiter, limits_of(settings, facts), engine, watch, keys, signer
     )
+    app.add_middleware(HotPaths, routes=app.routes)
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings))
     app.add_middleware(AuthMiddleware, keys=keys)  # what is added last comes first
     errors.install(app)
-    for root in (health.root, auth.root, metrics.router, openai.router):
+    for root in (health.root, auth.root, metrics.router, openai.router, download.root):
         app.include_router(root)
     for resource in RESOURCES:
         app.include_router(resource.router, prefix="/api/v1")
@@ -80,7 +89,11 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
 
 
 def _body_limits(settings: Settings) -> BodyLimits:
-    return BodyLimits(wire=settings.wire_body_mb * MiB, expanded=settings.expanded_body_mb * MiB)
+    return BodyLimits(
+        wire=settings.wire_body_mb * MiB,
+        expanded=settings.expanded_body_mb * MiB,
+        held=settings.held_bodies_mb * MiB,
+    )
 
 
 def _lifespan(

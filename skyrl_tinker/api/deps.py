@@ -1,17 +1,15 @@
 """What every route needs, built once in the composition root and handed in by FastAPI."""
 
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request
-from fastapi.routing import APIRoute
-from starlette.responses import Response
 
 from skyrl_tinker.api.engine_proxy import EngineProxy
 from skyrl_tinker.api.futures import FutureWaiter
 from skyrl_tinker.api.keyring import KeyRing
 from skyrl_tinker.api.loop_watch import LoopWatch
+from skyrl_tinker.api.signing import Signer
 from skyrl_tinker.config import Settings
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -31,6 +29,7 @@ class Services:
     engine: EngineProxy
     watch: LoopWatch
     keys: KeyRing
+    signer: Signer
 
     def wake_engine(self) -> None:
         """After a commit that gives it work."""
@@ -67,21 +66,3 @@ async def _owner(request: Request) -> OwnerId | None:
 
 
 Owner = Annotated[OwnerId | None, Depends(_owner)]
-
-
-class HotRoute(APIRoute):
-    """Calls its endpoint with the request and the services, without FastAPI's resolving of dependencies.
-
-    On the way of every sample and pass that costs as much as all else that the API does.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        endpoint = self.endpoint
-
-        async def handle(request: Request) -> Response:
-            answer = await endpoint(request, request.app.state.services)
-            if isinstance(answer, Response):
-                return answer
-            return Response(answer.model_dump_json(), media_type="application/json")
-
-        return handle

@@ -20,6 +20,11 @@ def install(app: FastAPI) -> None:
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SkyrlTinkerError)
+    return refusal(request, error)
+
+
+def refusal(request: Request, error: SkyrlTinkerError) -> JSONResponse:
+    """What the client is told of an error that we raised."""
     if error.status >= 500:
         _log.error("%s %s: %s", request.method, request.url.path, error)
     return JSONResponse({"detail": str(error)}, error.status)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
@@ -20,7 +21,7 @@ from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.deps import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.processes import die_with_parent, raise_open_files_limit
+from skyrl_tinker.processes import die_with_parent, raise_open_files_limit, spare_the_collector
 from skyrl_tinker.store import state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -39,9 +40,11 @@ class ApiServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http="httptools",
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # Signer reads them, if a setting says so
                 lifespan="on",
                 ws="none",
                 timeout_keep_alive=_KEEP_ALIVE_S,
@@ -96,7 +99,9 @@ async def run(settings: Settings, listener: socket.socket) -> None:
         bell = Doorbell.bind(settings.root, "api")
         try:
             facts = await read_facts(store, bell)
-            await ApiServer(create_app(settings, store, facts, bell)).serve([listener])
+            app = create_app(settings, store, facts, bell)
+            spare_the_collector()
+            await ApiServer(app).serve([listener])
         finally:
             bell.close()
     finally:
@@ -108,7 +113,7 @@ def main() -> None:
     raise_open_files_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
-    asyncio.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))
+    uvloop.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any
 from skyrl_tinker.config import MiB, Settings
 from skyrl_tinker.engine import canary, recovery
 from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.deadlines import Deadlines
+from skyrl_tinker.engine.external import Exporter
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.gap import BOUNDS, GapMonitor
 from skyrl_tinker.engine.gateway import Gateway
@@ -31,12 +33,14 @@ from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, TrainerError
 from skyrl_tinker.inference.spec import SamplerSpec
 from skyrl_tinker.places import Places
+from skyrl_tinker.processes import spare_the_collector
 from skyrl_tinker.store import sampling, state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.base import WeightTransport
 from skyrl_tinker.weight_sync.choice import TransportName, backend_of, choose, make_transport
+from skyrl_tinker.wire.queues import QueuesView
 from skyrl_tinker.wire.values import BaseModelFacts, Gpu
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be built for
@@ -224,7 +228,17 @@ class Engine:
         gaps = self._gap_monitor(trainer, samplers, facts)
         await gaps.begin()
         training = TrainerDriver(
-            store, trainer, keeper, saver, publisher, outbox, settings.unit_tokens, gaps, metrics, placement
+            store,
+            trainer,
+            keeper,
+            saver,
+            Exporter(store, trainer, outbox, facts, root),
+            publisher,
+            outbox,
+            settings.unit_tokens,
+            gaps,
+            metrics,
+            placement,
         )
         sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
         self._watch_queues(training, sampler, fleet)
@@ -233,9 +247,16 @@ class Engine:
         )
         self._watch_turns(placement)
         openai = OpenAIServer(store, samplers, fleet, facts, metrics)
-        gateway = Gateway(places.engine_socket, openai, metrics, settings.expanded_body_mb * MiB)
+        gateway = Gateway(
+            places.engine_socket,
+            openai,
+            metrics,
+            lambda: QueuesView(training.view(), sampler.view()),
+            settings.expanded_body_mb * MiB,
+        )
         self._to_end.append(gateway.close)
         await gateway.start()
+        spare_the_collector()
         await self._say_ready()
         cleaner = SessionKeeper(
             store,
@@ -247,11 +268,20 @@ class Engine:
             settings.result_ttl_s,
             settings.stability_ttl_s,
         )
+        deadlines = Deadlines(
+            metrics,
+            training,
+            sampler,
+            outbox,
+            request_s=settings.request_deadline_s,
+            gap_s=settings.gap_deadline_s,
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(training.run())
             tasks.create_task(sampler.run())
             tasks.create_task(Intake(store, self._bell, training, sampler, cursor, metrics).run())
             tasks.create_task(cleaner.run())
+            tasks.create_task(deadlines.run())
             tasks.create_task(fleet.supervise(self._status))
             tasks.create_task(placement.run(Sleeping(fleet)))
             tasks.create_task(_watch(trainer, self._ray))

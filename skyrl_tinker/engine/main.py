@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import uvloop
+
 from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
 from skyrl_tinker.places import Places
@@ -68,7 +70,7 @@ def _run(settings: Settings, places: Places) -> str | None:
 
     ray = RayCluster(settings, places.bell_dir / "r")
     try:
-        return asyncio.run(_main(settings, places, ray))
+        return uvloop.run(_main(settings, places, ray))
     finally:
         ray.stop()
 

@@ -8,7 +8,13 @@ from skyrl_tinker.api.deps import Deps
 from skyrl_tinker.api.tokens import ORGANIZATION, Caller
 from skyrl_tinker.errors import NotSupportedError
 from skyrl_tinker.store import keys
-from skyrl_tinker.wire.models.auth import ApiKeyResponse, AuthTokenResponse, KeyDetails, KeyOrganization, KeyUser
+from skyrl_tinker.wire.models.auth import (
+    ApiKeyResponse,
+    AuthTokenResponse,
+    KeyDetails,
+    KeyOrganization,
+    KeyUser,
+)
 
 _HOW = "ask whoever runs this server for a key (`skyrl-tinker keys create`) and set TINKER_API_KEY to it"
 _NO_KEYS = "this server has no API keys: it takes any"

@@ -5,7 +5,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tinker.api.bodies import off_loop, read_model
-from skyrl_tinker.api.deps import Deps, HotRoute, Services, owner_of
+from skyrl_tinker.api.deps import Deps, Services, owner_of
+from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.readiness import engine_state
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.store.futures import Outcome

@@ -7,7 +7,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api.bodies import json_object, off_loop, read_model
 from skyrl_tinker.api.creation import find_checkpoint
-from skyrl_tinker.api.deps import Deps, HotRoute, Owner, owner_of
+from skyrl_tinker.api.deps import Deps, Owner, owner_of
+from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.submit import announce
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.store import futures, owners, sampling

@@ -3,7 +3,8 @@
 from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.bodies import json_object, off_loop, read_json
-from skyrl_tinker.api.deps import Deps, HotRoute, owner_of
+from skyrl_tinker.api.deps import Deps, owner_of
+from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.codec import RawForwardBackward

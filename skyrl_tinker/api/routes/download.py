@@ -1,0 +1,73 @@
+"""What signed URLs serve: files as they are read from disk, none of them whole in memory."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from starlette.responses import FileResponse, StreamingResponse
+
+from skyrl_tinker.api.archive import archive_of
+from skyrl_tinker.api.deps import Deps, Services
+from skyrl_tinker.api.trace import chrome_trace
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.manifest import read_manifest
+from skyrl_tinker.store import checkpoints
+from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.wire.ids import SessionId
+
+BINARY = "application/octet-stream"
+root = APIRouter(prefix="/download", tags=["downloads"])
+
+
+class LargeFile(FileResponse):
+    """Ranges and HEAD are Starlette's. Who deletes the checkpoint meanwhile takes nothing away."""
+
+    chunk_size = 1 << 20  # each is a trip to another thread
+
+
+@root.get(
+    "/checkpoint/{number}/{name}", summary="A file of an export, by its signed URL", response_model=None
+)
+@root.head("/checkpoint/{number}/{name}", summary="Its size, by the same URL", response_model=None)
+async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) -> FileResponse:
+    await deps.signer.require(request)
+    row = await _checkpoint(deps, int(number))
+    try:
+        status = await asyncio.to_thread(_stat, row, name)
+    except FileNotFoundError:
+        raise NotFoundError(f"no checkpoint {row.path}: its files are gone") from None
+    return LargeFile(Path(row.directory) / name, media_type=BINARY, filename=name, stat_result=status)
+
+
+@root.get("/archive/{number}/{name}", summary="A LoRA adapter as tar, by its signed URL", response_model=None)
+async def archive(number: str, name: str, request: Request, deps: Deps) -> StreamingResponse:
+    await deps.signer.require(request)
+    made = await archive_of(await _checkpoint(deps, int(number)))
+    headers = {"Content-Length": str(made.size), "Content-Disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(made.stream(), headers=headers, media_type="application/x-tar")
+
+
+@root.get("/trace/{session_id}", summary="A session's requests, by a signed URL", response_model=None)
+async def trace(session_id: str, request: Request, deps: Deps) -> StreamingResponse:
+    """JSON of the Chrome trace format: open it in https://ui.perfetto.dev."""
+    await deps.signer.require(request)
+    headers = {"Content-Disposition": f'attachment; filename="{session_id}.json"'}
+    events = chrome_trace(deps.store, SessionId(session_id))
+    return StreamingResponse(events, headers=headers, media_type="application/json")
+
+
+async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
+    """By the number that its URL was signed for: another one of its name is none of that client's."""
+    async with deps.store.read() as conn:
+        row = await checkpoints.by_number(conn, number)
+    if row is None:
+        raise NotFoundError("this checkpoint is deleted or expired")
+    return row
+
+
+def _stat(row: CheckpointRow, name: str) -> os.stat_result:
+    """Raises FileNotFoundError, NotFoundError for what is none of its files."""
+    if name not in read_manifest(row.directory).files:
+        raise NotFoundError(f"{row.path} has no file {name!r}")
+    return (Path(row.directory) / name).stat()

@@ -1,0 +1,80 @@
+"""Weights for use elsewhere: exported, and how to fetch them."""
+
+import asyncio
+from email.utils import formatdate
+
+from fastapi import APIRouter, Request
+from starlette.responses import RedirectResponse
+
+from skyrl_tinker.api.archive import require_archivable
+from skyrl_tinker.api.bodies import read_json
+from skyrl_tinker.api.deps import Deps, Owner, Services
+from skyrl_tinker.api.signing import expiry
+from skyrl_tinker.api.submit import from_json, submit_training
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.manifest import read_manifest
+from skyrl_tinker.store import checkpoints
+from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.wire import paths
+from skyrl_tinker.wire.ids import CheckpointKind, ModelId, OwnerId, RequestKind
+from skyrl_tinker.wire.models import (
+    AcceptedFuture,
+    ExternalWeightsUrlsResponse,
+    SaveExternalRequest,
+    parse,
+    utc,
+)
+from skyrl_tinker.wire.validate import validate_save_external
+
+router = APIRouter(tags=["downloads"])
+_CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint_id:path}"
+
+
+@router.post("/save_weights_external", summary="Export weights: a PEFT adapter or a Hugging Face model")
+async def save_weights_external(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
+    wanted = from_json(
+        RequestKind.SAVE_WEIGHTS_EXTERNAL,
+        await read_json(request),
+        lambda payload: validate_save_external(parse(SaveExternalRequest, payload)),
+    )
+    return await submit_training(deps, owner, wanted)
+
+
+@router.get(f"{_CHECKPOINT}/external_weights_urls", summary="Signed URLs of the files of an export")
+async def external_weights_urls(
+    run: str, checkpoint_id: str, request: Request, deps: Deps, owner: Owner
+) -> ExternalWeightsUrlsResponse:
+    row = await _own(deps, owner, run, checkpoint_id)
+    if row.kind is not CheckpointKind.EXTERNAL_WEIGHTS:
+        raise UserError(f"{row.path} is of kind {row.kind}, expected one that save_weights_external made")
+    manifest = await asyncio.to_thread(read_manifest, row.directory)
+    expires = expiry(row.expires_at)
+    urls = {
+        name: await deps.signer.url(request, f"/download/checkpoint/{row.id}/{name}", expires)
+        for name in manifest.files
+    }
+    return ExternalWeightsUrlsResponse(urls=urls, expires=utc(expires))
+
+
+@router.get(
+    f"{_CHECKPOINT}/archive",
+    summary="Redirects to a tar of a LoRA adapter, for SDKs up to 0.35",
+    status_code=302,
+    response_class=RedirectResponse,
+    response_model=None,
+)
+async def archive(
+    run: str, checkpoint_id: str, request: Request, deps: Deps, owner: Owner
+) -> RedirectResponse:
+    """SDKs do not follow the redirect: they read Location and Expires."""
+    row = await _own(deps, owner, run, checkpoint_id)
+    require_archivable(row)
+    expires = expiry(row.expires_at)
+    url = await deps.signer.url(request, f"/download/archive/{row.id}/{row.name}.tar", expires)
+    return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
+
+
+async def _own(deps: Services, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
+    where = paths.parse_checkpoint_id(ModelId(run), checkpoint_id)
+    async with deps.store.read() as conn:
+        return await checkpoints.own(conn, owner, where.model_id, where.kind, where.name)

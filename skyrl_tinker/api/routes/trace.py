@@ -1,0 +1,20 @@
+"""The timeline of a session."""
+
+from fastapi import APIRouter, Request
+
+from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.signing import expiry
+from skyrl_tinker.store.owners import require_session
+from skyrl_tinker.wire.ids import SessionId
+from skyrl_tinker.wire.models import TraceExportResponse
+
+router = APIRouter(tags=["downloads"])
+
+
+@router.get("/sessions/{session_id}/trace_export", summary="Signed URL of a trace of a session's requests")
+async def trace_export(session_id: str, request: Request, deps: Deps, owner: Owner) -> TraceExportResponse:
+    """Ready at once: the trace is made while it is fetched."""
+    async with deps.store.read() as conn:
+        await require_session(conn, owner, SessionId(session_id))
+    url = await deps.signer.url(request, f"/download/trace/{session_id}", expiry())
+    return TraceExportResponse(url=url)
