@@ -1,18 +1,14 @@
-"""The command line: serve | engine | demo | make-model | import-adapter | db | doctor."""
+"""The command line: serve | engine | demo | make-model | import-adapter | keys | db | doctor."""
 
 import os
 import sys
-import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
-from skyrl_tinker import __version__, config
-from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker import __version__, config, keys_cli
+from skyrl_tinker.cli_options import Config, DatabaseUrl, Home, one_line_errors
 
 # no markup: it would take "[default: 8000]" for a style and swallow it
 app = typer.Typer(
@@ -20,6 +16,7 @@ app = typer.Typer(
 )
 db = typer.Typer(no_args_is_help=True, help="The server's database.", rich_markup_mode=None)
 app.add_typer(db, name="db")
+app.add_typer(keys_cli.app, name="keys")
 
 
 def _version(wanted: bool) -> None:
@@ -37,32 +34,6 @@ def main(
     """An open server that speaks the Tinker API."""
 
 
-Home = Annotated[Path | None, typer.Option(help="Database, logs and checkpoints [default: .skyrl-tinker]")]
-DatabaseUrl = Annotated[str | None, typer.Option(help="SQLAlchemy URL [default: SQLite under home]")]
-Config = Annotated[
-    Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
-]
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """What we raise on purpose ends as one line on stderr and exit code 1; bugs keep their traceback."""
-    try:
-        yield
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        _fail(f"settings: {'; '.join(problems)}")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        _fail(f"--config: not a TOML file: {error}")
-    except SkyrlTinkerError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> None:
-    print(f"skyrl-tinker: {message}", file=sys.stderr)
-    raise typer.Exit(1)
-
-
 @app.command()
 def serve(
     base_model: Annotated[
@@ -71,7 +42,9 @@ def serve(
     model_name: Annotated[str | None, typer.Option(help="Name that clients use for the base model")] = None,
     host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="0 = any free one [default: 8000]")] = None,
-    insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow a host open to others")] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Allow a host open to others without API keys")
+    ] = None,
     home: Home = None,
     database_url: DatabaseUrl = None,
     checkpoints: Annotated[Path | None, typer.Option(help="[default: <home>/checkpoints]")] = None,
@@ -106,7 +79,7 @@ def serve(
     """Run a server until Ctrl-C. Every setting also as SKYRL_TINKER_… and in --config FILE.toml."""
     from skyrl_tinker import supervise  # the other commands need none of its imports
 
-    with _one_line_errors():
+    with one_line_errors():
         settings = config.load(
             config_file,
             base_model=base_model,
@@ -166,7 +139,7 @@ def demo(
     """Start a server, watch a policy learn on it, end it; exit code 1 if the reward did not rise."""
     from skyrl_tinker import demo_server
 
-    with _one_line_errors():
+    with one_line_errors():
         learned = demo_server.run(out, seed, steps)
     if not learned:
         raise typer.Exit(1)
@@ -184,7 +157,7 @@ def make_model(
     """Write a small untrained Qwen3 with its own tokenizer and chat template to DIRECTORY."""
     from skyrl_tinker import tiny_model
 
-    with _one_line_errors():
+    with one_line_errors():
         tiny_model.make_model(
             directory, hidden=hidden, layers=layers, vocab=vocab, tied=not untied, seed=seed
         )
@@ -197,6 +170,9 @@ def import_adapter(
     name: Annotated[str | None, typer.Option(help="Of the checkpoint [default: the directory's]")] = None,
     base_model: Annotated[
         str | None, typer.Option(help="As for serve [default: what this home's server had last]")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Name of the API key that finds it; needed once there are keys")
     ] = None,
     home: Home = None,
     database_url: DatabaseUrl = None,
@@ -213,9 +189,9 @@ def import_adapter(
     """
     from skyrl_tinker import import_adapter as importing
 
-    with _one_line_errors():
+    with one_line_errors():
         settings = config.load(config_file, home=home, database_url=database_url, checkpoints=checkpoints)
-        path = importing.import_adapter(directory, settings, name=name, served=base_model)
+        path = importing.import_adapter(directory, settings, name=name, served=base_model, key=key)
     print(path)
 
 
@@ -225,7 +201,7 @@ def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Co
     from skyrl_tinker.places import Places
     from skyrl_tinker.store.migrate import migrate as upgrade
 
-    with _one_line_errors():
+    with one_line_errors():
         settings = config.load(config_file, home=home, database_url=database_url)
         Places(settings).make()
         upgrade(settings.store_url)
@@ -237,7 +213,7 @@ def doctor(home: Home = None, port: int | None = None) -> None:
     """Check versions, memory, shared memory and ports; exit code 1 if something will not work."""
     from skyrl_tinker import doctor as checks
 
-    with _one_line_errors():
+    with one_line_errors():
         healthy = checks.report(config.load(home=home, port=port))
     if not healthy:
         raise typer.Exit(1)

@@ -96,12 +96,34 @@ class Settings(BaseSettings):
 
     long_poll_s: float = Field(20.0, gt=0, lt=45)
     session_timeout_s: float = Field(600.0, gt=0)
+    request_deadline_s: float = Field(
+        86400.0, gt=0, description="a request that has waited so long fails, and says what it waited for"
+    )
+    gap_deadline_s: float = Field(
+        900.0,
+        gt=0,
+        description="how long a model waits for a seq_id that is missing after the last request came; "
+        "then all its requests fail. The SDK tries to send one for 300 s",
+    )
+    sample_backlog: int = Field(
+        20000, ge=1, description="samples that may wait; above it asample answers 429 and the SDK comes again"
+    )
+    sample_use_retrieve_futures: bool = Field(
+        False, description="tell SDKs from 0.27 on to wait for all samples of a client on one connection"
+    )
     result_ttl_s: float = Field(86400.0, gt=0)
     stability_ttl_s: float = Field(
         86400.0, gt=0, description="how long what was recorded of a sample lasts after its last use"
     )
+    trust_forwarded: bool = Field(
+        False,
+        description="make download URLs of X-Forwarded-Proto, -Host and -Prefix: where a proxy sets them",
+    )
     wire_body_mb: int = Field(64, ge=1)
     expanded_body_mb: int = Field(256, ge=1)
+    held_bodies_mb: int = Field(
+        128, ge=1, description="large request bodies held at once, as they come; as much again expanded"
+    )
     max_datums: int = Field(4096, ge=1)
     custom_loss_server_side: bool = Field(
         True, description="run the losses that clients make with create_custom_loss here, not on the client"

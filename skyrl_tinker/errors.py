@@ -3,15 +3,19 @@
 SkyrlTinkerError              500  server
 ├── UserError                 400  user     the request is wrong; the message names field, found, expected
 │   ├── UnauthenticatedError  401  user     no API key, or none that is live
+│   ├── ForbiddenError        403  user     a download URL that is changed or expired
 │   ├── NotFoundError         404  user     no such session, model, checkpoint, future
 │   ├── GoneError             410  user     the session is finished or expired
 │   ├── SeqIdReusedError      422  user     the same seq_id came with another payload
 │   ├── TooLargeError         413  user     body over the cap
+│   ├── TooSlowError          408  user     the body did not come in time
 │   └── NotSupportedError     400  user     belongs to the protocol, not built yet
 ├── StateLostError            500  server   the model's state died with a process
-├── TrainerError              500  server   a worker failed; its unit is failed
+├── TrainerError              500  server   the workers are broken for good, with all models that they had
+├── UnitFailedError           500  server   a worker died and was replaced; its unit failed and changed nothing
 ├── SamplerError              500  server   the inference plane failed
 ├── StorageError              500  server   a disk is full or broken; models and weights are as before
+├── OverloadedError           429  server   too much waits; says when to come again
 └── StartupError              500  server   the server cannot start; the message says what to change
 """
 
@@ -34,6 +38,10 @@ class UnauthenticatedError(UserError):
     status = 401
 
 
+class ForbiddenError(UserError):
+    status = 403
+
+
 class NotFoundError(UserError):
     status = 404
 
@@ -50,6 +58,10 @@ class TooLargeError(UserError):
     status = 413
 
 
+class TooSlowError(UserError):
+    status = 408
+
+
 class NotSupportedError(UserError):
     status = 400
 
@@ -62,8 +74,20 @@ class TrainerError(SkyrlTinkerError):
     pass
 
 
+class UnitFailedError(SkyrlTinkerError):
+    pass
+
+
 class SamplerError(SkyrlTinkerError):
     pass
+
+
+class OverloadedError(SkyrlTinkerError):
+    status = 429
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class StorageError(SkyrlTinkerError):

@@ -1,6 +1,5 @@
 """`import-adapter`: a foreign PEFT LoRA adapter becomes a checkpoint that training can start from."""
 
-import asyncio
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -12,14 +11,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker import base_model
 from skyrl_tinker.config import Settings
-from skyrl_tinker.errors import StartupError, StorageError
+from skyrl_tinker.errors import StartupError, StorageError, UserError
 from skyrl_tinker.places import Places
-from skyrl_tinker.store import checkpoints, models, sessions, sqlite, state
+from skyrl_tinker.store import checkpoints, keys, models, sessions, sqlite, state
 from skyrl_tinker.store.checkpoints import NewCheckpoint
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.models import NewModel
-from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import CheckpointKind, ModelState
+from skyrl_tinker.store.store import once
+from skyrl_tinker.wire.ids import CheckpointKind, ModelState, OwnerId
 from skyrl_tinker.wire.paths import TinkerPath, validate_checkpoint_name
 from skyrl_tinker.wire.values import LoraSpec
 
@@ -45,23 +44,34 @@ class _Import:
     base: Base
     spec: LoraSpec
     size_bytes: int
+    owner: OwnerId | None
 
 
 def import_adapter(
-    source: Path, settings: Settings, *, name: str | None = None, served: str | None = None
+    source: Path,
+    settings: Settings,
+    *,
+    name: str | None = None,
+    served: str | None = None,
+    key: str | None = None,
 ) -> TinkerPath:
     """Also while a server of this home runs.
 
     `name`: of the checkpoint, by default the directory's. `served`: the base model, by default the one that
-    this home's server had last. Raises UserError when the adapter is none of ours to convert, StartupError
-    when the base model is unknown, StorageError when the checkpoint cannot be written.
+    this home's server had last. `key`: the name of the API key that finds it, which a home with keys needs.
+
+    Raises UserError when the adapter is none of ours to convert, StartupError
+    when the base model is unknown, NotFoundError when the key is, StorageError when the checkpoint cannot be
+    written.
     """
     chosen = validate_checkpoint_name(name or source.absolute().name)
     base = _base(settings, served)
+    owner = _owner(settings, key)
     directory = settings.checkpoint_root / f"import-{secrets.token_hex(8)}" / CheckpointKind.WEIGHTS / chosen
     try:
         spec, size = _write(source, base, directory)
-        return asyncio.run(_record(settings, _Import(source, chosen, directory, base, spec, size)))
+        done = _Import(source, chosen, directory, base, spec, size, owner)
+        return once(settings.store_url, lambda conn: _rows(conn, done))
     except BaseException:  # whatever it was: what nobody can find must not stay
         shutil.rmtree(directory.parent.parent, ignore_errors=True)
         raise
@@ -75,18 +85,28 @@ def _base(settings: Settings, served: str | None) -> Base:
     Places(settings).make()
     migrate(settings.store_url)
     if served is None:
-        return asyncio.run(_last_served(settings))
+        return _last_served(settings)
     facts = base_model.resolve(settings.model_copy(update={"base_model": served}))
     return Base(facts.directory, facts.directory)  # a server knows it by its directory, whatever else
 
 
-async def _last_served(settings: Settings) -> Base:
-    store = await Store.open(settings.store_url)
-    try:
-        async with store.read() as conn:
-            facts: Any = await state.get(conn, "base_model")
-    finally:
-        await store.close()
+def _owner(settings: Settings, key: str | None) -> OwnerId | None:
+    """Of a migrated home."""
+
+    async def find(conn: AsyncConnection) -> OwnerId | None:
+        if key is not None:
+            return await keys.id_of(conn, key)
+        if (await keys.counts(conn))[0]:
+            raise UserError(
+                "--key is missing: this home has API keys, and only the key that is named finds it"
+            )
+        return None
+
+    return once(settings.store_url, find)
+
+
+def _last_served(settings: Settings) -> Base:
+    facts = once(settings.store_url, lambda conn: state.get(conn, "base_model"))
     if facts is None:
         raise StartupError(f"{settings.root} has served no model yet: name the base model with --base-model")
     return Base(facts["directory"], facts["names"][0])
@@ -107,18 +127,11 @@ def _write(source: Path, base: Base, directory: Path) -> tuple[LoraSpec, int]:
     return model.spec, size
 
 
-async def _record(settings: Settings, done: _Import) -> TinkerPath:
-    store = await Store.open(settings.store_url)
-    try:
-        return await store.write(lambda conn: _rows(conn, done))
-    finally:
-        await store.close()
-
-
 async def _rows(conn: AsyncConnection, done: _Import) -> TinkerPath:
     """A path names a training run: one that is over before it began, in a session of its own."""
     session = await sessions.create(
         conn,
+        owner=done.owner,
         tags=["import-adapter"],
         user_metadata={},
         project_id=None,

@@ -11,23 +11,31 @@ from urllib.parse import urlsplit
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.places import Places
+from skyrl_tinker.store import keys
+from skyrl_tinker.store.store import once
 from skyrl_tinker.weight_sync.choice import choose
 
 _BACKLOG = 4096  # thousands of long polls may connect at once
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse what is not built yet, and what would open the server to a network by mistake."""
+    """Refuse what is not built yet, and what does not go together."""
     _check_samplers(settings)
     choose(settings.weight_transport, settings.device, settings.placement)
     if settings.placement == "colocated":
         _check_colocated(settings)
     if settings.ray_address is not None:
         raise StartupError("--ray-address: joining a Ray cluster is not supported yet; leave it out")
-    if not settings.insecure and not _is_loopback(settings.host):
+
+
+def check_host(settings: Settings) -> None:
+    """Refuse what would open the server to a network by mistake. The database is migrated."""
+    if settings.insecure or _is_loopback(settings.host):
+        return
+    if not once(settings.store_url, keys.counts)[0]:
         raise StartupError(
-            f"--host {settings.host} is open to the network and there are no API keys; "
-            "use 127.0.0.1, or add --insecure on a network that you trust"
+            f"--host {settings.host} is open to the network and there are no API keys; make one with "
+            f"`skyrl-tinker keys create`, use 127.0.0.1, or add --insecure on a network that you trust"
         )
 
 

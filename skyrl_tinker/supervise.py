@@ -50,11 +50,12 @@ def serve(settings: Settings, ready: Say, progress: Say, warn: Say) -> None:
         if left := processes.end_leftovers(places.pid_file, _KILL_GRACE_S):
             progress(f"ended {left} processes that a killed server had left")
         places.sweep_forgotten()
+        migrate(settings.store_url)
+        preflight.check_host(settings)
         with preflight.listen(settings.host, settings.port) as listener:
             update = {"home": places.home, "port": listener.getsockname()[1]}
             settings = settings.model_copy(update=update)
             facts = base_model.resolve(settings)
-            migrate(settings.store_url)
             places.settings_file.write_text(settings.model_dump_json())
             asyncio.run(_Supervisor(settings, places, facts, listener, ready, progress, warn).run())
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
 from typer.testing import CliRunner
 
 from skyrl_tinker import base_model, config, tiny_model
@@ -14,11 +15,11 @@ from skyrl_tinker.cli import app
 from skyrl_tinker.config import Settings
 from skyrl_tinker.manifest import read_manifest
 from skyrl_tinker.places import Places
-from skyrl_tinker.store import checkpoints, models, sessions, state
+from skyrl_tinker.store import checkpoints, keys, models, sessions, state
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.store.store import Store
+from skyrl_tinker.store.store import Store, once
 from skyrl_tinker.wire import paths
 from skyrl_tinker.wire.ids import ModelState
 from skyrl_tinker.wire.values import LoraSpec
@@ -120,6 +121,22 @@ def test_one_name_may_be_imported_twice(settings: Settings, base: str, adapter: 
 
 def test_a_name_that_is_no_name_is_refused(settings: Settings, base: str, adapter: Path) -> None:
     assert "checkpoint name" in fail(settings, str(adapter), "--base-model", base, "--name", "a/b")
+
+
+def test_where_there_are_keys_one_of_them_finds_it(settings: Settings, base: str, adapter: Path) -> None:
+    Places(settings).make()
+    migrate(settings.store_url)
+    once(settings.store_url, lambda conn: keys.create(conn, "alice"))
+    assert "--key is missing" in fail(settings, str(adapter), "--base-model", base)
+    assert "no live key 'bob'" in fail(settings, str(adapter), "--base-model", base, "--key", "bob")
+    path = paths.parse(run(settings, str(adapter), "--base-model", base, "--key", "alice").strip())
+
+    async def owner(conn: AsyncConnection) -> int | None:
+        run = await models.by_id(conn, path.model_id)
+        assert run is not None
+        return await sessions.owner_of(conn, run.session_id)
+
+    assert once(settings.store_url, owner) == 1
 
 
 def test_what_is_refused_leaves_nothing(settings: Settings, base: str, adapter: Path) -> None:

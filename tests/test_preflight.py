@@ -8,6 +8,9 @@ import pytest
 from skyrl_tinker import config, preflight
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.places import Places
+from skyrl_tinker.store import keys
+from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store.store import once
 
 
 @pytest.mark.parametrize(
@@ -25,8 +28,6 @@ from skyrl_tinker.places import Places
             "2 trainer ranks share their GPUs with 1 sampler GPUs .* make the numbers equal",
         ),
         ({"ray_address": "auto"}, "--ray-address"),
-        ({"host": "0.0.0.0"}, "no API keys; use 127.0.0.1, or add --insecure"),
-        ({"host": "my.machine"}, "no API keys"),
     ],
 )
 def test_what_is_not_built_or_not_safe_is_refused_with_what_to_change(
@@ -36,13 +37,30 @@ def test_what_is_not_built_or_not_safe_is_refused_with_what_to_change(
         preflight.check_settings(config.load(**setting))
 
 
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    migrate(config.load(home=tmp_path).store_url)
+    return tmp_path
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_loopback_hosts_need_no_keys(host: str) -> None:
-    preflight.check_settings(config.load(host=host))
+def test_loopback_hosts_need_no_keys(home: Path, host: str) -> None:
+    preflight.check_host(config.load(home=home, host=host))
 
 
-def test_any_host_goes_when_asked_for() -> None:
-    preflight.check_settings(config.load(host="0.0.0.0", insecure=True))
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "my.machine"])
+def test_other_hosts_need_a_key(home: Path, host: str) -> None:
+    settings = config.load(home=home, host=host)
+    with pytest.raises(StartupError, match=r"no API keys; .*`skyrl-tinker keys create`, .* --insecure"):
+        preflight.check_host(settings)
+    once(settings.store_url, lambda conn: keys.create(conn, "alice"))
+    preflight.check_host(settings)
+    once(settings.store_url, lambda conn: keys.revoke(conn, "alice"))
+    preflight.check_host(settings)  # which lets nobody in, but opens nothing
+
+
+def test_any_host_goes_when_asked_for(home: Path) -> None:
+    preflight.check_host(config.load(home=home, host="0.0.0.0", insecure=True))
 
 
 def test_a_port_in_use_is_refused_and_port_0_finds_a_free_one() -> None:

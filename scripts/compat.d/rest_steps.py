@@ -1,9 +1,15 @@
 """What was made, listed and managed. Runs after steps.py."""
 
 import io
+import json
+import os
+import subprocess
+import sys
 import tarfile
+import tempfile
 import urllib.request
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from tinker import types
 from world import PATIENCE_S, Run, done, order, sample, step
@@ -12,6 +18,13 @@ from world import PATIENCE_S, Run, done, order, sample, step
 def fetch(url: str) -> bytes:
     with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
         return bytes(answer.read())
+
+
+def cli(run: Run, *arguments: str) -> str:
+    """What this version's own `tinker` command says."""
+    command = [str(Path(sys.executable).with_name("tinker")), "--format", "json", *arguments]
+    environment = {**os.environ, "TINKER_BASE_URL": run.url}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
 
 @step()
@@ -101,6 +114,22 @@ def archive(run: Run) -> None:
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names, names
 
 
+@step(since="0.8")
+def cli_lists(run: Run) -> None:
+    assert run.run_id in cli(run, "run", "list", "--limit", "5")
+    assert run.saved in cli(run, "checkpoint", "list", "--run-id", run.run_id)
+
+
+@step(since="0.8", broken=("0.22.0",))
+def cli_download(run: Run) -> None:
+    """An archive of the sampler's weights; from 0.36 on files, made from the training weights."""
+    path = run.saved if order(run.version) >= order("0.36") else run.saved_sampler
+    with tempfile.TemporaryDirectory() as directory:
+        cli(run, "checkpoint", "download", path, "--output", directory)
+        names = {found.name for found in Path(directory).rglob("*")}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names, names
+
+
 @step(since="0.22")
 def project(run: Run) -> None:
     done(run.rest.assign_session_project(run.session_id, "compat"))
@@ -114,7 +143,8 @@ def audit(run: Run) -> None:
 
 @step(since="0.24")
 def trace(run: Run) -> None:
-    assert b"traceEvents" in fetch(done(run.rest.export_session_trace(run.session_id)))
+    events = json.loads(fetch(done(run.rest.export_session_trace(run.session_id))))
+    assert {"optim_step", "sample"} <= {event["name"].partition(" ")[0] for event in events}
 
 
 @step(since="0.24")
@@ -150,4 +180,4 @@ def whoami(run: Run) -> None:
 
 @step(since="0.27")
 def finish(run: Run) -> None:
-    run.service.close()
+    run.service.close(status="success")

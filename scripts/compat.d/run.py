@@ -3,10 +3,10 @@
 
 usage: scripts/compat [--base-url URL] [--base-model NAME] [--venvs DIR] [--log DIR] [VERSION ...]
 
-Makes a venv per SDK version (kept in DIR), starts a server unless one is named, lets each version run the same
-small script (scripts/compat.d/script.py), and prints a table of steps and versions. The last line is one JSON
-object: per version the number of steps that are ok and absent (not in that version), and those that failed.
-Exit code 1 when one failed.
+Makes a venv per SDK version (kept in DIR), starts a server unless one is named, lets each version run the
+same small script (scripts/compat.d/script.py), and prints a table of steps and versions. The last line is one
+JSON object: per version the number of steps that are ok and absent (not in that version), and those that
+failed. Exit code 1 when one failed.
 """
 
 import argparse
@@ -82,22 +82,23 @@ def _run(python: Path, url: str, model: str, stderr: int, report: Report) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """No hub, no credentials of the user's."""
-    mine = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    mine = {"HF_HUB_OFFLINE": "1", "TINKER_PROJECT_ID": "compat"}
     return {"TINKER_API_KEY": "tml-compat", **os.environ, **mine}
 
 
 def show(reports: list[Report]) -> None:
-    steps = list(dict.fromkeys(step for report in reports for step in report.states))
-    print(f"{'':24}" + "".join(f"{report.version:>8}" for report in reports))
+    steps = dict.fromkeys(step for report in reports for step in report.states)
+    _row("", [report.version for report in reports])
     for step in steps:
-        print(
-            f"{step:24}" + "".join(f"{SIGNS.get(report.states.get(step, ''), '?'):>8}" for report in reports)
-        )
-    print(f"{'seconds':24}" + "".join(f"{report.seconds:8.1f}" for report in reports))
+        _row(step, [SIGNS[report.states[step]] if step in report.states else "?" for report in reports])
+    _row("seconds", [f"{report.seconds:.0f}" for report in reports])
     for report in reports:
         for step, why in report.failed.items():
             print(f"{report.version} {step}: {why}")
+
+
+def _row(name: str, cells: list[str]) -> None:
+    print(f"{name:24}" + "".join(f"{cell:>8}" for cell in cells))
 
 
 def summary(report: Report) -> dict[str, object]:

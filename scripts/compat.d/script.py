@@ -11,16 +11,16 @@ import traceback
 import warnings
 from importlib.metadata import version
 
-import steps  # noqa: F401  (for its steps, in this order)
-import rest_steps  # noqa: F401
-from world import STEPS, Run, Step, Unavailable
+import rest_steps
+import steps
+from world import Run, Step, UnavailableError, steps_of
 
 
 def main(url: str, model: str) -> None:
     warnings.simplefilter("ignore")  # old SDKs on new libraries
     number = version("tinker")
     run = Run(url, model, number)
-    for step in STEPS:
+    for step in (*steps_of(steps), *steps_of(rest_steps)):
         state, why = _outcome(step, run)
         print(json.dumps({"step": step.name, "state": state, "why": why}), flush=True)
 
@@ -30,7 +30,7 @@ def _outcome(step: Step, run: Run) -> tuple[str, str]:
         return "absent", ""
     try:
         step.work(run)
-    except Unavailable as reason:
+    except UnavailableError as reason:
         return "absent", str(reason)
     except Exception as error:
         traceback.print_exc()

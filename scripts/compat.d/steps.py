@@ -1,13 +1,14 @@
 """Training, saving, loading, sampling, in the order of a user's day."""
 
 import importlib.util
+import pickle
 
 from tinker import types
 from world import (
     TOKENS,
     TOLERANCE,
     Run,
-    Unavailable,
+    UnavailableError,
     close,
     datum,
     done,
@@ -82,7 +83,7 @@ def loss_config(run: Run) -> None:
 def custom_loss(run: Run) -> None:
     """On the client; most versions come without torch, which it needs."""
     if importlib.util.find_spec("torch") is None:
-        raise Unavailable("needs torch")
+        raise UnavailableError("needs torch")
     expected = scored(run.training)
     wanted = run.training.forward_backward_custom(
         [datum(TOKENS)], lambda _, logprobs: (-logprobs[0].sum() / 2, {"half": 0.5})
@@ -122,6 +123,16 @@ def resume_with_optimizer(run: Run) -> None:
     resumed = done(run.service.create_training_client_from_state_with_optimizer(run.saved))
     close(scored(resumed), scored(run.training))
     train(resumed)
+
+
+@step(since="0.24")
+def resume_full_parameters(run: Run) -> None:
+    """Rank 0 is this server's own; older versions insist on a LoRA rank when they resume."""
+    whole = done(run.service.create_lora_training_client(base_model=run.model, rank=0))
+    train(whole, learning_rate=1e-3)
+    path = done(whole.save_state(name=f"{run.name}-full")).path
+    resumed = done(run.service.create_training_client_from_state_with_optimizer(path))
+    close(scored(resumed), scored(whole))
 
 
 @step()
@@ -171,3 +182,10 @@ def scores(run: Run) -> None:
     last = done(run.sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS), prompt_logprobs_last_n=2))
     assert last[:-2] == [None] * (len(TOKENS) - 2)
     close(last[-2:], scored(run.training)[-2:])
+
+
+@step(since="0.12")
+def pickled_sampler(run: Run) -> None:
+    """As a worker process gets it: its seq_ids go into the billions."""
+    clone = pickle.loads(pickle.dumps(run.sampler))
+    assert sample(clone).sequences[0].tokens == sample(run.sampler).sequences[0].tokens

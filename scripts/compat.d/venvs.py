@@ -6,7 +6,19 @@ import venv
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-VERSIONS = tuple("0.38.0 0.36.0 0.33.1 0.28.1 0.25.0 0.24.1 0.22.0 0.18.2 0.15.0 0.8.1 0.3.0".split())
+VERSIONS = (
+    "0.38.0",
+    "0.36.0",
+    "0.33.1",
+    "0.28.1",
+    "0.25.0",
+    "0.24.1",
+    "0.22.0",
+    "0.18.2",
+    "0.15.0",
+    "0.8.1",
+    "0.3.0",
+)
 """The newest first: what it leaves behind (external checkpoints) the older ones have to bear."""
 _NEED_TORCH = ("0.3.0",)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import tinker
@@ -14,7 +15,7 @@ PATIENCE_S = 180
 Numbers = list[float]
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """This version has it, but not in this environment."""
 
 
@@ -30,18 +31,18 @@ class Step:
         return order(self.since) <= order(number) < order(self.until) and number not in self.broken
 
 
-STEPS: list[Step] = []
-
-
-def step(since: str = "0.0", until: str = "999", broken: tuple[str, ...] = ()) -> Callable[..., None]:
+def step(
+    since: str = "0.0", until: str = "999", broken: tuple[str, ...] = ()
+) -> Callable[[Callable[["Run"], None]], Step]:
     """The first version whose public classes can do it, the first that no longer can (both from the published
     wheels), and those whose own code fails at it.
     """
+    return lambda work: Step(work.__name__, work, since, until, broken)
 
-    def add(work: Callable[["Run"], None]) -> None:
-        STEPS.append(Step(work.__name__, work, since, until, broken))
 
-    return add
+def steps_of(module: ModuleType) -> list[Step]:
+    """In the order of the source."""
+    return [value for value in vars(module).values() if isinstance(value, Step)]
 
 
 def order(number: str) -> list[int]:

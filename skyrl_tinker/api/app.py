@@ -9,16 +9,22 @@ from fastapi import FastAPI
 from skyrl_tinker import __version__
 from skyrl_tinker.api import errors
 from skyrl_tinker.api.auth import AuthMiddleware
+from skyrl_tinker.api.backpressure import Backpressure
+from skyrl_tinker.api.bodies import Gate
 from skyrl_tinker.api.deps import Services, limits_of
 from skyrl_tinker.api.engine_proxy import EngineProxy
 from skyrl_tinker.api.futures import FutureWaiter
-from skyrl_tinker.api.keyring import KeyRing
 from skyrl_tinker.api.hot import HotPaths
+from skyrl_tinker.api.keyring import KeyRing
 from skyrl_tinker.api.limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.loop_watch import LoopWatch
+from skyrl_tinker.api.queues import EngineQueues
 from skyrl_tinker.api.routes import (
+    audit,
     auth,
+    billing,
     capabilities,
+    checkpoints,
     client,
     download,
     external,
@@ -28,7 +34,9 @@ from skyrl_tinker.api.routes import (
     metrics,
     models,
     openai,
+    runs,
     sampling,
+    session_list,
     sessions,
     telemetry,
     trace,
@@ -42,10 +50,14 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire.values import BaseModelFacts
 
+LARGE_AT_ONCE = 2
+"""One is parsed while one is written down."""
+
 RESOURCES = (
     client,
     auth,
     sessions,
+    session_list,
     telemetry,
     health,
     capabilities,
@@ -53,8 +65,12 @@ RESOURCES = (
     training,
     losses,
     weights,
+    runs,
     external,
+    checkpoints,
     trace,
+    audit,
+    billing,
     sampling,
     futures,
 )
@@ -66,16 +82,30 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
     engine = EngineProxy(Places(settings).engine_socket)
     watch, keys = LoopWatch(), KeyRing(store)
     signer = Signer(store, settings.trust_forwarded)
+    queues = EngineQueues(engine)
+    backpressure = Backpressure(queues, settings.sample_backlog)
     app = FastAPI(
         title="skyrl-tinker",
         version=__version__,
-        lifespan=_lifespan(waiter, engine, watch, keys),
+        lifespan=_lifespan(waiter, engine, watch, keys, queues),
         openapi_url="/api/v1/openapi.json",
         docs_url=None,
         redoc_url=None,
     )
     app.state.services = Services(
-        settings, store, facts, bell, waiter, limits_of(settings, facts), engine, watch, keys, signer
+        settings,
+        store,
+        facts,
+        bell,
+        waiter,
+        limits_of(settings, facts),
+        engine,
+        watch,
+        Gate(LARGE_AT_ONCE),
+        keys,
+        signer,
+        queues,
+        backpressure,
     )
     app.add_middleware(HotPaths, routes=app.routes)
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings))
@@ -97,7 +127,7 @@ def _body_limits(settings: Settings) -> BodyLimits:
 
 
 def _lifespan(
-    waiter: FutureWaiter, engine: EngineProxy, watch: LoopWatch, keys: KeyRing
+    waiter: FutureWaiter, engine: EngineProxy, watch: LoopWatch, keys: KeyRing, queues: EngineQueues
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -108,6 +138,7 @@ def _lifespan(
                 tasks.create_task(waiter.run(), name="future-waiter"),
                 tasks.create_task(watch.run(), name="loop-watch"),
                 tasks.create_task(keys.run(), name="key-ring"),
+                tasks.create_task(queues.run(), name="engine-queues"),
             )
             yield
             waiter.stop()

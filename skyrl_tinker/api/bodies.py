@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 
 from fastapi import Request
 
-from skyrl_tinker.api.limits import parse_json
+from skyrl_tinker.api.json_text import parse_json
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.wire.models import Message, parse
 
@@ -14,6 +15,19 @@ OFF_LOOP_BYTES = 64 * 1024
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
+
+
+class Gate:
+    """Lets a few large bodies at a time be parsed and written down, others wait.
+
+    More would not be done sooner, but all else would wait for them: for Python's lock, in the store's queue.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._turns = asyncio.Semaphore(at_once)
+
+    def through(self, size: int) -> AbstractAsyncContextManager[None]:
+        return self._turns if size > OFF_LOOP_BYTES else nullcontext()
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:

@@ -5,10 +5,13 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from skyrl_tinker.api.backpressure import Backpressure
+from skyrl_tinker.api.bodies import Gate
 from skyrl_tinker.api.engine_proxy import EngineProxy
 from skyrl_tinker.api.futures import FutureWaiter
 from skyrl_tinker.api.keyring import KeyRing
 from skyrl_tinker.api.loop_watch import LoopWatch
+from skyrl_tinker.api.queues import EngineQueues
 from skyrl_tinker.api.signing import Signer
 from skyrl_tinker.config import Settings
 from skyrl_tinker.store.doorbell import Doorbell
@@ -28,8 +31,11 @@ class Services:
     limits: Limits
     engine: EngineProxy
     watch: LoopWatch
+    gate: Gate
     keys: KeyRing
     signer: Signer
+    queues: EngineQueues
+    backpressure: Backpressure
 
     def wake_engine(self) -> None:
         """After a commit that gives it work."""

@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.wire.models.openai import error_body
+from skyrl_tinker.wire.models.openai import OWNER_HEADER, error_body
 
 EVENTS = "text/event-stream"
 GET_S = 5.0
@@ -57,6 +57,8 @@ class EngineProxy:
 
     async def _relay(self, request: Request) -> Response:
         headers = {"Content-Type": "application/json"}
+        if (owner := request.scope.get("owner")) is not None:
+            headers[OWNER_HEADER] = str(owner)
         url = f"http://engine{request.url.path}"
         answer = await self._pool().post(url, data=await request.body(), headers=headers)
         if answer.content_type == EVENTS:

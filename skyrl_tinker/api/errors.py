@@ -6,15 +6,18 @@ The SDK takes a 400 without a Content-Length for a broken connection and sends t
 import logging
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse
 
-from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.errors import OverloadedError, SkyrlTinkerError
+from skyrl_tinker.wire.models.base import describe
 
 _log = logging.getLogger(__name__)
 
 
 def install(app: FastAPI) -> None:
     app.add_exception_handler(SkyrlTinkerError, _refuse)
+    app.add_exception_handler(RequestValidationError, _refuse_parameters)
     app.add_exception_handler(Exception, _apologise)
 
 
@@ -23,11 +26,18 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
     return refusal(request, error)
 
 
+async def _refuse_parameters(_: Request, error: Exception) -> JSONResponse:
+    """Those of a query or a path, which FastAPI checks; bodies are read by hand."""
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse({"detail": "; ".join(describe(item) for item in error.errors())}, 400)
+
+
 def refusal(request: Request, error: SkyrlTinkerError) -> JSONResponse:
     """What the client is told of an error that we raised."""
     if error.status >= 500:
         _log.error("%s %s: %s", request.method, request.url.path, error)
-    return JSONResponse({"detail": str(error)}, error.status)
+    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, OverloadedError) else None
+    return JSONResponse({"detail": str(error)}, error.status, headers)
 
 
 async def _apologise(request: Request, error: Exception) -> JSONResponse:

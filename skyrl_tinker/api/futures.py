@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from sqlalchemy.exc import OperationalError
 
@@ -31,6 +31,7 @@ class FutureWaiter:
         self._waiting: dict[RequestId, set[_Wait]] = {}
         self._expected: dict[RequestId, OwnerId | None] = {}
         self._announced: dict[RequestId, None] = {}  # the last ones, oldest first
+        self.news = asyncio.Event()  # set, and replaced, when anything finished
         self._stopped = False
 
     async def start(self) -> None:
@@ -66,6 +67,8 @@ class FutureWaiter:
                 for wait in self._waiting.get(outcome.request_id, ()):
                     _answer(wait, whole)
             self._cursor = cursor
+        if finished:
+            self._tell_news()
 
     def _remember(self, request_id: RequestId) -> None:
         self._expected.pop(request_id, None)
@@ -73,9 +76,21 @@ class FutureWaiter:
         if len(self._announced) > _REMEMBERED:
             del self._announced[next(iter(self._announced))]
 
+    async def announced(self, news: asyncio.Event, timeout_s: float) -> bool:
+        """Whether `news`, as it was taken before looking, came in time; False at once at shutdown."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(news.wait(), 0 if self._stopped else timeout_s)
+            return not self._stopped
+        return False
+
+    def _tell_news(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
     def stop(self) -> None:
         """End every wait now, and those to come at once: the process is shutting down."""
         self._stopped = True
+        self._tell_news()
         for waits in self._waiting.values():
             for wait in waits:
                 _answer(wait, None)

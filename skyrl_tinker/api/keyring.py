@@ -87,7 +87,9 @@ class KeyRing:
         self._read.pop(token, None)
         caller = tokens.read(token, self._secret)
         if caller.owner not in self._live:
-            raise InvalidTokenError("X-API-Key: found a JWT whose API key is revoked, or of before there were keys")
+            raise InvalidTokenError(
+                "X-API-Key: found a JWT whose API key is revoked, or of before there were keys"
+            )
         if len(self._read) >= _MOST_TOKENS:
             self._read.clear()
         self._read[token] = caller

@@ -1,55 +1,32 @@
-"""Bounds on request bodies: bytes on the wire, bytes after decompression, nesting of JSON."""
+"""Bounds on request bodies: bytes on the wire, bytes after decompression, bytes held at once."""
 
 import asyncio
-import re
-import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+import io
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
-import orjson
-import zstandard
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_tinker.errors import TooLargeError, UserError
+from skyrl_tinker.api.byte_budget import ByteBudget
+from skyrl_tinker.api.compression import decompress, most_expanded, require_known
+from skyrl_tinker.errors import TooLargeError, TooSlowError, UserError
 
-MAX_JSON_DEPTH = 64
-_SMALLEST_SLICE = 64
-_JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+LARGE_BYTES = 256 * 1024
+"""Bodies up to this are not waited for: heartbeats and samples go past those that wait."""
+SLOWEST_BYTES_PER_S = 100_000
+GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Caps in bytes."""
+    """Caps in bytes of one body, and of all large ones together (`held` as they come, as much expanded)."""
 
     wire: int
     expanded: int
-
-
-class _Stream(Protocol):
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Codec:
-    name: str
-    open: Callable[[], _Stream]
-    max_expansion: int  # bytes out per byte in
-
-
-_CODECS = {
-    # a block of 4 bytes can say "128 KiB of the same byte"
-    "zstd": _Codec("zstd", lambda: zstandard.ZstdDecompressor().decompressobj(), 32768),
-    "gzip": _Codec("gzip", lambda: zlib.decompressobj(wbits=31), 1032),
-}
+    held: int
 
 
 class ClientGoneError(Exception):
@@ -57,35 +34,108 @@ class ClientGoneError(Exception):
 
 
 class BodyLimitMiddleware:
-    """Reads the whole body under the caps, decompresses it, and hands it on as one message."""
+    """Reads the whole body under the caps, decompresses it, and hands it on as one message.
+
+    Large bodies wait, unread, until there is room for them beside the others.
+    """
 
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self._app = app
         self._limits = limits
+        self._wire = ByteBudget(limits.held)
+        self._expanded = ByteBudget(limits.held)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
-        try:
-            body = await self._read(MutableHeaders(scope=scope), receive)
-        except ClientGoneError:
-            return
-        except UserError as error:
-            refusal = JSONResponse({"detail": str(error)}, error.status)
-            await refusal(scope, receive, send)
-            return
-        await self._app(scope, _replay(body, receive), send)
+        async with AsyncExitStack() as held:
+            try:
+                body = await self._read(MutableHeaders(scope=scope), receive, held)
+            except ClientGoneError:
+                return
+            except UserError as error:
+                refusal = JSONResponse({"detail": str(error)}, error.status)
+                await refusal(scope, receive, send)
+                return
+            await self._app(scope, _replay(body, receive), send)
 
-    async def _read(self, headers: MutableHeaders, receive: Receive) -> bytes:
-        body = await _read_wire(headers, receive, self._limits.wire)
+    async def _read(self, headers: MutableHeaders, receive: Receive, held: AsyncExitStack) -> bytes:
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding == "identity":
-            return body
-        body = await asyncio.to_thread(decompress, body, encoding, self._limits.expanded)
+            return await self._read_wire(headers, receive, held)
+        require_known(encoding)
+        async with AsyncExitStack() as compressed:
+            body = await self._read_wire(headers, receive, compressed)
+            # Who holds wire bytes may wait for expanded ones, never the other way round.
+            size = min(most_expanded(body, encoding), self._limits.expanded)
+            share = await held.enter_async_context(self._expanded.holding(size))
+            body = await asyncio.to_thread(decompress, body, encoding, self._limits.expanded)
+            self._expanded.shrink(share, len(body))
         del headers["content-encoding"]
         headers["content-length"] = str(len(body))
         return body
+
+    async def _read_wire(self, headers: Headers, receive: Receive, held: AsyncExitStack) -> bytes:
+        cap = self._limits.wire
+        size = _announced(headers, cap)
+        body = _Body(receive)
+        await body.read(LARGE_BYTES)
+        if body.more:
+            share = await held.enter_async_context(self._wire.holding(size))
+            await _in_time(body.read(cap), size)
+            self._wire.shrink(share, body.size)
+        if body.size > cap:
+            raise TooLargeError(f"request body: found more than {cap} bytes, expected at most {cap}")
+        return body.value()
+
+
+class _Body:
+    """What came so far. `more`: the rest is still to come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._data = io.BytesIO()
+        self.more = True
+
+    @property
+    def size(self) -> int:
+        return self._data.tell()
+
+    def value(self) -> bytes:
+        return self._data.getvalue()  # not copied
+
+    async def read(self, most: int) -> None:
+        """Until the end, or until there are more than `most` bytes."""
+        while self.more and self.size <= most:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            self.more = message.get("more_body", False)
+            self._data.write(message.get("body", b""))
+
+
+def _announced(headers: Headers, cap: int) -> int:
+    """Bytes to come: what Content-Length says, or as many as may come."""
+    announced = headers.get("content-length", "")
+    if not announced.isdecimal() or len(announced) > 18:  # which no server lets through
+        return cap
+    if int(announced) > cap:
+        raise TooLargeError(f"request body: found {announced} bytes, expected at most {cap}")
+    return int(announced)
+
+
+async def _in_time(reading: Coroutine[None, None, None], size: int) -> None:
+    """Who holds room for a body must send it: others wait."""
+    within = GRACE_S + size / SLOWEST_BYTES_PER_S
+    try:
+        async with asyncio.timeout(within):
+            await reading
+    except TimeoutError:
+        raise TooSlowError(
+            f"request body: {size} bytes did not come within {within:.0f} s, "
+            f"expected at least {SLOWEST_BYTES_PER_S // 1000} kB/s"
+        ) from None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -100,83 +150,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-async def _read_wire(headers: Headers, receive: Receive, cap: int) -> bytes:
-    announced = headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > cap:
-        raise TooLargeError(f"request body: found {announced} bytes, expected at most {cap}")
-    pieces: list[bytes] = []
-    total = 0
-    async for piece in _pieces(receive):
-        total += len(piece)
-        if total > cap:
-            raise TooLargeError(f"request body: found more than {cap} bytes, expected at most {cap}")
-        pieces.append(piece)
-    return b"".join(pieces)
-
-
-async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        more = message.get("more_body", False)
-        yield message.get("body", b"")
-
-
-def decompress(body: bytes, encoding: str, cap: int) -> bytes:
-    """The decompressed body. TooLargeError once it passes `cap` bytes, UserError when it is not intact."""
-    codec = _CODECS.get(encoding)
-    if codec is None:
-        raise UserError(f"Content-Encoding: found {encoding!r}, expected zstd, gzip or identity")
-    out: list[bytes] = []
-    total = 0
-    for piece in _expand(body, codec, cap):
-        total += len(piece)
-        if total > cap:
-            raise TooLargeError(
-                f"request body: {len(body)} bytes of {encoding} expand to more than {cap} bytes, the cap"
-            )
-        out.append(piece)
-    return b"".join(out)
-
-
-def _expand(body: bytes, codec: _Codec, cap: int) -> Iterator[bytes]:
-    """Feeds slices so small that none of them can expand far beyond what is left of the cap."""
-    stream = codec.open()
-    start = 0
-    left = cap
-    while start < len(body) and not stream.eof:
-        end = start + max(_SMALLEST_SLICE, left // codec.max_expansion)
-        try:
-            piece = stream.decompress(body[start:end])
-        except (zstandard.ZstdError, zlib.error) as error:
-            raise UserError(f"request body: not valid {codec.name}: {error}") from error
-        start = end
-        left = max(0, left - len(piece))
-        yield piece
-    if not stream.eof or stream.unused_data or start < len(body):
-        raise UserError(f"request body: expected exactly one complete {codec.name} frame")
-
-
-def parse_json(body: bytes) -> object:
-    """The parsed body. UserError when it is not JSON or nested deeper than MAX_JSON_DEPTH."""
-    try:
-        value: object = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise UserError(f"request body: not valid JSON: {error}") from error
-    _check_depth(body)
-    return value
-
-
-def _check_depth(body: bytes) -> None:
-    """`body` is valid JSON. Each pass takes away the innermost level of brackets, at the speed of C."""
-    brackets = _JSON_STRING.sub(b"", body).translate(_ONE_KIND, _NOT_BRACKETS)
-    for _ in range(MAX_JSON_DEPTH):
-        if not brackets:
-            return
-        brackets = brackets.replace(b"[]", b"")
-    if brackets:
-        raise UserError(f"request body: nested deeper than {MAX_JSON_DEPTH} levels")

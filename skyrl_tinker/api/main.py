@@ -31,6 +31,8 @@ FACTS_WITHIN_S = 60.0
 _FACTS_POLL_S = 0.1
 _KEEP_ALIVE_S = 75
 _DRAIN_S = 1
+_SWITCH_S = 0.0005
+"""So soon the event loop, which gives Python's lock away with every read, gets it back from busy threads."""
 
 
 class ApiServer(uvicorn.Server):
@@ -109,6 +111,7 @@ async def run(settings: Settings, listener: socket.socket) -> None:
 
 
 def main() -> None:
+    sys.setswitchinterval(_SWITCH_S)
     die_with_parent()
     raise_open_files_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

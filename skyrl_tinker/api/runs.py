@@ -2,38 +2,35 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from sqlalchemy.ext.asyncio import AsyncConnection
-
-from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.store import checkpoints, models
 from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, ModelState
+from skyrl_tinker.store.runs import Run
+from skyrl_tinker.wire.ids import CheckpointKind, ModelState
 from skyrl_tinker.wire.models import Checkpoint, TrainingRun, utc
 from skyrl_tinker.wire.paths import TinkerPath
 
-OWNER = "local"  # until there are API keys
+_TYPES: Mapping[CheckpointKind, Literal["training", "sampler", "external"]] = {
+    CheckpointKind.WEIGHTS: "training",
+    CheckpointKind.SAMPLER_WEIGHTS: "sampler",
+    CheckpointKind.EXTERNAL_WEIGHTS: "external",
+}
 
 
-async def training_run(conn: AsyncConnection, model_id: ModelId) -> TrainingRun:
-    """NotFoundError for an unknown run."""
-    row = await models.by_id(conn, model_id)
-    if row is None:
-        raise NotFoundError(f"no training run {model_id}")
-    last = await checkpoints.last_of_model(conn, row.key, CheckpointKind.WEIGHTS)
-    last_sampler = await checkpoints.last_of_model(conn, row.key, CheckpointKind.SAMPLER_WEIGHTS)
+def training_run(run: Run) -> TrainingRun:
+    last = run.last.get(CheckpointKind.WEIGHTS)
+    last_sampler = run.last.get(CheckpointKind.SAMPLER_WEIGHTS)
     return TrainingRun(
-        training_run_id=row.model_id,
-        base_model=row.base_model,
-        model_owner=OWNER,
-        is_lora=row.spec.rank > 0,
-        lora_rank=row.spec.rank or None,
-        last_request_time=utc(row.last_request_at),
-        corrupted=row.state in (ModelState.FAILED, ModelState.LOST),
+        training_run_id=run.model_id,
+        base_model=run.base_model,
+        model_owner=run.owner,
+        is_lora=run.lora_rank > 0,
+        lora_rank=run.lora_rank or None,
+        last_request_time=utc(run.last_request_at),
+        corrupted=run.state in (ModelState.FAILED, ModelState.LOST),
         last_checkpoint=last and checkpoint(last),
         last_sampler_checkpoint=last_sampler and checkpoint(last_sampler),
-        user_metadata=as_strings(row.user_metadata),
+        user_metadata=as_strings(run.user_metadata),
     )
 
 
@@ -41,10 +38,11 @@ def checkpoint(row: CheckpointRow) -> Checkpoint:
     path = TinkerPath(row.model_id, row.kind, row.name)
     return Checkpoint(
         checkpoint_id=path.checkpoint_id,
-        checkpoint_type="training" if row.kind is CheckpointKind.WEIGHTS else "sampler",
+        checkpoint_type=_TYPES[row.kind],
         time=utc(row.created_at),
         tinker_path=str(path),
         size_bytes=row.size_bytes,
+        public=row.public,
         user_metadata=as_strings(row.user_metadata),
         expires_at=None if row.expires_at is None else utc(row.expires_at),
     )

@@ -16,6 +16,7 @@ LIFE_S = 3600
 ISSUER = "passport-skyrl-tinker"
 """The SDK takes a JWT given as an API key for its server's own by the start of this."""
 ORGANIZATION = "local"
+_USER = "tml:user:"
 _ALGORITHM = "HS256"
 _CLAIMS = ["iss", "sub", "iat", "exp", "key"]
 
@@ -32,6 +33,11 @@ class Caller:
     until: int | None = None
 
 
+def user_urn(name: str) -> str:
+    """How the SDK names a user."""
+    return _USER + name
+
+
 class InvalidTokenError(UnauthenticatedError):
     """Another token would do: the SDK gets itself one, and asks again."""
 
@@ -40,7 +46,7 @@ def issue(caller: Caller, secret: bytes, now: float) -> str:
     """A token for LIFE_S seconds; one that is got for a token ends when that does."""
     claims = {
         "iss": ISSUER,
-        "sub": f"tml:user:{caller.name}",
+        "sub": user_urn(caller.name),
         "org_id": ORGANIZATION,
         "email": caller.name if "@" in caller.name else "",  # "": the SDK's sign for none
         "key": caller.owner,
@@ -51,9 +57,9 @@ def issue(caller: Caller, secret: bytes, now: float) -> str:
 
 
 def read(token: str, secret: bytes) -> Caller:
-    """Whoever it was issued for, its key perhaps revoked since. InvalidTokenError: none of ours, or expired."""
+    """Whoever it was issued for; its key may be revoked since. InvalidTokenError: not ours, or expired."""
     try:
         claims = jwt.decode(token, secret, [_ALGORITHM], issuer=ISSUER, options={"require": _CLAIMS})
     except jwt.InvalidTokenError as error:
         raise InvalidTokenError(f"X-API-Key: found a JWT that is not valid here: {error}") from error
-    return Caller(OwnerId(claims["key"]), claims["sub"].removeprefix("tml:user:"), claims["exp"])
+    return Caller(OwnerId(claims["key"]), claims["sub"].removeprefix(_USER), claims["exp"])

@@ -1,6 +1,5 @@
-"""What named checkpoints of both kinds need: a name that is free, a directory, a time to expire."""
+"""What named checkpoints of every kind need: a name that is free, and a directory."""
 
-import time
 from pathlib import Path
 
 from skyrl_tinker.errors import UserError
@@ -23,7 +22,3 @@ async def require_free(store: Store, path: TinkerPath) -> None:
     if taken is not None:
         replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
         raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
-
-
-def expiry(ttl_seconds: int | None) -> float | None:
-    return None if ttl_seconds is None else time.time() + ttl_seconds

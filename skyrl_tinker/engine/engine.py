@@ -30,7 +30,7 @@ from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.engine.sleeping import Sleeping
 from skyrl_tinker.engine.status import Status
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
-from skyrl_tinker.errors import SkyrlTinkerError, StartupError, TrainerError
+from skyrl_tinker.errors import SkyrlTinkerError, StartupError
 from skyrl_tinker.inference.spec import SamplerSpec
 from skyrl_tinker.places import Places
 from skyrl_tinker.processes import spare_the_collector
@@ -109,7 +109,7 @@ class Engine:
         if self._settings.device == "cuda":
             self._ray.require_gpus(self._settings.trainer_ranks, sampler_gpus(self._settings))
         await self._say_waiting()
-        trainer = TrainerGroup.launch(self._trainer_spec(facts))
+        trainer = TrainerGroup.launch(self._trainer_spec(facts), self._ray.require_alive)
         self._to_end.append(trainer.shutdown)
         placement = make_placement(self._settings, trainer)
         async with asyncio.TaskGroup() as tasks:
@@ -158,7 +158,7 @@ class Engine:
         """The id of the last future that is dealt with."""
         root = self._places.checkpoint_root
         ephemeral = self._places.ephemeral_dir
-        await asyncio.to_thread(recovery.sweep_partial, [ephemeral, *root.glob("*/*")])
+        await asyncio.to_thread(recovery.sweep_partial, [ephemeral, root, *root.glob("*/*")])
         async with self._store.read() as conn:
             versions = await sampling.ephemeral_versions(conn)
         await asyncio.to_thread(self._overflow.sweep, {version.name for version in versions})
@@ -180,6 +180,7 @@ class Engine:
             resident_models=settings.resident_models,
             memory_gb=settings.trainer_memory_gb,
             gradient_checkpointing=settings.gradient_checkpointing,
+            state_dir=str(self._places.ephemeral_dir / "trainer"),
         )
 
     def _sampler_spec(self, facts: BaseModelFacts, shared: tuple[Gpu, ...]) -> SamplerSpec:
@@ -245,6 +246,9 @@ class Engine:
         self._metrics.watch(
             "retried_passes", "Passes that ran out of memory", lambda: float(trainer.retried_passes)
         )
+        self._metrics.watch(
+            "trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts)
+        )
         self._watch_turns(placement)
         openai = OpenAIServer(store, samplers, fleet, facts, metrics)
         gateway = Gateway(
@@ -284,7 +288,8 @@ class Engine:
             tasks.create_task(deadlines.run())
             tasks.create_task(fleet.supervise(self._status))
             tasks.create_task(placement.run(Sleeping(fleet)))
-            tasks.create_task(_watch(trainer, self._ray))
+            tasks.create_task(_watch(trainer))
+            tasks.create_task(_watch_ray(self._ray))
 
     async def _say_ready(self) -> None:
         await self._status.say("ready", "")
@@ -340,15 +345,17 @@ async def _end_one(end: Callable[[], Awaitable[None]]) -> None:
         _log.info("while ending: %s", error)
 
 
-async def _watch(trainer: TrainerGroup, ray: RayCluster) -> None:
-    """Raises TrainerError when a worker or Ray itself is gone: the models are gone with it."""
+async def _watch(trainer: TrainerGroup) -> None:
+    """Workers that die while nothing runs are replaced. Raises TrainerError when that is of no use."""
+    while True:
+        await trainer.watch(PING_TIMEOUT_S)
+        await asyncio.sleep(PING_S)
+
+
+async def _watch_ray(ray: RayCluster) -> None:
+    """Raises TrainerError when it is gone: the models are gone with it."""
     while True:
         ray.require_alive()
-        try:
-            async with asyncio.timeout(PING_TIMEOUT_S):
-                await trainer.ping()
-        except TimeoutError:
-            raise TrainerError(f"a trainer process has not answered for {PING_TIMEOUT_S:.0f} s") from None
         await asyncio.sleep(PING_S)
 
 

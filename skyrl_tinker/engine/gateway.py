@@ -1,11 +1,13 @@
-"""What cannot go through the journal, text streams and metrics: on a private socket that the API proxies."""
+"""What cannot go through the journal, as text streams and metrics: on a private socket for the API."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
 
 from skyrl_tinker.engine.metrics import CONTENT_TYPE, Metrics
 from skyrl_tinker.engine.openai import OpenAIServer
+from skyrl_tinker.wire.queues import QueuesView
 
 SHUTDOWN_S = 1.0
 
@@ -13,11 +15,20 @@ SHUTDOWN_S = 1.0
 class Gateway:
     """Only this user may connect: who speaks to it was let in by the API."""
 
-    def __init__(self, socket: Path, openai: OpenAIServer, metrics: Metrics, body_bytes: int) -> None:
+    def __init__(
+        self,
+        socket: Path,
+        openai: OpenAIServer,
+        metrics: Metrics,
+        queues: Callable[[], QueuesView],
+        body_bytes: int,
+    ) -> None:
         self._socket = socket
         self._metrics = metrics
+        self._queues = queues
         app = web.Application(client_max_size=body_bytes)
-        app.add_routes([*openai.routes(), web.get("/metrics", self._metrics_text)])
+        own = [web.get("/metrics", self._metrics_text), web.get("/queues", self._queues_json)]
+        app.add_routes([*openai.routes(), *own])
         # A client that goes away cancels its handler.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
@@ -35,3 +46,6 @@ class Gateway:
 
     async def _metrics_text(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _queues_json(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._queues().to_bytes(), content_type="application/json")

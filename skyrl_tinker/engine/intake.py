@@ -14,6 +14,7 @@ from skyrl_tinker.wire.ids import RequestKind
 
 FALLBACK_POLL_S = 1.0
 PAGE = 1000
+_SAMPLING = frozenset({RequestKind.SAMPLE, RequestKind.CANCEL_SAMPLE})
 _log = logging.getLogger(__name__)
 
 
@@ -53,8 +54,10 @@ class Intake:
         if rows:
             self._metrics.arrived(rows)
             # Training first: it reads the database, and where that fails it may get the same rows again.
-            if training := [row for row in rows if row.kind is not RequestKind.SAMPLE]:
+            if training := [row for row in rows if row.kind not in _SAMPLING]:
                 await self._trainer.submit(training)
             self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
             self._cursor = rows[-1].id
+            if cancels := [row for row in rows if row.kind is RequestKind.CANCEL_SAMPLE]:
+                await self._sampler.cancel(cancels)
         return len(rows) == PAGE

@@ -1,14 +1,14 @@
 """Order: the requests of one model run strictly by seq_id, in whatever order they arrive. No I/O."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.wire.ids import FutureStatus, ModelKey, RequestKind, SessionId
 from skyrl_tinker.wire.values import Failure
 
 PASSES = frozenset({RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD})
-STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.LOAD_WEIGHTS})
+STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})
 _BYTES_PER_TOKEN = 16  # a stored token: id 4, target 8, one float 4 (RL losses have two)
 
 
@@ -22,6 +22,25 @@ def model_of(row: QueuedRow) -> ModelKey:
     return row.model_key
 
 
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Of a lane in which something waits. `lowest`: the first that is here, `since`: when the last one came.
+
+    `held`: what comes next waits for a save.
+    """
+
+    session_id: SessionId
+    next_seq: int
+    lowest: int
+    since: float
+    held: bool
+
+    @property
+    def gap(self) -> bool:
+        """What comes next is not here."""
+        return self.lowest > self.next_seq
+
+
 @dataclass(slots=True)
 class _Lane:
     next_seq: int = 0  # creation is 0: everything waits for it
@@ -29,6 +48,7 @@ class _Lane:
     refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> what the API found wrong
     held: bool = False  # a save is being written: no other one, and no load, begins
     poison: str | None = None  # why the gradients of the current accumulation window are worth nothing
+    last: int | None = None  # behind this one nothing runs any more: the model is to be unloaded
 
 
 class Lanes:
@@ -62,6 +82,36 @@ class Lanes:
         if refusal is not None:
             self._open[model].refusals[seq_id] = refusal
 
+    def end(self, model: ModelKey) -> None:
+        """Nothing that comes from now on runs, unless it fills a gap."""
+        lane = self._lane(model)
+        lane.last = max(lane.parked, default=lane.next_seq - 1)
+
+    def ended(self, row: QueuedRow) -> bool:
+        """Whether it came behind the end of its model."""
+        model, seq_id = _place(row)
+        last = self._lane(model).last
+        return last is not None and seq_id > last
+
+    def drained(self, model: ModelKey) -> bool:
+        """Whether a model that is to end has run all that came before its end."""
+        lane = self._open.get(model)
+        return lane is None or (lane.last is not None and lane.next_seq > lane.last)
+
+    def expire(self, row: QueuedRow, why: str) -> None:
+        """Its client was told that it failed. It is skipped if it has not begun, and its window fails."""
+        model, seq_id = _place(row)
+        lane = self._lane(model)
+        if seq_id in lane.parked:
+            lane.parked[seq_id] = replace(row, status=FutureStatus.FAILED)
+            lane.refusals[seq_id] = why
+        elif row.kind is RequestKind.FORWARD_BACKWARD:
+            self.poison(model, why)
+
+    def stands(self) -> dict[ModelKey, Stand]:
+        """Of all lanes in which something waits."""
+        return {model: _stand(lane) for model, lane in self._open.items() if lane.parked}
+
     def backlog(self) -> int:
         """About how many tokens of passes wait, parked ones included."""
         parked = (row for lane in self._open.values() for row in lane.parked.values())
@@ -85,34 +135,46 @@ class Lanes:
 
     def hold(self, model: ModelKey) -> None:
         """Until `resume` neither saves nor loads of this model's state are runnable; the rest goes on."""
-        self._open[model].held = True
+        self._lane(model).held = True
 
     def resume(self, model: ModelKey) -> None:
-        lane = self._open.get(model)
-        if lane:
-            lane.held = False
+        self._lane(model).held = False
 
     def held(self, model: ModelKey) -> bool:
-        lane = self._open.get(model)
-        return lane is not None and lane.held
+        return self._lane(model).held
 
     def poison(self, model: ModelKey, why: str) -> None:
         """The next optim_step of this model must fail with this reason; the first reason stays."""
-        lane = self._open.get(model)
-        if lane and lane.poison is None:
+        lane = self._lane(model)
+        if lane.poison is None:
             lane.poison = why
 
     def poison_of(self, model: ModelKey) -> str | None:
-        return self._open[model].poison
+        return self._lane(model).poison
 
     def cleanse(self, model: ModelKey) -> None:
         """A new accumulation window begins."""
-        self._open[model].poison = None
+        self._lane(model).poison = None
+
+    def _lane(self, model: ModelKey) -> _Lane:
+        """One that nobody keeps for a closed model: it may be closed while something of it runs."""
+        return self._open.get(model) or _Lane()
 
 
 def _place(row: QueuedRow) -> tuple[ModelKey, int]:
     assert row.seq_id is not None, "training requests have their place in a lane"
     return model_of(row), row.seq_id
+
+
+def _stand(lane: _Lane) -> Stand:
+    first = lane.parked[min(lane.parked)]
+    return Stand(
+        first.session_id,
+        lane.next_seq,
+        min(lane.parked),
+        max(row.created_at for row in lane.parked.values()),
+        lane.held and first.kind in STORAGE,
+    )
 
 
 def _pop(lane: _Lane, seq_id: int) -> None:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -74,6 +74,10 @@ class Metrics:
         if row is not None:
             self.counted(row.kind, outcome)
             self._latency.labels(row.kind).observe(max(0.0, time.time() - row.created_at))
+
+    def pending(self) -> Iterator[QueuedRow]:
+        """Requests that are not answered, the oldest first."""
+        return iter(self._pending.values())
 
     def counted(self, kind: str, outcome: Outcome) -> None:
         """One request, also of those that do not go through the journal."""

@@ -81,7 +81,8 @@ class Models:
     async def _training_state(
         self, model: ModelRow, path: str, optimizer: bool
     ) -> AsyncIterator[CheckpointRow]:
-        """A checkpoint that fits, and that the owner of `model` may read. Inside, its directory stays, though it be replaced or deleted meanwhile."""
+        """A checkpoint that fits, and that the owner of `model` may read. Inside, its directory stays, though it
+        be replaced or deleted meanwhile."""
         found = await self._find(model, path, optimizer)
         self._reading = found.directory
         try:
@@ -94,12 +95,13 @@ class Models:
         async with self._store.read() as conn:
             owner = await sessions.owner_of(conn, model.session_id)
             found = await checkpoints.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
-        if found is None and self._saver.persisting(wanted):
+            own = await models.find(conn, owner, wanted.model_id) is not None
+        if found is None and own and self._saver.persisting(wanted):
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if found is None:
             raise NotFoundError(f"no checkpoint {path}: it was never saved, or it is deleted or expired")
         if found.kind is not CheckpointKind.WEIGHTS:
-            raise UserError(f"{path} has weights for sampling only: load one that save_state made")
+            raise UserError(f"{path} is no training state: load one that save_state made")
         if optimizer and not found.has_optimizer:
             raise UserError(f"{path} has no optimizer state: load it with optimizer=false")
         self._require_served(found.base_model)

@@ -20,8 +20,9 @@ from skyrl_tinker.inference.spec import BASE_MODEL
 from skyrl_tinker.store import checkpoints, sampling
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.ids import CheckpointKind
+from skyrl_tinker.wire.ids import CheckpointKind, OwnerId
 from skyrl_tinker.wire.models.openai import (
+    OWNER_HEADER,
     ChatCompletionRequest,
     CompletionRequest,
     FieldError,
@@ -85,7 +86,7 @@ class OpenAIServer:
 
     async def _answer(self, http: web.Request, model: type[Wanted], kind: str) -> web.StreamResponse:
         try:
-            call = await self._prepare(parse_openai(model, orjson.loads(await http.read())))
+            call = await self._prepare(parse_openai(model, orjson.loads(await http.read())), _owner(http))
             answer = await (self._stream(http, call) if call.wanted.stream else self._whole(call))
         except SkyrlTinkerError as error:
             self._metrics.counted(kind, error.category)
@@ -98,13 +99,13 @@ class OpenAIServer:
 
     # From what the client asks to what vLLM is asked
 
-    async def _prepare(self, wanted: Wanted) -> _Call:
-        version = await self._target(wanted.model)
+    async def _prepare(self, wanted: Wanted, owner: OwnerId | None) -> _Call:
+        version = await self._target(wanted.model, owner)
         counts = await asyncio.gather(*(self._count(each) for each in texts_to_count(wanted, self._facts)))
         length = longest_prompt(wanted, counts, self._facts)
         return _Call(wanted, version, upstream_body(wanted, length, self._facts))
 
-    async def _target(self, model: str) -> WeightVersion | None:
+    async def _target(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
         """None: the base model. NotFoundError; FieldError for another kind of checkpoint."""
         if model in self._facts.names:
             return None
@@ -116,7 +117,7 @@ class OpenAIServer:
         if wanted.kind is not CheckpointKind.SAMPLER_WEIGHTS:
             raise FieldError(f"{model} has no weights for sampling: use save_weights_for_sampler", "model")
         async with self._store.read() as conn:
-            row = await checkpoints.find(conn, None, wanted.model_id, wanted.kind, wanted.name)
+            row = await checkpoints.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
             version = await sampling.version(conn, row.version_id) if row and row.version_id else None
         if row is None or version is None:
             raise NotFoundError(f"no checkpoint {model}: it was never saved, or it is deleted or expired")
@@ -188,6 +189,12 @@ class OpenAIServer:
             return await self._fleet.surviving(attempt)
         except NotFoundError:
             return await self._fleet.surviving(attempt)
+
+
+def _owner(http: web.Request) -> OwnerId | None:
+    """As the API says: only it can connect."""
+    owner = http.headers.get(OWNER_HEADER)
+    return None if owner is None else OwnerId(int(owner))
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -15,7 +15,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.writer import Op
 from skyrl_tinker.training.group import PreparedPass, TrainerGroup
 from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.values import Failure, PassItem, PassOutput
+from skyrl_tinker.wire.values import Failure, PassItem, PassOutput, Usage
 
 SMALL_BYTES = 64 << 10
 T = TypeVar("T")
@@ -99,7 +99,8 @@ async def encode(outputs: Sequence[PassOutput | Failure]) -> list[Outcome]:
 def _encode(output: PassOutput | Failure) -> Outcome:
     if isinstance(output, Failure):
         return output
-    return Answer(codec.PROTOBUF, codec.encode_forward_backward_output(output))
+    tokens = sum(len(each) for each in output.logprobs)
+    return Answer(codec.PROTOBUF, codec.encode_forward_backward_output(output), usage=Usage(tokens))
 
 
 def _read(

@@ -39,6 +39,11 @@ class Placement(Protocol):
         ...
 
     @property
+    def asleep(self) -> bool:
+        """Whether samples stand still because it is not their turn."""
+        ...
+
+    @property
     def spent(self) -> Mapping[State, Spent]:
         """Phases and switches so far, the current one not counted."""
         ...
@@ -51,6 +56,7 @@ class Placement(Protocol):
 class Separate:
     """Both sides work at any time."""
 
+    asleep = False
     spent: Mapping[State, Spent] = MappingProxyType({})
     _free: AbstractAsyncContextManager[None] = nullcontext()
 
@@ -127,6 +133,10 @@ class Colocated:
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def asleep(self) -> bool:
+        return self._state is not State.SAMPLING
 
     @property
     def spent(self) -> Mapping[State, Spent]:

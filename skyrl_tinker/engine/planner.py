@@ -11,7 +11,7 @@ from itertools import chain
 from skyrl_tinker.engine.lanes import PASSES, Lanes, cost
 from skyrl_tinker.engine.turns import Ledger, Waiting
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import RequestKind
+from skyrl_tinker.wire.ids import RequestKind, SessionId
 
 MERGING = frozenset({RequestKind.OPTIM_STEP, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER})
 """Barriers that the workers take for several models at once."""
@@ -62,6 +62,11 @@ class Planner:
             return None
         self._take(unit, ledger)
         return unit
+
+    def tenants(self) -> tuple[SessionId, ...]:
+        """Who has something to run, in the order of their turns."""
+        waiting = self._lanes.runnable(1)
+        return self._ledger.of(waiting).tenants(waiting)
 
     def _plan(self) -> tuple[Unit | None, Ledger]:
         return next_unit(self._lanes.runnable(self._budget), self._ledger, self._budget)

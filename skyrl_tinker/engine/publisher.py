@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeVar
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Outbox, failure_of, finish_all, json_answer, persistently
-from skyrl_tinker.engine.checkpoints import expiry, free_directory, require_free
+from skyrl_tinker.engine.checkpoints import free_directory, require_free
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError, UserError
 from skyrl_tinker.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.store import checkpoints, sampling
-from skyrl_tinker.store.checkpoints import NewCheckpoint
+from skyrl_tinker.store.checkpoints import NewCheckpoint, expiry
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store

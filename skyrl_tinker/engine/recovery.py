@@ -28,7 +28,8 @@ async def recover(store: Store, died_after: int) -> int:
     fresh = {row.model_key for row in pending if row.id > died_after and row.seq_id == 0}
     async with store.read() as conn:
         candidates = await models.in_states(conn, ModelState.READY, ModelState.CREATING)
-        lost = {model.key: await _reason(conn, model) for model in candidates if model.key not in fresh}
+        gone = [model for model in candidates if model.key not in fresh]
+        lost = {model.key: await why_lost(conn, model, "the engine restarted") for model in gone}
     left = [row for row in pending if row.id <= died_after]
     await store.write(lambda conn: _give_up(conn, lost, left, died_after))
     return len(lost)
@@ -53,14 +54,15 @@ async def _pending(store: Store) -> list[QueuedRow]:
     return found
 
 
-async def _reason(conn: AsyncConnection, model: ModelRow) -> str:
+async def why_lost(conn: AsyncConnection, model: ModelRow, cause: str) -> str:
+    """For its client: what became of it, and where to go on from."""
     last = await checkpoints.last_of_model(conn, model.key, CheckpointKind.WEIGHTS)
     advice = "it had no checkpoint: start it anew"
     if last is not None:
         advice = (
             f"its last checkpoint is {TinkerPath(model.model_id, last.kind, last.name)}: resume from there"
         )
-    return f"the engine restarted and the training state of model {model.model_id} is lost; {advice}"
+    return f"{cause} and the training state of model {model.model_id} is lost; {advice}"
 
 
 async def _give_up(

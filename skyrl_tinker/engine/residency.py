@@ -76,6 +76,11 @@ class Residency:
         """What the samplers serve; None also while that is not known."""
         return self._state.version
 
+    @property
+    def swapping(self) -> bool:
+        """Whether other weights are on their way to the samplers."""
+        return self._swapping is not None
+
     def in_use(self, version: WeightVersion) -> bool:
         """Whether requests run on it, or it is on its way to the samplers."""
         running = self._inside > 0 and self._state.version == version

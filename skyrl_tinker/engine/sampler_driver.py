@@ -1,16 +1,20 @@
 """Sampling: many requests in flight, none of which ever waits for training."""
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
+from types import MappingProxyType
 
 import numpy as np
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.engine.answers import Answer, Outbox, Outcome, failure_of, persistently
+from skyrl_tinker.engine.answers import Answer, Outbox, Outcome, failure_of, json_answer, persistently
 from skyrl_tinker.engine.inflight import Wanted
 from skyrl_tinker.engine.metrics import Metrics
+from skyrl_tinker.engine.pace import Ends
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import futures, sampling
@@ -20,11 +24,14 @@ from skyrl_tinker.store.stability import SequenceRecord
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.ids import SamplingSessionId, sequence_ids
+from skyrl_tinker.wire.queues import SHOWN, SamplingView
 from skyrl_tinker.wire.sample_codec import sample_from_body
-from skyrl_tinker.wire.values import SampleOutput, SampleRequest, Usage, WeightVersion
+from skyrl_tinker.wire.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
+CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
+EMPTY: Mapping[int, Outcome] = MappingProxyType({})
 
 
 class SamplerDriver:
@@ -42,8 +49,10 @@ class SamplerDriver:
         self._outbox = outbox
         self._concurrency = concurrency
         self._metrics = metrics or Metrics()
-        self._in_flight = 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
+        self._starting: set[int] = set()  # their bodies are being read
         self._queued: deque[QueuedRow] = deque()
+        self._ends = Ends()
         self._changed = asyncio.Event()  # rows came, or requests finished
         self._targets: dict[SamplingSessionId, Wanted] = {}
 
@@ -57,7 +66,35 @@ class SamplerDriver:
 
     def in_flight(self) -> int:
         """Requests that the samplers have."""
-        return self._in_flight
+        return len(self._tasks)
+
+    async def cancel(self, rows: Sequence[QueuedRow]) -> None:
+        """Each of these names the future of a sample, which has come before it, as its body."""
+        targets = {int(row.body or b""): CANCELLED for row in rows}
+        await self.end(targets, {row.id: json_answer({}) for row in rows})
+
+    async def end(self, failures: Mapping[int, Failure], also: Mapping[int, Outcome] = EMPTY) -> None:
+        """These samples, by future id, fail now: vLLM stops with those that it has and never gets the others.
+
+        Those that have finished stay as they are.
+        """
+        self._queued = deque(row for row in self._queued if row.id not in failures)
+        self._starting.difference_update(failures)
+        for task in [self._tasks[future_id] for future_id in failures if future_id in self._tasks]:
+            task.cancel()  # its connection is closed, and vLLM aborts what it was for
+        await self._outbox.send([*failures.items(), *also.items()])
+
+    def view(self) -> SamplingView:
+        """What waits and how fast it goes."""
+        stride = max(1, math.ceil(len(self._queued) / SHOWN))
+        return SamplingView(
+            tuple(row.id for row in islice(self._queued, 0, None, stride)),
+            stride,
+            len(self._queued),
+            len(self._tasks),
+            self._ends.per_second(),
+            self._samplers.paused,
+        )
 
     def forget_targets(self) -> None:
         """Versions were dropped: look them up anew."""
@@ -67,9 +104,19 @@ class SamplerDriver:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 batch = await self._next()
+                self._starting = {row.id for row in batch}
                 for row, body in await self._with_bodies(batch):
-                    self._in_flight += 1
-                    tasks.create_task(self._finish(row, body))
+                    if row.id in self._starting:
+                        self._start(tasks, row, body)
+
+    def _start(self, tasks: asyncio.TaskGroup, row: QueuedRow, body: bytes) -> None:
+        task = self._tasks[row.id] = tasks.create_task(self._finish(row, body))
+        task.add_done_callback(partial(self._over, row.id))
+
+    def _over(self, future_id: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[future_id]
+        self._ends.one()
+        self._changed.set()
 
     async def _next(self) -> list[QueuedRow]:
         """At least one row, and as many more as there are rows and room for them in flight."""
@@ -79,7 +126,7 @@ class SamplerDriver:
         return [self._queued.popleft() for _ in range(count)]
 
     def _room(self) -> int:
-        return self._concurrency * self._samplers.replicas - self._in_flight
+        return self._concurrency * self._samplers.replicas - len(self._tasks)
 
     async def _with_bodies(self, batch: Sequence[QueuedRow]) -> list[tuple[QueuedRow, bytes]]:
         """Without those that have finished already."""
@@ -93,12 +140,7 @@ class SamplerDriver:
             return await futures.bodies(conn, ids)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
-        try:
-            outcome = await self._outcome(row, body)
-            await self._outbox.send([(row.id, outcome)])
-        finally:
-            self._in_flight -= 1
-            self._changed.set()
+        await self._outbox.send([(row.id, await self._outcome(row, body))])
 
     async def _outcome(self, row: QueuedRow, body: bytes) -> Outcome:
         try:

@@ -72,6 +72,17 @@ class Samplers:
         """How many serve now, at least 1: who asks while all are down waits inside."""
         return max(1, len(self._fleet.client.server_urls))
 
+    @property
+    def paused(self) -> str | None:
+        """Why no sample gets on just now; None while they do."""
+        if not self._fleet.size:
+            return "no sampler serves: they are being started again"
+        if self._residency.swapping:
+            return "samplers are updating weights"
+        if self._fleet.placement.asleep:
+            return "the trainer has its turn on the devices of the samplers"
+        return None
+
     def in_use(self, version: WeightVersion) -> bool:
         """Whether a sample of it is under way."""
         return version.id in self._users or self._residency.in_use(version)

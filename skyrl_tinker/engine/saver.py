@@ -8,10 +8,10 @@ from pathlib import Path
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Outbox, failure_of, json_answer
-from skyrl_tinker.engine.checkpoints import expiry, free_directory, require_free
+from skyrl_tinker.engine.checkpoints import free_directory, require_free
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.store import checkpoints
-from skyrl_tinker.store.checkpoints import NewCheckpoint
+from skyrl_tinker.store.checkpoints import NewCheckpoint, expiry
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store

@@ -15,7 +15,16 @@ from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.store import checkpoints, custom_losses, futures, models, sampling, sessions, stability
+from skyrl_tinker.store import (
+    checkpoints,
+    custom_losses,
+    futures,
+    models,
+    sampling,
+    sessions,
+    stability,
+    usage,
+)
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire.ids import ModelState, SessionId
@@ -23,6 +32,7 @@ from skyrl_tinker.wire.values import WeightVersion
 
 SWEEP_S = 3.0
 PURGE_S = 600.0
+COUNTED_AT_ONCE = 10_000  # results: others wait for the database meanwhile
 _ON_WORKERS = (ModelState.CREATING, ModelState.READY)
 _log = logging.getLogger(__name__)
 
@@ -134,6 +144,8 @@ class SessionKeeper:
         now = time.time()
         if now - self._purged > PURGE_S:
             self._purged = now
+            while await self._store.write(lambda conn: usage.roll_up(conn, COUNTED_AT_ONCE)):
+                pass
             await self._store.write(lambda conn: futures.purge_results(conn, now - self._result_ttl_s))
             await self._store.write(lambda conn: custom_losses.purge(conn, now - self._result_ttl_s))
             await self._store.write(lambda conn: stability.purge(conn, now - self._stability_ttl_s))

@@ -2,22 +2,25 @@
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.engine import recovery
 from skyrl_tinker.engine.answers import Outbox, Outcome, failure_of, json_answer
+from skyrl_tinker.engine.external import Exporter
 from skyrl_tinker.engine.gap import GapMonitor
-from skyrl_tinker.engine.lanes import Lanes, model_of
+from skyrl_tinker.engine.lanes import Lanes, Stand, model_of
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.models import Finished, Models
+from skyrl_tinker.engine.pace import Pace
 from skyrl_tinker.engine.passes import PassRunner, ReadyPass, encode
 from skyrl_tinker.engine.placement import SEPARATE, Placement
 from skyrl_tinker.engine.planner import Barriers, Pass, Planner, Unit
 from skyrl_tinker.engine.publisher import Publisher
-from skyrl_tinker.engine.saver import Saver, Saving
+from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.engine.syncs import Syncs
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.store import futures, models
@@ -29,10 +32,15 @@ from skyrl_tinker.wire.bodies import (
     CreateViaLoadBody,
     LoadWeightsBody,
     OptimStepBody,
+    SaveExternalBody,
     SaveWeightsBody,
 )
 from skyrl_tinker.wire.ids import FutureStatus, ModelKey, ModelState, RequestKind
+from skyrl_tinker.wire.queues import LaneView, TrainingView
 from skyrl_tinker.wire.values import Failure, PassOutput, StepItem, StepOutput
+
+OVER = Failure("the session of this model is finished; its training state is released", "user")
+UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")
 
 
 class TrainerDriver:
@@ -42,6 +50,7 @@ class TrainerDriver:
         trainer: TrainerGroup,
         keeper: Models,
         saver: Saver,
+        exporter: Exporter,
         publisher: Publisher,
         outbox: Outbox,
         unit_tokens: int,
@@ -53,6 +62,7 @@ class TrainerDriver:
         self._trainer = trainer
         self._models = keeper
         self._saver = saver
+        self._exporter = exporter
         self._syncs = Syncs(store, publisher, gaps, outbox)
         self._outbox = outbox
         self._gaps = gaps
@@ -64,6 +74,8 @@ class TrainerDriver:
         self._ahead: ReadyPass | None = None
         self._on_workers: set[ModelKey] = set()
         self._leaving: set[ModelKey] = set()
+        self._unloading: dict[ModelKey, QueuedRow] = {}  # whose client asked for it
+        self._pace = Pace()
         self._woken = asyncio.Event()
         self._background = asyncio.TaskGroup()
 
@@ -73,7 +85,12 @@ class TrainerDriver:
         for row in rows:
             refusal = await self._refusal(row)
             closed = await self._closed_by(model_of(row))
-            if closed is None:
+            if row.kind is RequestKind.UNLOAD_MODEL:
+                self._unloading[model_of(row)] = row
+                self._lanes.end(model_of(row))
+            elif closed is None and self._lanes.ended(row):
+                refused.append((row.id, UNLOADED))
+            elif closed is None:
                 self._lanes.add(row, refusal)
             elif row.status is FutureStatus.PENDING:
                 refused.append((row.id, closed))
@@ -84,6 +101,37 @@ class TrainerDriver:
     def backlog(self) -> int:
         """About how many tokens of passes wait for the workers."""
         return self._lanes.backlog()
+
+    def view(self) -> TrainingView:
+        """What waits and how fast it goes."""
+        lanes = {
+            int(model): LaneView(stand.next_seq, stand.lowest, stand.held, stand.session_id)
+            for model, stand in self._lanes.stands().items()
+        }
+        running = self._pace.running
+        models = tuple({model_of(row) for row in running})
+        kind = running[0].kind if running else None
+        return TrainingView(lanes, self._planner.tenants(), models, kind, self._pace.seconds())
+
+    def stands(self) -> dict[ModelKey, Stand]:
+        """Models that have something waiting."""
+        return self._lanes.stands()
+
+    async def expire(self, row: QueuedRow, failure: Failure) -> None:
+        """It has waited too long. What follows it goes on, as behind any request that failed."""
+        if row.seq_id == 0:
+            await self._single_failed(row, await self._row(model_of(row)), failure)
+            return
+        if row.seq_id is not None:
+            self._lanes.expire(row, failure.message)
+        await self._outbox.send([(row.id, failure)])
+        self._woken.set()
+
+    async def give_up(self, model: ModelKey, failure: Failure) -> None:
+        """Nothing of it runs any more: what waits fails now, and so does all that comes."""
+        waiting = self._lanes.close(model, failure)
+        await self._outbox.send([(row.id, failure) for row in waiting])
+        self._woken.set()
 
     def reads(self, directory: str) -> bool:
         """Whether a checkpoint's directory is being loaded."""
@@ -98,7 +146,9 @@ class TrainerDriver:
         """For ever. TrainerError: the workers are broken, and every model with them."""
         async with self._background:
             while True:
-                await self._carry_out(await self._next())
+                unit = await self._next()
+                with self._pace.unit(unit.rows):
+                    await self._carry_out(unit)
 
     async def _closed_by(self, model: ModelKey) -> Failure | None:
         """Why nothing of this model can run. A model that nobody has seen yet gets its lane here."""
@@ -130,12 +180,12 @@ class TrainerDriver:
         if self._ahead is not None:
             ready, self._ahead = self._ahead, None
             return ready
-        await self._release_idle()
+        await self._let_go()
         while (unit := self._planner.next()) is None:
             self._metrics.trainer.no_work()
             self._woken.clear()
             await self._woken.wait()
-            await self._release_idle()
+            await self._let_go()
         return unit
 
     async def _look_ahead(self) -> None:
@@ -144,24 +194,46 @@ class TrainerDriver:
         if unit is not None:
             self._ahead = await self._passes.prepare(unit)
 
+    async def _let_go(self) -> None:
+        """Of models that are lost, and of those that nobody wants any more."""
+        for model in self._trainer.take_lost() & self._on_workers:
+            await self._bury(model)
+        await self._release_idle()
+
+    async def _bury(self, model: ModelKey) -> None:
+        """Its state died with a worker."""
+        self._on_workers.discard(model)
+        await self._gaps.forget(model)
+        async with self._store.read() as conn:
+            row = await models.by_key(conn, model)
+            assert row is not None, "futures refer to models"
+            reason = await recovery.why_lost(conn, row, "a trainer process died")
+        failure = Failure(reason, "server")
+        waiting = self._lanes.close(model, failure)
+        await self._outbox.send(
+            [(each.id, failure) for each in waiting], _state(model, ModelState.LOST, reason)
+        )
+
     async def _release_idle(self) -> None:
         if self._leaving:
             busy = self._lanes.runnable(1)
             idle = [model for model in self._leaving if model not in busy and not self._lanes.held(model)]
             for model in idle:
                 self._leaving.discard(model)
-                await self._release(model)
+                await self._release(model, OVER)
+        for model in list(self._unloading):
+            if self._lanes.drained(model) and not self._lanes.held(model):
+                await self._release(model, UNLOADED)
 
-    async def _release(self, model: ModelKey) -> None:
+    async def _release(self, model: ModelKey, failure: Failure) -> None:
         if model in self._on_workers:
             self._on_workers.discard(model)
             await self._gaps.forget(model)
             await self._trainer.release(model)
-        failure = Failure("the session of this model is finished; its training state is released", "user")
-        waiting = self._lanes.close(model, failure)
-        await self._outbox.send(
-            [(row.id, failure) for row in waiting], _state(model, ModelState.RELEASED, failure.message)
-        )
+        answers: list[tuple[int, Outcome]] = [(row.id, failure) for row in self._lanes.close(model, failure)]
+        if asked := self._unloading.pop(model, None):
+            answers.append((asked.id, json_answer({"model_id": (await self._row(model)).model_id})))
+        await self._outbox.send(answers, _state(model, ModelState.RELEASED, failure.message))
 
     # Running
 
@@ -257,16 +329,23 @@ class TrainerDriver:
                 await self._finish(row, finished)
             case RequestKind.SAVE_WEIGHTS, _:
                 saving = await self._saver.capture(row, model, SaveWeightsBody.from_bytes(body))
-                self._lanes.hold(model.key)
-                self._background.create_task(self._persist(saving))
+                self._persist(model.key, self._saver.persist(saving))
+            case RequestKind.SAVE_WEIGHTS_EXTERNAL, _:
+                exporting = await self._exporter.capture(row, model, SaveExternalBody.from_bytes(body))
+                self._persist(model.key, self._exporter.persist(exporting))
             case kind, _:
                 raise AssertionError(f"{kind} is no barrier of one model")
 
-    async def _persist(self, saving: Saving) -> None:
+    def _persist(self, model: ModelKey, writing: Coroutine[Any, Any, None]) -> None:
+        """In the background: the model trains on, but for saves and loads."""
+        self._lanes.hold(model)
+        self._background.create_task(self._resumed(model, writing))
+
+    async def _resumed(self, model: ModelKey, writing: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._saver.persist(saving)
+            await writing
         finally:
-            self._lanes.resume(saving.model.key)
+            self._lanes.resume(model)
             self._woken.set()
 
     async def _created(self, row: QueuedRow, model: ModelRow, finished: Finished) -> None:
@@ -302,7 +381,9 @@ def _closed(model: ModelRow) -> Failure:
     return Failure(reason, "server" if model.state is ModelState.LOST else "user")
 
 
-def _step_answer(output: StepOutput, more: Mapping[str, float]) -> Outcome:
+def _step_answer(output: StepOutput | Failure, more: Mapping[str, float]) -> Outcome:
+    if isinstance(output, Failure):
+        return output
     if output.error is not None:
         return Failure(output.error, "user")
     metrics = _finite([*output.metrics.items(), *more.items()])

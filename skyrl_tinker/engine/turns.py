@@ -42,6 +42,11 @@ class Ledger:
         """What has the next turn: of the tenant whose last one is longest ago, and so of its models."""
         return min((rows[0] for rows in waiting.values()), key=self._turn)
 
+    def tenants(self, waiting: Waiting) -> tuple[SessionId, ...]:
+        """In the order of their turns."""
+        rows = sorted((rows[0] for rows in waiting.values()), key=self._turn)
+        return tuple(dict.fromkeys(row.session_id for row in rows))
+
     def _turn(self, row: QueuedRow) -> tuple[float, float, int]:
         return self.standings[row.session_id].turn, self.standings[model_of(row)].turn, row.id
 

@@ -1,7 +1,7 @@
 """What was done to sessions and checkpoints: written in the commit that does it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,15 @@ async def record(conn: AsyncConnection, session_id: str, event: str, **details: 
 
 
 async def between(
-    conn: AsyncConnection, owner: OwnerId | None, start: float, end: float, events: Sequence[str] | None
+    conn: AsyncConnection, owner: OwnerId | None, start: float, end: float, resource: str | None
 ) -> list[Event]:
-    """This owner's in [start, end), oldest first; only those named, None for all."""
+    """This owner's in [start, end), oldest first; of one kind of resource, None for all."""
     query = (
         select(AuditEvent.at, AuditEvent.session_id, AuditEvent.event, AuditEvent.details)
         .join(Session, Session.session_id == AuditEvent.session_id)
         .where(owned_by(owner), AuditEvent.at >= start, AuditEvent.at < end)
         .order_by(AuditEvent.id)
     )
-    if events is not None:
-        query = query.where(AuditEvent.event.in_(events))
+    if resource is not None:
+        query = query.where(AuditEvent.event.startswith(f"{resource}_", autoescape=True))
     return [Event(*row) for row in await conn.execute(query)]

@@ -106,6 +106,12 @@ async def any_owners(
     return await _named(conn, true(), model_id, kind, name)
 
 
+async def by_number(conn: AsyncConnection, checkpoint_id: int) -> CheckpointRow | None:
+    """For who was given its number. None if it is deleted or expired."""
+    rows = await _all(conn, Checkpoint.id == checkpoint_id, *live())
+    return rows[0] if rows else None
+
+
 async def own(
     conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow:
@@ -141,7 +147,9 @@ async def publish(conn: AsyncConnection, row: CheckpointRow, public: bool) -> No
         await _audit(conn, row, "publish" if public else "unpublish")
 
 
-async def set_expiry(conn: AsyncConnection, row: CheckpointRow, expires_at: float | None) -> None:
+async def set_ttl(conn: AsyncConnection, row: CheckpointRow, ttl_seconds: int | None) -> None:
+    """From now; None: it never expires."""
+    expires_at = expiry(ttl_seconds)
     await _set(conn, row, expires_at=expires_at)
     await _audit(conn, row, "set_ttl", expires_at=expires_at)
 
@@ -175,6 +183,10 @@ async def _set(conn: AsyncConnection, row: CheckpointRow, **values: Any) -> None
 async def _audit(conn: AsyncConnection, row: CheckpointRow, action: str, **details: Any) -> None:
     what = {"model_id": row.model_id, "tinker_path": row.path, **details}
     await audit.record(conn, row.session_id, f"checkpoint_{action}", **what)
+
+
+def expiry(ttl_seconds: int | None) -> float | None:
+    return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
 def live() -> tuple[ColumnElement[bool], ColumnElement[bool]]:

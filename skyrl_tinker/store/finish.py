@@ -8,6 +8,7 @@ import orjson
 from sqlalchemy import bindparam, delete, insert, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.store import usage as usages
 from skyrl_tinker.store.tables import Future, Request, Result
 from skyrl_tinker.wire.ids import FutureStatus
 from skyrl_tinker.wire.values import Failure, Usage
@@ -85,6 +86,7 @@ async def fail_pending(conn: AsyncConnection, up_to_id: int | None, failure: Fai
 
 async def purge_results(conn: AsyncConnection, older_than: float) -> int:
     """Drop result bytes of futures that finished before `older_than`; the futures stay, so dedupe holds."""
+    await usages.roll_up(conn)
     old = select(Future.id).where(Future.finished_at < older_than)
     return (await conn.execute(delete(Result).where(Result.future_id.in_(old)))).rowcount
 

@@ -60,7 +60,9 @@ async def create(conn: AsyncConnection, name: str) -> str:
 async def revoke(conn: AsyncConnection, which: str) -> KeyRow:
     """By id or by name. NotFoundError if no live key is that."""
     key_id = int(which) if _ID.fullmatch(which) else await _live_id(conn, which)
-    end = update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None)).values(revoked_at=time.time())
+    end = (
+        update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None)).values(revoked_at=time.time())
+    )
     if key_id is None or not (await conn.execute(end)).rowcount:
         raise NotFoundError(f"no live key {which!r}: see `skyrl-tinker keys list`")
     return next(row for row in await listed(conn) if row.id == key_id)
@@ -69,7 +71,9 @@ async def revoke(conn: AsyncConnection, which: str) -> KeyRow:
 async def listed(conn: AsyncConnection) -> list[KeyRow]:
     """Revoked ones, too; oldest first."""
     query = select(ApiKey.id, ApiKey.name, ApiKey.created_at, ApiKey.revoked_at).order_by(ApiKey.id)
-    return [KeyRow(OwnerId(row.id), row.name, row.created_at, row.revoked_at) for row in await conn.execute(query)]
+    return [
+        KeyRow(OwnerId(row.id), row.name, row.created_at, row.revoked_at) for row in await conn.execute(query)
+    ]
 
 
 async def live(conn: AsyncConnection) -> dict[bytes, KeyRow]:

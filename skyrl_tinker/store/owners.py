@@ -1,6 +1,8 @@
 """Whose a row is. Sessions have an owner; models, samplers, futures and checkpoints are their session's."""
 
-from sqlalchemy import ColumnElement, bindparam, select
+from collections.abc import Sequence
+
+from sqlalchemy import ColumnElement, bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import NotFoundError
@@ -17,6 +19,14 @@ OWNED = Session.owner_id.is_not_distinct_from(bindparam("owner"))
 """The same in statements that are built once."""
 
 _SESSION = select(Session.session_id).where(Session.session_id == bindparam("session_id"), OWNED)
+
+NO_PROJECT = "default"
+"""What the project of sessions without one is called. Any name is a project as soon as a session has it."""
+
+
+def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
+    """SQL: the joined session is in one of these projects."""
+    return func.coalesce(Session.project_id, NO_PROJECT).in_(project_ids)
 
 
 async def require_session(conn: AsyncConnection, owner: OwnerId | None, session_id: SessionId) -> None:

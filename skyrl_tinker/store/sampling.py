@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, and_, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import aliased
 
-from skyrl_tinker.errors import SeqIdReusedError
+from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import sessions
 from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.rows import AnyRow, insert_id
@@ -100,6 +100,29 @@ async def _one(
         row.version_id,
         ModelKey(row.model_key) if row.inflight else None,
     )
+
+
+async def join(conn: AsyncConnection, owner: OwnerId | None, sampling_session_id: SamplingSessionId) -> int:
+    """A number that no other client of this sampling session has, from 1 on.
+
+    Raises NotFoundError (no sampling session), GoneError (session finished).
+    """
+    query = (
+        select(Session.session_id, Session.finished_at, Session.finish_reason)
+        .join(SamplingSession, SamplingSession.session_id == Session.session_id)
+        .where(SamplingSession.sampling_session_id == sampling_session_id, owned_by(owner))
+    )
+    row = (await conn.execute(query)).one_or_none()
+    if row is None:
+        raise NotFoundError(f"no sampling session {sampling_session_id}")
+    sessions.check_live(row)
+    joined = (
+        update(SamplingSession)
+        .where(SamplingSession.sampling_session_id == sampling_session_id)
+        .values(clones=SamplingSession.clones + 1)
+        .returning(SamplingSession.clones)
+    )
+    return int((await conn.execute(joined)).scalar_one())
 
 
 def _require_same_target(first: SamplingSessionRow, new: SamplingSessionRow) -> None:

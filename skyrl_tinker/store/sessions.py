@@ -9,6 +9,7 @@ from sqlalchemy import and_, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import GoneError, NotFoundError
+from skyrl_tinker.store import audit
 from skyrl_tinker.store.rows import AnyRow
 from skyrl_tinker.store.tables import Model, Session
 from skyrl_tinker.wire.ids import ModelState, OwnerId, SessionId
@@ -23,8 +24,10 @@ async def create(
     project_id: str | None,
     display_name: str | None,
     sdk_version: str,
+    session_id: SessionId | None = None,
 ) -> SessionId:
-    session_id = SessionId(str(uuid4()))
+    """`session_id`: a new one, for who must find it again; by default any."""
+    session_id = session_id or SessionId(str(uuid4()))
     now = time.time()
     row = insert(Session).values(
         session_id=session_id,
@@ -38,6 +41,7 @@ async def create(
         sdk_version=sdk_version,
     )
     await conn.execute(row)
+    await audit.record(conn, session_id, "session_create", project_id=project_id, display_name=display_name)
     return session_id
 
 
@@ -59,7 +63,9 @@ async def finish(conn: AsyncConnection, session_id: SessionId, reason: str, deta
         .where(Session.session_id == session_id, Session.finished_at.is_(None))
         .values(finished_at=time.time(), finish_reason=reason, finish_detail=detail)
     )
-    if not (await conn.execute(end)).rowcount:
+    if (await conn.execute(end)).rowcount:
+        await audit.record(conn, session_id, "session_finish", reason=reason, detail=detail)
+    else:
         await _session(conn, session_id)
 
 

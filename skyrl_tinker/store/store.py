@@ -11,6 +11,19 @@ from skyrl_tinker.store.turn import Turn
 from skyrl_tinker.store.writer import Op, T, Writer
 
 
+def once(url: str, op: Op[T]) -> T:
+    """One write to a migrated database, which a server may have open. Synchronous; for no running loop."""
+
+    async def run() -> T:
+        store = await Store.open(url)
+        try:
+            return await store.write(op)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
 class Store:
     """Writes go through one group-commit writer; reads have their own connections and never wait for it."""
 

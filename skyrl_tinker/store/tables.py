@@ -186,12 +186,15 @@ class Result(Base):
 
 
 class UsageRecord(Base):
-    """Part of what was used in an hour: moved here from results, which do not live as long."""
+    """What was used in an hour, moved here from results, which do not live as long."""
 
     __tablename__ = "usage_records"
-    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
+    __table_args__ = (
+        UniqueConstraint("hour", "session_id", "base_model", "kind"),
+        {"sqlite_autoincrement": True},
+    )
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
-    hour: Mapped[int] = mapped_column(BigInteger, index=True)  # hours since the epoch
+    hour: Mapped[int] = mapped_column(BigInteger)  # hours since the epoch
     session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id))
     base_model: Mapped[str]
     kind: Mapped[RequestKind]

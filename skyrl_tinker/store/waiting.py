@@ -1,11 +1,11 @@
 """Where a request stands that somebody waits for, and the two ways to end one early that are requests, too.
 
-What is to be cancelled or unloaded enters the journal behind what it is about, and so reaches the engine after it.
+To cancel and to unload enters the journal behind what it is about, and so reaches the engine after it.
 """
 
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, insert, select
+from sqlalchemy import bindparam, insert, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import NotFoundError, UserError
@@ -16,11 +16,9 @@ from skyrl_tinker.store.tables import Future, Model, Request, Session
 from skyrl_tinker.wire.ids import (
     FutureStatus,
     ModelId,
-    ModelKey,
     OwnerId,
     RequestId,
     RequestKind,
-    SessionId,
 )
 
 
@@ -30,12 +28,11 @@ class Place:
 
     future_id: int
     kind: RequestKind
-    session_id: SessionId
-    model_key: ModelKey | None
+    model_key: int | None
     seq_id: int | None
 
 
-_PLACE = select(Future.id, Future.kind, Future.session_id, Future.model_key, Future.seq_id).where(
+_PLACE = select(Future.id, Future.kind, Future.model_key, Future.seq_id).where(
     Future.request_id == bindparam("request_id")
 )
 _TARGET = (
@@ -49,7 +46,9 @@ _MODEL = (
     .where(Model.model_id == bindparam("model_id"), OWNED)
 )
 _UNLOADING = select(Future.request_id, Future.sequence_ids).where(
-    Future.model_key == bindparam("model_key"), Future.seq_id.is_(None), Future.kind == RequestKind.UNLOAD_MODEL
+    Future.model_key == bindparam("model_key"),
+    Future.seq_id.is_(None),
+    Future.kind == literal(RequestKind.UNLOAD_MODEL, Future.kind.type),
 )
 _BODY = insert(Request)
 

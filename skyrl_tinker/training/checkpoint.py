@@ -11,7 +11,7 @@ done `commit`, which makes the directory appear.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 
 import torch
@@ -46,27 +46,55 @@ class Captured:
     dtype: torch.dtype = torch.float32
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How weights lie in files. `shard_bytes`: about the size of each; with None every rank writes one."""
+
+    dtype: torch.dtype = torch.float32
+    shard_bytes: int | None = None
+
+    def shards(self, sizes: Mapping[str, int], writers: int) -> int:
+        """How many files. `sizes`: elements by tensor."""
+        if self.shard_bytes is None:
+            return writers
+        return max(writers, ceil(sum(sizes.values()) * self.dtype.itemsize / self.shard_bytes))
+
+
+STATE = Layout()
+
+
 def key_of(part: Part, name: str) -> str:
     """Of a tensor in its file."""
     return name if part is Part.WEIGHT else f"{name}.{part}"
 
 
-def capture(model: TrainableModel, base_model: str, *, optimizer: bool, rank: int, world: int) -> Captured:
+def capture(
+    model: TrainableModel,
+    base_model: str,
+    *,
+    optimizer: bool,
+    rank: int,
+    world: int,
+    layout: Layout = STATE,
+) -> Captured:
     """Copies of the model as it is now. Every rank must call it: gathering is collective.
 
     Each rank keeps only what it will write; a whole tensor at a time is on the device.
     """
     shapes = model.shapes()
-    shares = deal({name: prod(shape) for name, shape in shapes.items()}, _writers(model, world))
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
+    writers = _writers(model, world)
+    shares = deal(sizes, layout.shards(sizes, writers))
     owner = {name: index for index, share in enumerate(shares) for name in share}
     files: dict[str, Tensors] = {}
     for part in (Part.WEIGHT, *_moments(model, optimizer)):
         for name in shapes:
             whole = model.read(part, name)
-            if owner[name] == rank:
-                file = files.setdefault(_file_name(model, part, rank, len(shares)), {})
-                file[key_of(part, name)] = whole.to("cpu", copy=True)  # what was read may change or move
-    return Captured(files, _contents(model, base_model, optimizer, shares))
+            if owner[name] % writers == rank:
+                file = files.setdefault(_file_name(model, part, owner[name], len(shares)), {})
+                # a copy: what was read may change or move
+                file[key_of(part, name)] = whole.to("cpu", layout.dtype, copy=True)
+    return Captured(files, _contents(model, base_model, optimizer, shares, layout), layout.dtype)
 
 
 def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:
@@ -114,18 +142,22 @@ def _file_name(model: TrainableModel, part: Part, index: int, count: int) -> str
     return ADAPTER_FILE if isinstance(model, LoraModel) else shard_name(FULL_STEM, index, count)
 
 
-def _contents(model: TrainableModel, base_model: str, optimizer: bool, shares: list[list[str]]) -> Contents:
+def _contents(
+    model: TrainableModel, base_model: str, optimizer: bool, shares: list[list[str]], layout: Layout
+) -> Contents:
     family = model.optimizer if optimizer else None
     manifest = Manifest(base_model, model.spec, model.step, family)
     if isinstance(model, LoraModel):
         config = adapter_config(model.shapes(), model.spec.rank, base_model)
         return Contents(manifest, {ADAPTER_CONFIG_FILE: _json(config)})
-    return Contents(manifest, {INDEX_FILE: _json(_index(model, shares))} if len(shares) > 1 else {})
+    return Contents(
+        manifest, {INDEX_FILE: _json(_index(model, shares, layout.dtype))} if len(shares) > 1 else {}
+    )
 
 
-def _index(model: TrainableModel, shares: list[list[str]]) -> dict[str, object]:
+def _index(model: TrainableModel, shares: list[list[str]], dtype: torch.dtype) -> dict[str, object]:
     """model.safetensors.index.json."""
-    size = sum(prod(shape) for shape in model.shapes().values()) * torch.float32.itemsize
+    size = sum(prod(shape) for shape in model.shapes().values()) * dtype.itemsize
     files = {
         name: shard_name(FULL_STEM, index, len(shares))
         for index, share in enumerate(shares)

@@ -78,6 +78,10 @@ class FullModel(TrainableModel):
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def _make_gradients(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._sharing(name, torch.empty_like(_local(parameter.detach())))
+
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
         gradients = [_local(parameter.grad) for parameter in self._parameters.values()]
         norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])

@@ -7,6 +7,7 @@ from enum import StrEnum
 import torch
 
 from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.ledger import GRADIENT
 from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import LoraSpec, OptimizerFamily
 
@@ -18,6 +19,7 @@ class Part(StrEnum):
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     MOMENTUM = "momentum"
+    GRADIENT = GRADIENT
 
 
 MOMENTS: Mapping[OptimizerFamily, tuple[Part, ...]] = {
@@ -53,13 +55,31 @@ class TrainableModel(ABC):
     def moments(self) -> tuple[Part, ...]:
         return MOMENTS[self.optimizer]
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All that a pass or a step changes."""
+        return (Part.WEIGHT, *self.moments, Part.GRADIENT)
+
     def local(self, part: Part) -> list[torch.Tensor]:
         """This rank's tensors; moments are made when first asked for."""
         if part is Part.WEIGHT:
             return self._weights()
+        if part is Part.GRADIENT:
+            return self._local_gradients()
         if part not in self._moments:
             self._moments[part] = [torch.zeros_like(weight) for weight in self._weights()]
         return self._moments[part]
+
+    def has(self, part: Part) -> bool:
+        """Whether it is anything but zeros that are made when they are asked for."""
+        if part is Part.GRADIENT:
+            return self.has_gradients
+        return part is Part.WEIGHT or part in self._moments
+
+    def make_gradients(self) -> None:
+        """To be filled with accumulated ones."""
+        self._make_gradients()
+        self.has_gradients = True
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that this rank keeps between passes."""
@@ -126,6 +146,10 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def _drop_gradients(self) -> None: ...
+
+    @abstractmethod
+    def _make_gradients(self) -> None:
+        """Have `_local_gradients` of all parameters, whatever is in them."""
 
     @abstractmethod
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:

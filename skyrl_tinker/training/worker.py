@@ -19,9 +19,10 @@ from skyrl_tinker.training import (
     restore,
 )
 from skyrl_tinker.training.batch import TrainingInputBatch
-from skyrl_tinker.training.checkpoint import Captured
+from skyrl_tinker.training.checkpoint import Captured, Layout
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.full import FullModel, create_full
+from skyrl_tinker.training.ledger import Kept
 from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.meeting import Meeting
 from skyrl_tinker.training.model import frozen_network, trainable_network
@@ -33,6 +34,7 @@ from skyrl_tinker.training.passes import PassRunner
 from skyrl_tinker.training.residents import Residents
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.state import Part, TrainableModel
+from skyrl_tinker.training.vault import Vault
 from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import AdapterWeights, LoraSpec, OptimizerFamily, StepItem, StepOutput
 
@@ -46,6 +48,7 @@ class Worker:
         memory.keep_freed()
         self.spec = spec
         self.rank = rank
+        self.vault = Vault(spec, rank)
         self._models: dict[ModelKey, TrainableModel] = {}
         self._residents = Residents(self._models, spec.resident_models)
         self._base_aside = Aside()
@@ -76,18 +79,33 @@ class Worker:
             raise TrainerError(f"model {key} exists already")
         if spec.rank == 0:
             self._require_room(optimizer)
-            self._models[key] = create_full(key, spec, self.spec, self._ranks, optimizer)
-        else:
-            self._models[key] = LoraModel(spec, self._base.targets, self._ranks.device, optimizer)
+        self._models[key] = model = self._fresh(key, spec, optimizer)
         self._residents.add(key)
+        self.vault.keep(key, model)
 
-    def run_pass(self, batch: TrainingInputBatch) -> RankOutput:
+    def restore(self, shares: Mapping[ModelKey, Sequence[Kept]]) -> None:
+        """On a fresh worker: go on where the one before it, and its peers, had finished their last unit."""
+        self.vault.open(shares)
+        for key, each in shares.items():
+            self._models[key] = model = self._fresh(key, each[0].spec, each[0].optimizer)
+            self.vault.fill(model, each)
+            self._residents.add(key)
+
+    def run_pass(self, batch: TrainingInputBatch, budget: int | None = None) -> RankOutput:
+        """`budget`: tokens per row, if not those of the spec."""
+        output = self._run_pass(batch, budget or self.spec.token_budget)
+        for key in dict.fromkeys(info.model for info in batch.requests if info.backward):
+            if key in self._models:
+                self.vault.keep(key, self._models[key], (Part.GRADIENT,))
+        return output
+
+    def _run_pass(self, batch: TrainingInputBatch, budget: int) -> RankOutput:
         self._require_onloaded()
         self._residents.use(info.model for info in batch.requests)
         self._residents.change(info.model for info in batch.requests if info.backward)
         return out_of_memory.run_pass(
             batch,
-            self.spec.token_budget,
+            budget,
             lambda tokens: self._runner.run(batch, tokens),
             self._gave_up,
             self._recover,
@@ -96,11 +114,20 @@ class Worker:
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         for item in steps:
             self._require_known(item.model)  # none steps if one is lost
-        return [optim_step(self._model(item.model), item, self._ranks) for item in steps]
+        return [self._optim_step(item) for item in steps]
+
+    def _optim_step(self, item: StepItem) -> StepOutput:
+        model = self._model(item.model)
+        before = model.step
+        output = optim_step(model, item, self._ranks)
+        self.vault.keep(item.model, model, model.parts if model.step > before else (Part.GRADIENT,))
+        return output
 
     def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         for key in models:
-            self._model(key).clear_gradients()
+            model = self._model(key)
+            model.clear_gradients()
+            self.vault.keep(key, model, (Part.GRADIENT,))
 
     def capture_adapters(self, keys: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
         return {key: self.capture_adapter(key) for key in keys}
@@ -119,12 +146,23 @@ class Worker:
 
     def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> Contents:
         """Keep host copies of this rank's share under `number` until they are persisted."""
+        return self._capture(key, number, optimizer, checkpoint.STATE)
+
+    def capture_export(self, key: ModelKey, number: int, shard_bytes: int) -> Contents:
+        """The weights alone, for use elsewhere: an adapter, or all in the trainer's dtype in shards."""
+        if isinstance(self._unchanged(key), LoraModel):
+            return self._capture(key, number, False, checkpoint.STATE)
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        return self._capture(key, number, False, Layout(dtype, shard_bytes))
+
+    def _capture(self, key: ModelKey, number: int, optimizer: bool, layout: Layout) -> Contents:
         self._captured[number] = captured = checkpoint.capture(
             self._unchanged(key),
             self.spec.directory,
             optimizer=optimizer,
             rank=self.rank,
             world=self.spec.ranks,
+            layout=layout,
         )
         return captured.contents
 
@@ -142,11 +180,14 @@ class Worker:
             return checkpoint.commit(contents, files, Path(scratch), Path(directory))
 
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
-        restore.load(self._model(key), Path(directory), optimizer=optimizer, ranks=self._ranks)
+        model = self._model(key)
+        restore.load(model, Path(directory), optimizer=optimizer, ranks=self._ranks)
+        self.vault.keep(key, model, model.parts)
 
     def release(self, key: ModelKey) -> None:
         """Idempotent, also while offloaded. A full-parameter copy's memory is free when this returns."""
         self._residents.drop(key)
+        self.vault.drop(key)
         if isinstance(self._models.pop(key, None), FullModel):
             memory.give_back()
 
@@ -202,6 +243,11 @@ class Worker:
         for key, model in self._full_models().items():
             self._residents.change([key])
             model.move(trainable_network(self.spec, self._ranks.mesh), self._ranks)
+
+    def _fresh(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> TrainableModel:
+        if spec.rank == 0:
+            return create_full(key, spec, self.spec, self._ranks, optimizer)
+        return LoraModel(spec, self._base.targets, self._ranks.device, optimizer)
 
     def _full_models(self) -> dict[ModelKey, FullModel]:
         return {key: model for key, model in self._models.items() if isinstance(model, FullModel)}

@@ -1,7 +1,4 @@
-"""age (https://age-encryption.org/v1): whom a file is encrypted to, and encrypting it.
-
-pyrage is loaded only where somebody asks for it.
-"""
+"""age (https://age-encryption.org/v1): whom a file is encrypted to, and encrypting it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +28,7 @@ def encrypt(file: Path, recipients: Sequence[str]) -> Path:
 
     Raises OSError.
     """
-    import pyrage
-
+    pyrage = _pyrage()
     encrypted = file.with_name(file.name + SUFFIX)
     readers = [_recipient(FIELD, text) for text in recipients]
     try:
@@ -46,13 +42,19 @@ def encrypt(file: Path, recipients: Sequence[str]) -> Path:
 
 
 def _recipient(field: str, text: str) -> Any:
-    import pyrage
-
+    pyrage = _pyrage()
     kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
     try:
         return kind.Recipient.from_str(text)
     except pyrage.RecipientError as error:
         raise UserError(f"{field} is {_shown(text)}, expected {_EXPECTED}: {error}") from None
+
+
+def _pyrage() -> Any:
+    """Loaded only where somebody asks for it."""
+    import pyrage  # type: ignore[import-untyped]
+
+    return pyrage
 
 
 def _shown(text: str) -> str:

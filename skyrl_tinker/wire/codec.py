@@ -18,6 +18,7 @@ from skyrl_tinker.wire.json_training import fill_from_json
 from skyrl_tinker.wire.losses import LOSSES
 from skyrl_tinker.wire.models.base import parse
 from skyrl_tinker.wire.models.training import TrainingEnvelope
+from skyrl_tinker.wire.parts import check_parts
 from skyrl_tinker.wire.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.wire.results import (
     PROTOBUF,
@@ -68,7 +69,8 @@ class RawForwardBackward:
 
 
 def decode_forward_backward(body: bytes) -> RawForwardBackward:
-    """Raises UserError when no future could be made: unparsable, or without model_id or seq_id."""
+    """Raises UserError when no future could be made: unparsable, too large, or without model_id or seq_id."""
+    check_parts(body, pb.ForwardBackwardRequest.DESCRIPTOR)
     try:
         message = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:

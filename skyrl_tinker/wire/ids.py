@@ -37,6 +37,7 @@ class RequestKind(StrEnum):
     SAVE_WEIGHTS = "save_weights"
     SAVE_WEIGHTS_FOR_SAMPLER = "save_weights_for_sampler"
     SAVE_WEIGHTS_EXTERNAL = "save_weights_external"
+    COPY_WEIGHTS = "copy_weights"
     UNLOAD_MODEL = "unload_model"
     SAMPLE = "sample"
     CANCEL_SAMPLE = "cancel_sample"

@@ -1,6 +1,7 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from skyrl_tinker.config import Settings
@@ -8,6 +9,7 @@ from skyrl_tinker.store.migrate import migrate
 
 from .world import World, running, settings_for
 
+hypothesis.settings.register_profile("long", max_examples=3000, deadline=None)
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:

@@ -40,6 +40,13 @@ def be_wrong(service: tinker.ServiceClient) -> None:
         _sample(sampler, max_tokens=99)
 
 
+def sample_sixty(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=BASE)
+    prompt, params = tinker.ModelInput.from_ints([1, 2]), tinker.SamplingParams(max_tokens=2)
+    pending = [sampler.sample(prompt, 1, params) for _ in range(60)]
+    assert [each.result().sequences[0].tokens for each in pending] == [[7, 8]] * 60
+
+
 def _sample(
     sampler: tinker.SamplingClient, max_tokens: int, num_samples: int = 1
 ) -> tinker.types.SampleResponse:
@@ -48,7 +55,7 @@ def _sample(
     return sampler.sample(prompt=prompt, num_samples=num_samples, sampling_params=params).result()
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (train_and_sample, be_wrong)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (train_and_sample, be_wrong, sample_sixty)}
 
 if __name__ == "__main__":
     with tinker.ServiceClient(base_url=sys.argv[1]) as client:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from .world import BASE, CONTEXT, World
+from skyrl_tinker.config import Settings
+
+from .world import BASE, CONTEXT, World, running
 
 
 @pytest.mark.parametrize("body", [b'{"sdk_version": "0.38.0"}', b"{}", b""])
@@ -14,9 +16,18 @@ async def test_client_config_answers_every_client_with_safe_flags(world: World, 
     assert not {"proto_write_fwdbwd", "grpc_target", "enable_grpc_retrieve_future"} & set(answer.json())
 
 
-async def test_dynamic_config_offers_no_cancelling(world: World) -> None:
+async def test_clones_join_and_waiting_together_is_a_setting(settings: Settings) -> None:
+    for together in (False, True):
+        changed = settings.model_copy(update={"sample_use_retrieve_futures": together})
+        async with running(changed) as world:
+            answer = await world.ok("client/config", {"sdk_version": "0.38.0"})
+            assert answer["sample_use_retrieve_futures"] is together
+            assert answer["sample_join_sampling_session"] is True
+
+
+async def test_dynamic_config_offers_cancelling(world: World) -> None:
     answer = await world.ok("client/dynamic_config", {"sdk_version": "0.38.0"})
-    assert answer["sample_cancel_enabled"] is False
+    assert answer["sample_cancel_enabled"] is True
     assert answer["refresh_interval_sec"] >= 10
 
 

@@ -7,7 +7,9 @@ import httpx
 import pytest
 import zstandard
 
-from skyrl_tinker.api.limits import BodyLimitMiddleware, BodyLimits, decompress, parse_json
+from skyrl_tinker.api.compression import decompress
+from skyrl_tinker.api.json_text import parse_json
+from skyrl_tinker.api.limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.errors import TooLargeError, UserError
 
 from .world import World
@@ -65,7 +67,7 @@ async def test_a_body_over_the_wire_cap_is_413_with_both_sizes(announced: bool) 
         for _ in range(20):
             yield bytes(100)
 
-    limited = BodyLimitMiddleware(app, BodyLimits(wire=1000, expanded=1000))
+    limited = BodyLimitMiddleware(app, BodyLimits(wire=1000, expanded=1000, held=1000))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
         answer = await http.post("/", content=bytes(2000) if announced else pieces())
     assert answer.status_code == 413

@@ -2,13 +2,11 @@
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -27,35 +25,11 @@ from skyrl_tinker.store.tables import Session
 from skyrl_tinker.wire.ids import RequestKind
 
 from .engine import Engine, working
+from .process import Api, launched
 from .world import BASE, FACTS, settings_for, write_facts
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "ray", "transformers", "vllm", "peft"}
-
-
-@dataclass(frozen=True)
-class Api:
-    url: str
-    process: subprocess.Popen[bytes]
-    settings: Settings
-
-    def wait_until_up(self) -> None:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                httpx.get(f"{self.url}/healthz").raise_for_status()
-                return
-            except httpx.TransportError:
-                assert self.process.poll() is None
-                time.sleep(0.05)
-        raise AssertionError("the API did not come up")
-
-    def stop(self) -> float:
-        """SIGTERM; seconds until it was gone."""
-        began = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(timeout=10) == 0
-        return time.monotonic() - began
 
 
 @pytest.fixture
@@ -72,19 +46,9 @@ def settings(tmp_path: Path, listener: socket.socket) -> Settings:
 
 
 @pytest.fixture
-def api(settings: Settings, listener: socket.socket, tmp_path: Path) -> Iterator[Api]:
-    """Without a ready engine and, until a test writes them, without facts."""
-    file = tmp_path / "settings.json"
-    file.write_text(settings.model_dump_json())
-    fd = listener.fileno()
-    command = [sys.executable, "-m", "skyrl_tinker.api.main", str(file), str(fd)]
-    process = subprocess.Popen(command, pass_fds=[fd])
-    listener.close()  # or connections would wait for ever once the API has ended
-    try:
-        yield Api(f"http://127.0.0.1:{settings.port}", process, settings)
-    finally:
-        process.kill()
-        process.wait()
+def api(settings: Settings, listener: socket.socket) -> Iterator[Api]:
+    with launched(settings, listener) as made:
+        yield made
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.external import Exporter
 from skyrl_tinker.engine.gap import GapMonitor
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.metrics import Metrics
@@ -118,8 +119,9 @@ class Engine:
         publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, metrics)
         gaps = GapMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
         keeper = Models(store, trainer, FACTS, saver, settings.max_lora_rank)
+        exporter = Exporter(store, trainer, outbox, FACTS, root)
         self.driver = TrainerDriver(
-            store, trainer, keeper, saver, publisher, outbox, settings.unit_tokens, gaps, metrics
+            store, trainer, keeper, saver, exporter, publisher, outbox, settings.unit_tokens, gaps, metrics
         )
         self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency)
         self.intake = Intake(store, bell, self.driver, self.sampler, 0)

@@ -136,8 +136,8 @@ class World:
             changes["version_id"] = await self.store.write(
                 lambda conn: sampling.new_version(conn, key, "lora", durable=True)
             )
-        fields = {"base_model": model.base_model, "spec": model.spec, "size_bytes": 10, **changes}
-        new = NewCheckpoint(model_key=key, kind=kind, name=name, directory="/nowhere", **fields)
+        fields = {"directory": "/nowhere", "base_model": model.base_model, "size_bytes": 10} | changes
+        new = NewCheckpoint(model_key=key, kind=kind, name=name, spec=model.spec, **fields)
         await self.store.write(lambda conn: checkpoints.add(conn, new, replace=True))
         return f"tinker://{model_id}/{kind}/{name}"
 

@@ -10,7 +10,12 @@ import numpy as np
 import openai
 import pytest
 
+from skyrl_tinker import config
+from skyrl_tinker.places import Places
+from skyrl_tinker.wire.models.openai import OWNER_HEADER
+
 from .client import Client, logprobs_of, random_tokens, train
+from .conftest import Server
 
 PROMPT = random_tokens(12, seed=21)
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which letter?"}]
@@ -79,6 +84,23 @@ def test_a_path_is_sampled_as_the_trainer_left_it(
     assert scored is not None
     assert scored[0] is None
     np.testing.assert_allclose(np.asarray(scored[1:], float), expected, atol=1e-3)
+
+
+def test_a_path_is_a_model_for_its_owner_alone(
+    client: Client, server: Server, trained: tuple[str, np.ndarray]
+) -> None:
+    """The engine's own socket stands in for an API that has keys: it says who asks, clients cannot."""
+    body = {"model": trained[0], "prompt": PROMPT, "max_tokens": 1}
+    another = {OWNER_HEADER: "7"}
+    url = "/oai/api/v1/completions"
+    socket = Places(config.load(home=server.home)).engine_socket
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://engine") as engine:
+        assert engine.post(url, json=body).status_code == 200
+        refused = engine.post(url, json=body, headers=another)
+        unknown = engine.post(url, json=body | {"model": trained[0] + "x"})
+    assert (refused.status_code, unknown.status_code) == (404, 404)
+    assert refused.text.replace(trained[0], trained[0] + "x") == unknown.text
+    assert httpx.post(f"{client.url}{url}", json=body, headers=another).status_code == 200
 
 
 def test_every_end_of_text_token_ends_a_sequence(oai: openai.OpenAI, client: Client) -> None:

@@ -25,6 +25,7 @@ async def new_session(store: Store) -> SessionId:
     return await store.write(
         lambda conn: sessions.create(
             conn,
+            owner=None,
             tags=[],
             user_metadata={},
             project_id=None,
@@ -34,8 +35,10 @@ async def new_session(store: Store) -> SessionId:
     )
 
 
-async def submit_create(store: Store, session: SessionId, number: int = 0) -> Accepted:
-    new = NewModel(session, number, "tiny", LoraSpec(8, 1), {"type": "adamw"}, {})
+async def submit_create(
+    store: Store, session: SessionId, number: int = 0, spec: LoraSpec | None = None
+) -> Accepted:
+    new = NewModel(session, number, "tiny", spec or LoraSpec(8, 1), {"type": "adamw"}, {})
     body = CreateModelBody().to_bytes()
     return await store.write(
         lambda conn: futures.submit_create(
@@ -78,8 +81,11 @@ async def submit_pass(store: Store, model: ModelId, seq_id: int, *, forward_only
     return await submit(store, model, seq_id, kind, body)
 
 
-async def submit_step(store: Store, model: ModelId, seq_id: int) -> Accepted:
-    return await submit(store, model, seq_id, RequestKind.OPTIM_STEP, OptimStepBody(AdamParams()).to_bytes())
+async def submit_step(
+    store: Store, model: ModelId, seq_id: int, params: AdamParams | None = None
+) -> Accepted:
+    body = OptimStepBody(params or AdamParams()).to_bytes()
+    return await submit(store, model, seq_id, RequestKind.OPTIM_STEP, body)
 
 
 async def outcome(store: Store, accepted: Accepted) -> Outcome:

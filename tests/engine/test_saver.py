@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -16,6 +17,7 @@ from skyrl_tinker.store import checkpoints, futures
 from skyrl_tinker.store.checkpoints import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.models import NewModel
+from skyrl_tinker.store.tables import Session
 from skyrl_tinker.wire.bodies import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.wire.values import Failure, LoraSpec
@@ -133,6 +135,29 @@ async def test_another_model_is_told_that_what_it_loads_is_still_being_written(w
     world.workers.disk.set()
     await world.done(saved)
     assert (await world.done(await _load(world, other, 2, model))).status is FutureStatus.DONE
+
+
+async def test_what_another_owner_saved_or_is_saving_is_as_unknown_as_none(world: World) -> None:
+    model, other = await world.model(), await world.model()
+    world.workers.disk.clear()
+    saved = await _save(world, model, 1)
+    await _told(world, "persist")
+    await _give_away(world, model)
+    told = []
+    for seq_id in (1, 2):
+        loaded = await _load(world, other, seq_id, model)
+        await world.done(loaded)
+        told.append((await journal.error_of(world.store, loaded)).message)
+        world.workers.disk.set()
+        await world.done(saved)
+    path = f"tinker://{model}/weights/a"
+    assert set(told) == {f"no checkpoint {path}: it was never saved, or it is deleted or expired"}
+
+
+async def _give_away(world: World, model: ModelId) -> None:
+    session, _, _ = model.partition(":")
+    given = update(Session).where(Session.session_id == session).values(owner_id=7)
+    await world.store.write(lambda conn: conn.execute(given))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

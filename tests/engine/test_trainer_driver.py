@@ -162,6 +162,38 @@ async def test_broken_workers_answer_the_unit_and_end_the_engine(world: World) -
     assert ended.value.subgroup(TrainerError)
 
 
+async def test_a_step_that_died_with_its_worker_fails_alone_and_its_window_can_be_stepped_again(
+    world: World,
+) -> None:
+    model = await world.model()
+    await world.done(await journal.submit_pass(world.store, model, 1))
+    world.workers.step_failure = Failure("rank 0 died in optim_step; it changed nothing", "server")
+    failed = await journal.submit_step(world.store, model, 2)
+    await world.done(failed)
+    assert await journal.error_of(world.store, failed) == world.workers.step_failure
+    world.workers.step_failure = None
+    again = await journal.submit_step(world.store, model, 3)
+    assert (await world.done(again)).status is FutureStatus.DONE
+    assert world.workers.names() == ["create", "pass", "step", "step"]
+
+
+async def test_a_model_that_died_with_its_worker_says_so_and_the_others_train_on(world: World) -> None:
+    model, neighbour = await world.model(), await world.model()
+    world.workers.lost = {await journal.key_of(world.store, model)}
+    parked = await journal.submit_pass(world.store, model, 5)
+    fine = await journal.submit_pass(world.store, neighbour, 1)
+    assert (await world.done(fine)).status is FutureStatus.DONE
+    await world.done(parked)
+    late = await journal.submit_step(world.store, model, 1)
+    await world.done(late)
+    reason = f"a trainer process died and the training state of model {model} is lost; it had no checkpoint"
+    for accepted in (parked, late):
+        failure = await journal.error_of(world.store, accepted)
+        assert (failure.category, failure.message.startswith(reason)) == ("server", True), failure
+    lost = await journal.model_of(world.store, model)
+    assert lost.state is ModelState.LOST
+
+
 async def test_a_released_model_runs_what_it_can_and_fails_the_rest(world: World) -> None:
     model = await world.model()
     key = await journal.key_of(world.store, model)

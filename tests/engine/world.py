@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 
 from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.external import Exporter
 from skyrl_tinker.engine.gap import GapMonitor
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.metrics import Metrics
@@ -15,11 +17,13 @@ from skyrl_tinker.engine.models import Models
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
+from skyrl_tinker.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import Accepted, Outcome
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.wire.ids import FutureStatus, ModelId, ModelKey
+from skyrl_tinker.wire.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from skyrl_tinker.wire.values import (
     BaseModelFacts,
     Failure,
@@ -43,7 +47,10 @@ class Workers:
         self.told: list[tuple[str, Any]] = []
         self.failing: dict[str, Exception] = {}
         self.bad_models: set[ModelKey] = set()
+        self.step_failure: Failure | None = None
         self.busy_s = 0.0
+        self.lost: set[ModelKey] = set()
+        self.spec = SimpleNamespace(dtype="float32")
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.disk = asyncio.Event()  # what is persisted waits for it
@@ -76,21 +83,33 @@ class Workers:
             return Failure("loss is not finite", "user")
         return PassOutput(item.request_id, (np.zeros(3, np.float32),), {"loss:sum": 1.0})
 
-    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
+    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput | Failure]:
         await self._tell("step", [step.model for step in steps])
+        if self.step_failure is not None:
+            return [self.step_failure] * len(steps)
         return [StepOutput(step.request_id, {"grad_norm": 1.0, "bad": float("nan")}) for step in steps]
+
+    def take_lost(self) -> set[ModelKey]:
+        lost, self.lost = self.lost, set()
+        return lost
 
     async def capture_state(self, model: ModelKey, *, optimizer: bool) -> ModelKey:
         await self._tell("capture", model)
         return model
 
-    async def persist_state(self, captured: ModelKey, directory: str) -> int:
+    async def persist_state(self, captured: ModelKey | str, directory: str) -> int:
         self.told.append(("persist", captured))
         await self.disk.wait()
         if "persist" in self.failing:
             raise self.failing["persist"]
         Path(directory).mkdir(parents=True)  # noqa: ASYNC240
+        if isinstance(captured, str):
+            _write_adapter(Path(directory))
         return 1
+
+    async def capture_export(self, model: ModelKey, shard_bytes: int) -> str:
+        await self._tell("export", model)
+        return f"export of {model}"
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         await self._tell("load", (model, Path(directory).name))
@@ -99,19 +118,38 @@ class Workers:
         return [what for what, _ in self.told]
 
 
+def _write_adapter(directory: Path) -> None:
+    """What the workers write of an export."""
+    (directory / ADAPTER_FILE).write_bytes(b"weights")
+    (directory / ADAPTER_CONFIG_FILE).write_text('{"base_model_name_or_path": "/nowhere"}')
+    files = {name: entry_of(directory / name) for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE)}
+    write_manifest(directory, Manifest("/nowhere", LoraSpec(8, 1), 0, None, files))
+
+
 class World:
-    def __init__(self, store: Store, bell: Doorbell, root: Path) -> None:
+    def __init__(
+        self,
+        store: Store,
+        bell: Doorbell,
+        root: Path,
+        trainer: TrainerGroup | None = None,
+        unit_tokens: int = 16384,
+    ) -> None:
+        """`trainer`: a real one in place of the scripted workers."""
         self.store = store
         self.root = root
         self.workers = Workers()
-        trainer = cast(TrainerGroup, self.workers)
+        trainer = trainer or cast(TrainerGroup, self.workers)
         outbox = Outbox(store, bell)
         saver = Saver(store, trainer, outbox, root)
         keeper = Models(store, trainer, FACTS, saver, 64)
         nobody: Any = cast(Any, None)
         metrics = Metrics()
         gaps = GapMonitor(store, trainer, nobody, FACTS, metrics, tokens=0, bound=1e-3)
-        self.driver = TrainerDriver(store, trainer, keeper, saver, nobody, outbox, 16384, gaps, metrics)
+        exporter = Exporter(store, trainer, outbox, FACTS, root)
+        self.driver = TrainerDriver(
+            store, trainer, keeper, saver, exporter, nobody, outbox, unit_tokens, gaps, metrics
+        )
         sampler = SamplerDriver(store, cast(Any, None), outbox, 8)
         self.bell = bell
         self.intake = Intake(store, bell, self.driver, sampler, 0)

@@ -7,13 +7,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyrl_tinker.config import Settings
+from skyrl_tinker.places import Places
+
 
 def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    before = server_directories()
     with subprocess.Popen(
         [sys.executable, "-m", "skyrl_tinker.cli", "demo", "--out", str(tmp_path)],
         stdout=subprocess.DEVNULL,
@@ -21,16 +23,15 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
         start_new_session=True,
     ) as demo:
         started = started_processes(demo.pid)
+        places = Places(Settings(home=next((tmp_path / "tmp").glob("skyrl-tinker-demo-*"))))
+        assert places.bell_dir.exists()
+        assert places.ephemeral_dir.exists()
         demo.send_signal(signal.SIGINT)
         assert demo.wait(20) != 0
     assert not [each for each in started if each.is_running()]
     assert not list((tmp_path / "tmp").iterdir())
-    assert server_directories() <= before
-
-
-def server_directories() -> set[Path]:
-    """What servers keep outside their homes: sockets and ephemeral weights."""
-    return {path for root in ("/tmp", "/dev/shm") for path in Path(root).glob("skyrl-tinker-*/*")}
+    assert not places.bell_dir.exists()
+    assert not places.ephemeral_dir.exists()
 
 
 def started_processes(pid: int) -> list[psutil.Process]:

@@ -12,6 +12,7 @@ async def new_session(store: Store) -> SessionId:
     return await store.write(
         lambda conn: sessions.create(
             conn,
+            owner=None,
             tags=["a"],
             user_metadata={"k": [1, None]},
             project_id=None,

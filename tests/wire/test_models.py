@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 import tinker.types as sdk
+from tinker.types._pydantic_types.save_weights_external_response import SaveWeightsExternalResponseInternal
 from tinker.types.try_again_response import TryAgainResponse
 
 from skyrl_tinker.errors import UserError
@@ -85,7 +86,7 @@ RESPONSES = [
     (models.CreateCustomLossResult(loss_id="l"), sdk.CreateCustomLossResponse),
     (models.OptimStepResult(metrics={"grad_norm": 1.0}), sdk.OptimStepResponse),
     (models.SaveWeightsResult(path="p"), sdk.SaveWeightsResponse),
-    (models.SaveExternalResult(path="p", size_bytes=3), sdk.SaveWeightsExternalResponse),
+    (models.SaveExternalResult(path="p", size_bytes=3), SaveWeightsExternalResponseInternal),
     (models.CreateSamplingSessionResponse(sampling_session_id="s"), sdk.CreateSamplingSessionResponse),
     (models.GetSamplerResponse(sampler_id="s", base_model="m"), sdk.GetSamplerResponse),
     (models.WeightsInfoResponse(base_model="m", is_lora=True, lora_rank=4), sdk.WeightsInfoResponse),

@@ -7,13 +7,20 @@ import pytest
 import tinker
 
 from skyrl_tinker.errors import NotSupportedError, UserError
-from skyrl_tinker.wire.bodies import CreateViaLoadBody, LoadWeightsBody, SaveSamplerBody, SaveWeightsBody
+from skyrl_tinker.wire.bodies import (
+    CreateViaLoadBody,
+    LoadWeightsBody,
+    SaveExternalBody,
+    SaveSamplerBody,
+    SaveWeightsBody,
+)
 from skyrl_tinker.wire.models import (
     CreateModelRequest,
     CreateViaLoadRequest,
     LoadWeightsRequest,
     LoraConfig,
     OptimStepRequest,
+    SaveExternalRequest,
     SaveSamplerRequest,
     SaveWeightsRequest,
     parse,
@@ -26,6 +33,7 @@ from skyrl_tinker.wire.validate import (
     validate_lora_config,
     validate_optim_step,
     validate_optimizer_config,
+    validate_save_external,
     validate_save_sampler,
     validate_save_weights,
     validate_step_params,
@@ -300,3 +308,40 @@ def test_create_model_of_old_sdks_may_leave_out_nearly_everything() -> None:
     request = parse(CreateModelRequest, body)
     assert request.user_metadata == {}
     assert request.lora_config == LoraConfig(rank=4)
+
+
+AGE = "age1ceyx79esr8fuvpu2zf80q6t59f8hc7l5v6keafx23pdfsdq6mpkqpsjwln"
+SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIBNosUbSZqTM05lza5BM7DM3hU49KByGLzKoyGCF35Jv somebody"
+
+
+def test_an_export_is_for_everybody_or_for_those_whose_keys_it_names() -> None:
+    plain = SaveExternalRequest(**OF_MODEL, path="a", ttl_seconds=3600)
+    assert validate_save_external(plain) == SaveExternalBody("a", 3600)
+    closed = SaveExternalRequest(**OF_MODEL, path="a", age_encryption_recipients=[AGE, SSH])
+    assert validate_save_external(closed) == SaveExternalBody("a", None, [AGE, SSH])
+
+
+@pytest.mark.parametrize(
+    ("recipients", "message"),
+    [
+        ([], "age_encryption_recipients has 0 entries, expected 1 to 100"),
+        ([AGE] * 101, "has 101 entries"),
+        ([AGE, AGE[:-1]], r"age_encryption_recipients\[1\] is 'age1ceyx.*expected an age public key"),
+        ([SSH, "ssh-ed25519 AAAA"], r"recipients\[1\] is 'ssh-ed25519 AAAA', expected"),
+        ([""], r"recipients\[0\] is ''"),
+        (["ä" * 200], r"recipients\[0\] is 'ä{77}\.\.\.'"),
+    ],
+)
+def test_a_malformed_recipient_is_named_with_its_position(recipients: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate_save_external(
+            SaveExternalRequest(**OF_MODEL, path="a", age_encryption_recipients=recipients)
+        )
+
+
+def test_a_secret_key_given_as_recipient_is_not_repeated() -> None:
+    secret = "AGE-SECRET-KEY-1QQPQGZQFPUQ"
+    wrong = SaveExternalRequest(**OF_MODEL, path="a", age_encryption_recipients=[secret])
+    with pytest.raises(UserError, match=r"recipients\[0\] is a secret key, expected") as refused:
+        validate_save_external(wrong)
+    assert secret not in str(refused.value)

@@ -11,7 +11,10 @@ router = APIRouter(tags=["client"])
 @router.post("/client/config", summary="Flags that the SDK reads once, at construction")
 async def client_config(deps: Deps) -> ClientConfigResponse:
     """The request names the SDK's version; every version gets the same answer."""
-    return ClientConfigResponse(custom_loss_server_side=deps.settings.custom_loss_server_side)
+    return ClientConfigResponse(
+        custom_loss_server_side=deps.settings.custom_loss_server_side,
+        sample_use_retrieve_futures=deps.settings.sample_use_retrieve_futures,
+    )
 
 
 @router.post("/client/dynamic_config", summary="Flags that the SDK reads again every few minutes")

@@ -1,24 +1,39 @@
-"""The long poll that fetches results."""
+"""The long polls, for one result and for all samples of a client; and how a sample is given up."""
+
+import time
+from functools import partial
 
 import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tinker.api.bodies import off_loop, read_model
-from skyrl_tinker.api.deps import Deps, Services, owner_of
+from skyrl_tinker.api.deps import Deps, Owner, Services, owner_of
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.readiness import engine_state
+from skyrl_tinker.api.reasons import Reason, reason
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
+from skyrl_tinker.store import completions, waiting
+from skyrl_tinker.store.completions import Completion
 from skyrl_tinker.store.futures import Outcome
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.codec import PROTOBUF
-from skyrl_tinker.wire.ids import FutureStatus, RequestId, RequestKind
-from skyrl_tinker.wire.models import FailedResponse, RetrieveFutureRequest, TryAgainResponse
+from skyrl_tinker.wire.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId
+from skyrl_tinker.wire.models import (
+    CancelFutureRequest,
+    CompletedFuture,
+    FailedResponse,
+    RetrieveFutureRequest,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
+    TryAgainResponse,
+)
 
-router = APIRouter(tags=["futures"], route_class=HotRoute)
+router = APIRouter(tags=["futures"])
+hot = APIRouter(tags=["futures"], route_class=HotRoute)
 
 
-@router.post(
+@hot.post(
     "/retrieve_future",
     summary="Wait for a result: bytes as stored, a failure as 200 with `error`, 408 while it is not there",
     response_model=None,
@@ -42,13 +57,23 @@ def _unknown(request_id: str, request_type: str | None) -> UserError:
 
 
 async def _try_again(deps: Services, outcome: Outcome) -> JSONResponse:
-    engine = await engine_state(deps.store)
+    why = await _reason(deps, outcome.request_id)
     answer = TryAgainResponse(
-        request_id=outcome.request_id,
-        queue_state="active" if engine.ready else "paused_capacity",
-        queue_state_reason=None if engine.ready else f"the engine is {engine.state}: {engine.detail}",
+        request_id=outcome.request_id, queue_state=why.state, queue_state_reason=why.text
     )
     return JSONResponse(answer.model_dump(exclude_none=True), 408)
+
+
+async def _reason(deps: Services, request_id: RequestId) -> Reason:
+    engine = await engine_state(deps.store)
+    if not engine.ready:
+        return Reason("paused_capacity", f"the engine is {engine.state}: {engine.detail}")
+    queues = await deps.queues.seen()
+    async with deps.store.read() as conn:
+        place = await waiting.place(conn, request_id)
+    if place is None or queues is None:
+        return Reason("active", None)
+    return reason(place, queues)
 
 
 async def _result(outcome: Outcome, takes_protobuf: bool) -> Response:
@@ -65,3 +90,52 @@ def _as_json(kind: RequestKind, body: bytes) -> bytes:
     """For SDKs up to 0.24 and curl, which ask for no protobuf."""
     convert = codec.sample_response_json if kind is RequestKind.SAMPLE else codec.forward_backward_output_json
     return orjson.dumps(convert(body))
+
+
+@router.post(
+    "/retrieve_futures", summary="Wait for any sample of a sampling client; its result is fetched after"
+)
+async def retrieve_futures(request: Request, deps: Deps, owner: Owner) -> RetrieveFuturesResponse:
+    """Those that finished after `prev_cursor`, in that order; none when the time is over."""
+    wanted = await read_model(request, RetrieveFuturesRequest)
+    session_id = SamplingSessionId(wanted.target.sampling_session_id)
+    async with deps.store.read() as conn:
+        await completions.require_sampler(conn, owner, session_id)
+    longest = deps.settings.long_poll_s
+    hold = longest if wanted.timeout is None else min(wanted.timeout, longest)
+    found = await _finished(deps, session_id, wanted.target.cloned_sampler_id, wanted.prev_cursor, hold)
+    # Nothing of this client's lies between: a cursor that moves on has the SDK acknowledge it at once.
+    cursor = found[-1].cursor if found else wanted.prev_cursor
+    return RetrieveFuturesResponse(completions=[_completed(each) for each in found], cursor=cursor)
+
+
+async def _finished(
+    deps: Services, session_id: SamplingSessionId, clone: int, after: int, hold_s: float
+) -> list[Completion]:
+    until = time.monotonic() + hold_s
+    while True:
+        news = deps.waiter.news
+        look = partial(completions.finished_since, sampling_session_id=session_id, clone=clone, after=after)
+        found, after = await deps.store.fetch(look)
+        if found or not await deps.waiter.announced(news, max(0.0, until - time.monotonic())):
+            return found
+
+
+def _completed(one: Completion) -> CompletedFuture:
+    if one.status is FutureStatus.FAILED:
+        return CompletedFuture(state="failed", request_id=one.request_id)
+    return CompletedFuture(
+        state="finished", request_id=one.request_id, response_payload_uncompressed_size=one.size
+    )
+
+
+@router.post("/cancel_future", summary="Stop a sample: it fails as cancelled, unless it is done already")
+async def cancel_future(request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
+    """400 for what is no sample: requests that came later build on those of a model."""
+    wanted = await read_model(request, CancelFutureRequest)
+    request_id = RequestId(wanted.request_id)
+    await deps.store.write(lambda conn: waiting.cancel_sample(conn, owner, request_id), deps.wake_engine)
+    return {}
+
+
+router.include_router(hot)

@@ -11,7 +11,7 @@ from skyrl_tinker.api.bodies import read_json, read_model
 from skyrl_tinker.api.deps import Deps, Owner, Services
 from skyrl_tinker.api.submit import announce, from_json, submit_training
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.store import models
+from skyrl_tinker.store import models, waiting
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.wire.ids import ModelId, OwnerId, RequestKind
@@ -23,6 +23,7 @@ from skyrl_tinker.wire.models import (
     GetInfoResponse,
     LoadWeightsRequest,
     ModelData,
+    UnloadModelRequest,
     WeightsInfoRequest,
     WeightsInfoResponse,
     parse,
@@ -65,6 +66,17 @@ async def _create_via_load(
 
     made, accepted = await deps.store.write(create, deps.wake_engine)
     return announce(deps, owner, accepted, pending=made.failure is None)
+
+
+@router.post("/unload_model", summary="Release a model, behind all requests of it that came before")
+async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
+    """Its checkpoints and sampling clients stay. Requests that come later fail."""
+    wanted = await read_model(request, UnloadModelRequest)
+    model_id = ModelId(wanted.model_id)
+    accepted = await deps.store.write(
+        lambda conn: waiting.submit_unload(conn, owner, model_id), deps.wake_engine
+    )
+    return announce(deps, owner, accepted, pending=True)
 
 
 @router.post("/get_info", summary="What a model is made of; works from its creation on")

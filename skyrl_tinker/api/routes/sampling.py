@@ -22,6 +22,8 @@ from skyrl_tinker.wire.models import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
     parse,
 )
 from skyrl_tinker.wire.sample_codec import sample_body
@@ -88,12 +90,23 @@ async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerRe
     )
 
 
+@router.post("/join_sampling_session", summary="A number for one more client of a sampling session")
+async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> JoinSamplingSessionResponse:
+    """Its seq_ids begin at that number times 10^9, so that they are nobody else's."""
+    wanted = await read_model(request, JoinSamplingSessionRequest)
+    session_id = SamplingSessionId(wanted.sampling_session_id)
+    counter = await deps.store.write(lambda conn: sampling.join(conn, owner, session_id))
+    return JoinSamplingSessionResponse(client_counter=counter)
+
+
 @hot.post("/asample", summary="Samples for one prompt; 400 names what is wrong with it")
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
+    deps.backpressure.admit(request)
     body = await request.body()
     wanted = await off_loop(len(body), lambda: _read_sample(body, deps.limits))
     owner = owner_of(request)
     accepted = await deps.store.write(lambda conn: wanted.submit(conn, owner), deps.wake_engine)
+    deps.backpressure.accepted()
     return announce(deps, owner, accepted, pending=True)
 
 

@@ -20,8 +20,9 @@ router = APIRouter(tags=["training"], route_class=HotRoute)
 async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     body = await request.body()
     protobuf = "protobuf" in request.headers.get("content-type", "").lower()
-    wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits))
-    return await submit_training(deps, owner_of(request), wanted)
+    async with deps.gate.through(len(body)):
+        wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits))
+        return await submit_training(deps, owner_of(request), wanted)
 
 
 @router.post("/optim_step", summary="One optimizer step over the gradients accumulated so far")

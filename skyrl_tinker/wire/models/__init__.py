@@ -1,11 +1,17 @@
 """The JSON messages of the protocol, declared once: requests tolerant of old SDKs, responses exact."""
 
 from skyrl_tinker.wire.models.base import Message, parse, utc
+from skyrl_tinker.wire.models.downloads import ExternalWeightsUrlsResponse, TraceExportResponse
 from skyrl_tinker.wire.models.futures import (
     AcceptedFuture,
+    CancelFutureRequest,
+    CompletedFuture,
     FailedResponse,
+    FuturesTarget,
     QueueState,
     RetrieveFutureRequest,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
     TryAgainResponse,
 )
 from skyrl_tinker.wire.models.losses import (
@@ -21,6 +27,8 @@ from skyrl_tinker.wire.models.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
     ModelInput,
     WireSamplingParams,
 )
@@ -58,15 +66,19 @@ from skyrl_tinker.wire.models.training import (
     SaveWeightsRequest,
     SaveWeightsResult,
     TrainingEnvelope,
+    UnloadModelRequest,
+    UnloadModelResult,
 )
 
 __all__ = [
     "AcceptedFuture",
     "AsampleRequest",
+    "CancelFutureRequest",
     "Checkpoint",
     "Chunk",
     "ClientConfigRequest",
     "ClientConfigResponse",
+    "CompletedFuture",
     "CreateCustomLossRequest",
     "CreateCustomLossResult",
     "CreateModelRequest",
@@ -79,15 +91,19 @@ __all__ = [
     "CustomLossInput",
     "CustomLossNode",
     "DynamicConfigResponse",
+    "ExternalWeightsUrlsResponse",
     "FailedResponse",
     "FinishReason",
     "FinishSessionRequest",
+    "FuturesTarget",
     "GetInfoRequest",
     "GetInfoResponse",
     "GetSamplerResponse",
     "HealthResponse",
     "HeartbeatRequest",
     "HeartbeatResponse",
+    "JoinSamplingSessionRequest",
+    "JoinSamplingSessionResponse",
     "LoadWeightsRequest",
     "LoadWeightsResult",
     "LoraConfig",
@@ -98,6 +114,8 @@ __all__ = [
     "OptimStepResult",
     "QueueState",
     "RetrieveFutureRequest",
+    "RetrieveFuturesRequest",
+    "RetrieveFuturesResponse",
     "SaveExternalRequest",
     "SaveExternalResult",
     "SaveSamplerRequest",
@@ -107,9 +125,12 @@ __all__ = [
     "ServerCapabilitiesResponse",
     "SupportedModel",
     "TelemetryResponse",
+    "TraceExportResponse",
     "TrainingEnvelope",
     "TrainingRun",
     "TryAgainResponse",
+    "UnloadModelRequest",
+    "UnloadModelResult",
     "WeightsInfoRequest",
     "WeightsInfoResponse",
     "WireSamplingParams",

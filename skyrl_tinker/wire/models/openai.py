@@ -16,6 +16,8 @@ MAX_TEXTS = 1024
 """Most answers of one request: prompts x n."""
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
+OWNER_HEADER = "X-Skyrl-Tinker-Owner"
+"""From the API to the engine: whose checkpoints the request may name. Nothing that a client sends gets there."""
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is what is left of the context
 
 StrictInt = Annotated[int, Strict()]

@@ -96,3 +96,13 @@ class AsampleRequest(Message):
     prompt_alt_tokens_k: Annotated[StrictInt, NoneAsZero] = 0
     prompt_logprobs_last_n: StrictInt | None = None
     record_stability_info: Annotated[bool, NoneAsFalse] = False
+
+
+class JoinSamplingSessionRequest(Message):
+    sampling_session_id: str
+
+
+class JoinSamplingSessionResponse(Message):
+    """Nobody else of this sampling session has this number; the original client is 0."""
+
+    client_counter: int

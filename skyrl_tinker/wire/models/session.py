@@ -16,21 +16,26 @@ class ClientConfigRequest(Message):
 
 
 class ClientConfigResponse(Message):
-    """Flags for the SDK; what is not named here keeps the SDK's own default."""
+    """Flags for the SDK; what is not named here keeps the SDK's own default.
+
+    `create_model_via_load_weights`: SDKs 0.24 to 0.36 then resume with one request, as newer ones do. Their
+    other way (weights_info, create_model, load) loses the optimizer's kind and cannot name full parameters.
+    """
 
     pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
     proto_compress_fwdbwd: bool = False
     fwdbwd_max_chunk_len: int = 1024
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    create_model_via_load_weights: bool = True
     custom_loss_server_side: bool
     sample_use_retrieve_futures: bool = False
-    sample_join_sampling_session: bool = False
+    sample_join_sampling_session: bool = True
 
 
 class DynamicConfigResponse(Message):
     refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = False
+    sample_cancel_enabled: bool = True
 
 
 class CreateSessionRequest(Message):

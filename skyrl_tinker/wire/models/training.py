@@ -138,3 +138,12 @@ class GetInfoResponse(Message):
     model_name: str
     optimizer_config: dict[str, Any] = Field(default_factory=lambda: {"type": "adamw"})
     type: Literal["get_info"] = "get_info"
+
+
+class UnloadModelRequest(Message):
+    model_id: str
+
+
+class UnloadModelResult(Message):
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"

@@ -8,6 +8,7 @@ from skyrl_tinker.wire.validate.limits import Limits, validate_base_model
 from skyrl_tinker.wire.validate.models import validate_lora_config, validate_optimizer_config
 from skyrl_tinker.wire.validate.sampling import validate_sample
 from skyrl_tinker.wire.validate.steps import (
+    refuse_access_token,
     validate_create_via_load,
     validate_load_weights,
     validate_optim_step,
@@ -21,6 +22,7 @@ from skyrl_tinker.wire.validate.training import validate_forward_backward
 
 __all__ = [
     "Limits",
+    "refuse_access_token",
     "validate_base_model",
     "validate_checkpoint_name",
     "validate_create_via_load",

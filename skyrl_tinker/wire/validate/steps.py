@@ -155,13 +155,13 @@ def _save_kind(request: SaveSamplerRequest) -> Literal["snapshot", "inflight"]:
 
 
 def validate_load_weights(request: LoadWeightsRequest) -> LoadWeightsBody:
-    _refuse_token(request.weights_access_token)
+    refuse_access_token(request.weights_access_token)
     return LoadWeightsBody(path=str(paths.parse(request.path)), optimizer=request.optimizer)
 
 
 def validate_create_via_load(request: CreateViaLoadRequest, limits: Limits) -> CreateViaLoadBody:
     """`optimizer_config` chooses the optimizer of a load without optimizer state."""
-    _refuse_token(request.weights_access_token)
+    refuse_access_token(request.weights_access_token)
     if request.base_model is not None:
         validate_base_model(request.base_model, limits)
     if request.optimizer and request.optimizer_config is not None:
@@ -176,8 +176,10 @@ def validate_create_via_load(request: CreateViaLoadRequest, limits: Limits) -> C
     )
 
 
-def _refuse_token(token: str | None) -> None:
+def refuse_access_token(token: str | None) -> None:
+    """Nothing in the protocol issues one; who has one from elsewhere shall hear more than "not found"."""
     if token is not None:
         raise NotSupportedError(
-            "weights_access_token is set: loading other accounts' checkpoints is not built yet"
+            "weights_access_token is set, expected none: this server issues no such tokens; "
+            "the checkpoint's owner can publish it (`tinker checkpoint publish`)"
         )

@@ -1,0 +1,43 @@
+"""What was done to your sessions and checkpoints."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, time
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.store import audit
+from skyrl_tinker.store.audit import Event
+from skyrl_tinker.wire.models import utc
+from skyrl_tinker.wire.models.usage import AuditEntry, AuditQuery, AuditResponse
+
+_DAY_S = 86400
+_RESOURCES: Mapping[str, str] = {
+    "checkpoints": "checkpoint",
+    "projects": "project",
+    "teams": "team",
+    "organizations": "organization",
+}
+
+router = APIRouter(tags=["audit"])
+
+
+@router.get("/audit", summary="What happened on a day (UTC), oldest first")
+async def audit_log(query: Annotated[AuditQuery, Query()], deps: Deps, owner: Owner) -> AuditResponse:
+    """Sessions are in `all` only. There are no teams and organizations here, so nothing happens to them."""
+    start = datetime.combine(query.day or datetime.now(UTC).date(), time(), UTC).timestamp()
+    resource = _RESOURCES.get(query.event_type)
+    async with deps.store.read() as conn:
+        events = await audit.between(conn, owner, start, start + _DAY_S, resource)
+    return AuditResponse(entries=[_entry(event) for event in events])
+
+
+def _entry(event: Event) -> AuditEntry:
+    return AuditEntry(
+        timestamp=utc(event.at),
+        event=event.event,
+        event_details={"session_id": event.session_id, **event.details},
+        model_id=event.details.get("model_id"),
+        tinker_path=event.details.get("tinker_path"),
+    )

@@ -1,0 +1,70 @@
+"""What was used. Nothing has a price here: costs are null."""
+
+import time
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from skyrl_tinker.api.billing import GIGABYTE, bill
+from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.tokens import user_urn
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.store import keys, storage
+from skyrl_tinker.store.storage import Kept
+from skyrl_tinker.store.usage import HOUR_S
+from skyrl_tinker.wire.models.usage import (
+    StorageItem,
+    StorageQuery,
+    StorageResponse,
+    UsageQuery,
+    UsageResponse,
+)
+
+_MOST_HOURS = 14 * 24
+
+router = APIRouter(tags=["billing"], prefix="/billing/usage")
+
+
+@router.get("/events", summary="Tokens, checkpoints and storage by the hour, for at most 14 days")
+async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, owner: Owner) -> UsageResponse:
+    """Up to the last answer. The OpenAI-compatible routes know no sessions, so what they use is not in it."""
+    now = time.time()
+    first, end = _hour("starting_on", query.starting_on), _hour("ending_before", query.ending_before)
+    if first * HOUR_S > now:
+        raise UserError(f"starting_on: found {query.starting_on.isoformat()}, expected a time that has come")
+    if not 0 < end - first <= _MOST_HOURS:
+        raise UserError(
+            f"ending_before: found {query.ending_before.isoformat()}, expected a time up to 14 days "
+            f"after starting_on ({query.starting_on.isoformat()})"
+        )
+    return await deps.store.fetch(lambda conn: bill(conn, owner, first, end, now))
+
+
+def _hour(name: str, time: datetime) -> int:
+    """Since the epoch. UserError for anything between two hours."""
+    hour, rest = divmod(time.timestamp(), HOUR_S)
+    if rest:
+        raise UserError(f"{name}: found {time.isoformat()}, expected a full hour in UTC")
+    return int(hour)
+
+
+@router.get("/checkpoints/current", summary="How many checkpoints there are, and what they take")
+async def current_storage(
+    query: Annotated[StorageQuery, Query()], deps: Deps, owner: Owner
+) -> StorageResponse:
+    async with deps.store.read() as conn:
+        name = await keys.name_of(conn, owner)
+        found = await storage.current(conn, owner, query.project_id)
+    return StorageResponse(data=[_item(each, name) for each in found])
+
+
+def _item(kept: Kept, name: str) -> StorageItem:
+    return StorageItem(
+        project_id=kept.project_id,
+        org_user_urn=user_urn(name),
+        user_name=name,
+        checkpoint_count=kept.count,
+        size_bytes=kept.size_bytes,
+        size_gigabytes=kept.size_bytes / GIGABYTE,
+    )

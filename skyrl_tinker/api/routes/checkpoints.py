@@ -1,0 +1,127 @@
+"""Checkpoints: listed, published, copied, deleted."""
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.api import copies
+from skyrl_tinker.api.bodies import read_json, read_model
+from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.runs import checkpoint
+from skyrl_tinker.store import checkpoint_list, checkpoints
+from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.wire import paths
+from skyrl_tinker.wire.ids import CheckpointKind, ModelId, OwnerId
+from skyrl_tinker.wire.models.runs import (
+    CheckpointsResponse,
+    CopyWeightsResponse,
+    Cursor,
+    Paging,
+    SetTtlRequest,
+)
+from skyrl_tinker.wire.validate import validate_ttl
+
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})", re.ASCII)
+_KNOWS_EXTERNAL = (0, 28)
+"""The first SDK that does."""
+
+router = APIRouter(tags=["checkpoints"])
+_OF_RUN = "/training_runs/{run}/checkpoints"
+
+
+@router.get("/checkpoints", summary="Your checkpoints, newest first")
+async def list_checkpoints(
+    query: Annotated[Paging, Query()], request: Request, deps: Deps, owner: Owner
+) -> CheckpointsResponse:
+    async with deps.store.read() as conn:
+        page = await checkpoint_list.page(conn, owner, _kinds(request), query.limit, query.offset)
+    return CheckpointsResponse(
+        checkpoints=[checkpoint(row) for row in page.checkpoints],
+        cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
+    )
+
+
+@router.get(_OF_RUN, summary="The checkpoints of a training run, oldest first")
+@router.get("/models/{run}/checkpoints", summary="The same, as SDK 0.3 calls it")
+async def list_checkpoints_of_run(
+    run: str, request: Request, deps: Deps, owner: Owner
+) -> CheckpointsResponse:
+    """Of somebody else's run those that are published."""
+    async with deps.store.read() as conn:
+        rows = await checkpoint_list.of_run(conn, owner, ModelId(run), _kinds(request))
+    return CheckpointsResponse(checkpoints=[checkpoint(row) for row in rows])
+
+
+def _kinds(request: Request) -> list[CheckpointKind]:
+    """Older SDKs crash when they read of a kind that they do not know."""
+    version = _VERSION.match(request.headers.get("x-stainless-package-version", ""))
+    if version is not None and (int(version[1]), int(version[2])) < _KNOWS_EXTERNAL:
+        return [CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS]
+    return list(CheckpointKind)
+
+
+@router.post(_OF_RUN + "/{kind}/{name}/publish", summary="Let everybody load and sample a checkpoint")
+async def publish(run: str, kind: str, name: str, deps: Deps, owner: Owner) -> dict[str, str]:
+    """Done already is done: the SDK would repeat a request that is answered with 409 for minutes."""
+    await _set_public(deps, owner, run, f"{kind}/{name}", True)
+    return {}
+
+
+@router.delete(_OF_RUN + "/{kind}/{name}/publish", summary="Keep a checkpoint to yourself again")
+async def unpublish(run: str, kind: str, name: str, deps: Deps, owner: Owner) -> dict[str, str]:
+    """Whoever samples from it goes on. Done already is done."""
+    await _set_public(deps, owner, run, f"{kind}/{name}", False)
+    return {}
+
+
+@router.put(_OF_RUN + "/{kind}/{name}/ttl", summary="When a checkpoint expires, counted from now")
+async def set_ttl(
+    run: str, kind: str, name: str, request: Request, deps: Deps, owner: Owner
+) -> dict[str, str]:
+    wanted = await read_model(request, SetTtlRequest)
+    ttl_seconds = validate_ttl(wanted.ttl_seconds)
+
+    async def change(conn: AsyncConnection) -> None:
+        await checkpoints.set_ttl(conn, await _own(conn, owner, run, f"{kind}/{name}"), ttl_seconds)
+
+    await deps.store.write(change)
+    return {}
+
+
+@router.delete(_OF_RUN + "/{checkpoint_id:path}", summary="Delete a checkpoint")
+async def delete_checkpoint(run: str, checkpoint_id: str, deps: Deps, owner: Owner) -> dict[str, str]:
+    async def delete(conn: AsyncConnection) -> None:
+        await checkpoints.delete(conn, await _own(conn, owner, run, checkpoint_id))
+
+    await deps.store.write(delete)
+    deps.bell.ring("engine")  # which removes the directory
+    return {}
+
+
+async def _set_public(deps: Deps, owner: OwnerId | None, run: str, checkpoint_id: str, public: bool) -> None:
+    async def change(conn: AsyncConnection) -> None:
+        await checkpoints.publish(conn, await _own(conn, owner, run, checkpoint_id), public)
+
+    await deps.store.write(change)
+
+
+async def _own(conn: AsyncConnection, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
+    """UserError for a malformed id, NotFoundError."""
+    where = paths.parse_checkpoint_id(ModelId(run), checkpoint_id)
+    return await checkpoints.own(conn, owner, where.model_id, where.kind, where.name)
+
+
+@router.post("/copy_weights", summary="Copy a checkpoint into a project, or into a session of yours")
+async def copy_weights(
+    request: Request,
+    deps: Deps,
+    owner: Owner,
+    x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
+) -> CopyWeightsResponse:
+    """Answers when the copy is there. It shares its files with the original and outlives it."""
+    payload = await read_json(request)
+    path = await copies.copy_weights(deps, owner, payload, x_idempotency_key, x_tinker_weights_access_token)
+    return CopyWeightsResponse(tinker_path=str(path))

@@ -1,0 +1,38 @@
+"""Training runs: one for each model that was ever made."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.runs import training_run
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store import runs
+from skyrl_tinker.wire.ids import ModelId
+from skyrl_tinker.wire.models import TrainingRun
+from skyrl_tinker.wire.models.runs import Cursor, TrainingRunQuery, TrainingRunsQuery, TrainingRunsResponse
+
+router = APIRouter(tags=["runs"], prefix="/training_runs")
+
+
+@router.get("", summary="Your training runs, the last used first")
+async def list_training_runs(
+    query: Annotated[TrainingRunsQuery, Query()], deps: Deps, owner: Owner
+) -> TrainingRunsResponse:
+    async with deps.store.read() as conn:
+        page = await runs.page(conn, owner, query.access_scope, query.limit, query.offset, query.project_id)
+    return TrainingRunsResponse(
+        training_runs=[training_run(run) for run in page.runs],
+        cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
+    )
+
+
+@router.get("/{run}", summary="A training run (a model) and its last checkpoints")
+async def get_training_run(
+    run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, owner: Owner
+) -> TrainingRun:
+    async with deps.store.read() as conn:
+        found = await runs.find(conn, owner, ModelId(run), query.access_scope)
+    if found is None:
+        raise NotFoundError(f"no training run {run}")
+    return training_run(found)

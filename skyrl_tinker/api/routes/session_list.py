@@ -1,0 +1,126 @@
+"""Sessions: listed, looked into, searched, put into projects."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from skyrl_tinker.api.bodies import read_model
+from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.runs import as_strings
+from skyrl_tinker.api.tokens import user_urn
+from skyrl_tinker.store import keys, session_list, session_search
+from skyrl_tinker.store.session_search import Cursor, Found, Search, Status
+from skyrl_tinker.wire.ids import SessionId
+from skyrl_tinker.wire.models import utc
+from skyrl_tinker.wire.models.session_list import (
+    ActiveStatus,
+    FinishedReason,
+    FinishedStatus,
+    SearchCursor,
+    SearchOwner,
+    SessionContents,
+    SessionQuery,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    SessionsQuery,
+    SessionsResponse,
+    SessionSummary,
+    SetProjectRequest,
+)
+
+router = APIRouter(tags=["sessions"], prefix="/sessions")
+
+
+@router.get("", summary="The ids of your sessions, newest first")
+async def list_sessions(
+    query: Annotated[SessionsQuery, Query()], deps: Deps, owner: Owner
+) -> SessionsResponse:
+    async with deps.store.read() as conn:
+        return SessionsResponse(sessions=await session_list.page(conn, owner, query.limit, query.offset))
+
+
+@router.post("/search", summary="Search your sessions by metadata, name, project and status")
+async def search_sessions(request: Request, deps: Deps, owner: Owner) -> SessionSearchResponse:
+    wanted = await read_model(request, SessionSearchRequest)
+    async with deps.store.read() as conn:
+        urn = user_urn(await keys.name_of(conn, owner))
+        if not _about(wanted.owner, urn):
+            return SessionSearchResponse(sessions=[])
+        found = await session_search.search(conn, owner, _search(wanted), wanted.limit + 1)
+    return _answer(found, wanted.limit, urn)
+
+
+@router.get("/{session_id}", summary="What a session has made")
+async def get_session(
+    session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, owner: Owner
+) -> SessionContents:
+    async with deps.store.read() as conn:
+        found = await session_list.contents(conn, owner, SessionId(session_id))
+    return SessionContents(
+        training_run_ids=found.training_runs,
+        sampler_ids=found.samplers,
+        user_metadata=as_strings(found.user_metadata),
+        display_name=found.display_name,
+    )
+
+
+@router.put("/{session_id}/project", summary="Put a session, with all that it made, into a project")
+async def set_project(session_id: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
+    """There is no list of projects: a project is whatever sessions name."""
+    wanted = await read_model(request, SetProjectRequest)
+    await deps.store.write(
+        lambda conn: session_list.set_project(conn, owner, SessionId(session_id), wanted.project_id)
+    )
+    return {}
+
+
+def _about(owner: SearchOwner, urn: str) -> bool:
+    """Nobody sees the sessions of others."""
+    return owner.type != "user" or urn in owner.owner_urns
+
+
+def _search(wanted: SessionSearchRequest) -> Search:
+    statuses, cursor = wanted.statuses, wanted.cursor
+    return Search(
+        session_id=wanted.session_id,
+        display_name=wanted.display_name,
+        project_ids=wanted.project_ids,
+        user_metadata=wanted.user_metadata,
+        statuses=None if statuses is None else [Status(each.type, each.reasons) for each in statuses],
+        after=None if cursor is None else Cursor(cursor.last_created_at.timestamp(), cursor.last_session_id),
+    )
+
+
+def _answer(found: Sequence[Found], limit: int, urn: str) -> SessionSearchResponse:
+    """`found` has one more than `limit` when there is another page."""
+    page = found[:limit]
+    last = page[-1] if len(found) > limit else None
+    return SessionSearchResponse(
+        sessions=[_summary(each, urn) for each in page],
+        next_cursor=last
+        and SearchCursor(last_created_at=utc(last.created_at), last_session_id=last.session_id),
+    )
+
+
+def _summary(found: Found, urn: str) -> SessionSummary:
+    return SessionSummary(
+        session_id=found.session_id,
+        created_at=utc(found.created_at),
+        owner=urn,
+        project_id=found.project_id,
+        status=_status(found),
+        checkpoints_count=found.checkpoints,
+        checkpoint_storage_bytes=found.checkpoint_bytes,
+        display_name=found.display_name,
+        user_metadata=as_strings(found.user_metadata),
+    )
+
+
+def _status(found: Found) -> ActiveStatus | FinishedStatus | None:
+    if found.finished_at is None:
+        return ActiveStatus()
+    for reason in session_search.REASONS:
+        if reason == found.finish_reason:
+            return FinishedStatus(reason=FinishedReason(type=reason), detail=found.finish_detail)
+    return None

@@ -1,0 +1,94 @@
+"""`skyrl-tinker keys`: who may use a server. On its database, whether it runs or not."""
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyrl_tinker import config
+from skyrl_tinker.cli_options import Config, DatabaseUrl, Home, one_line_errors
+from skyrl_tinker.errors import StartupError
+
+if TYPE_CHECKING:  # the other commands need none of its imports
+    from skyrl_tinker.store.writer import Op, T
+
+app = typer.Typer(no_args_is_help=True, help="API keys.", rich_markup_mode=None)
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Option(help="Whose key it is; `tinker auth whoami` says it")],
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    config_file: Config = None,
+) -> None:
+    """Make an API key and print it: this is the only time that anybody sees it.
+
+    From the first key on, the server asks everybody for one, also when all are revoked; a server that runs
+    does so within a second. Each key sees only the sessions, training runs and checkpoints that were made with
+    it. What was made before there were keys belongs to nobody who has one: no key sees it.
+    """
+    from skyrl_tinker.places import Places
+    from skyrl_tinker.store import keys
+    from skyrl_tinker.store.migrate import migrate
+    from skyrl_tinker.store.store import once
+
+    with one_line_errors():
+        settings = config.load(config_file, home=home, database_url=database_url)
+        Places(settings).make()
+        migrate(settings.store_url)
+        key = once(settings.store_url, lambda conn: keys.create(conn, name))
+    print(key)
+    print("shown only now: keep it, as TINKER_API_KEY for example", file=sys.stderr)
+
+
+@app.command(name="list")
+def list_keys(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
+    """Id, name, when it was made and when revoked, of every key."""
+    from skyrl_tinker.store import keys
+
+    with one_line_errors():
+        rows = _once(home, database_url, config_file, keys.listed)
+    for row in rows:
+        ended = "live" if row.revoked_at is None else f"revoked {_utc(row.revoked_at)}"
+        print(f"{row.id:>4}  {row.name:<32}  made {_utc(row.created_at)}  {ended}")
+    if not rows:
+        print("no keys", file=sys.stderr)
+
+
+@app.command()
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="ID_OR_NAME")],
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    config_file: Config = None,
+) -> None:
+    """End a key, for good, and the tokens that were got with it; what it made stays, and nobody sees it.
+
+    A server that runs refuses it within a second.
+    """
+    from skyrl_tinker.store import keys
+
+    with one_line_errors():
+        row = _once(home, database_url, config_file, lambda conn: keys.revoke(conn, key))
+    print(f"revoked: {row.id} {row.name}")
+
+
+def _once(home: Path | None, database_url: str | None, config_file: Path | None, op: "Op[T]") -> "T":
+    """On a database that is there. StartupError."""
+    from skyrl_tinker.store import sqlite
+    from skyrl_tinker.store.migrate import migrate
+    from skyrl_tinker.store.store import once
+
+    settings = config.load(config_file, home=home, database_url=database_url)
+    database = sqlite.database(settings.store_url)
+    if not Path(database).exists():
+        raise StartupError(f"no database {database}: nothing was served from there, and no key made")
+    migrate(settings.store_url)
+    return once(settings.store_url, op)
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,39 @@
+"""How often the ranks may die before nobody starts them again."""
+
+import time
+from collections.abc import Callable
+
+from skyrl_tinker.errors import TrainerError
+
+QUICK_S = 60.0
+"""Ranks that live longer have not died quickly."""
+
+QUICK_DEATHS = 3
+
+
+class Lives:
+    """A unit of work that kills the ranks whenever it is tried costs itself, not the trainer: what ends that
+    are ranks that die again and again without any.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._born = clock()
+        self._quick = 0
+
+    def born(self) -> None:
+        """The ranks are up."""
+        self._born = self._clock()
+
+    def worked(self) -> None:
+        """A unit is through, well or not."""
+        self._quick = 0
+
+    def died(self, cause: TrainerError) -> None:
+        """Raises the cause when it was once too often."""
+        quick = self._clock() - self._born < QUICK_S
+        self._quick = self._quick + 1 if quick else 1
+        if self._quick >= QUICK_DEATHS:
+            raise TrainerError(
+                f"{cause}; that was the {QUICK_DEATHS}rd time, less than {QUICK_S:.0f} s after the start"
+            ) from cause

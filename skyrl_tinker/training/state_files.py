@@ -1,0 +1,125 @@
+"""Files of float32 in memory (tmpfs), mapped into this process: what is written to one outlives the process.
+
+Files are kept and written again, since fresh pages cost several times what copying into old ones does.
+"""
+
+import errno
+import itertools
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+SHARE = 4
+"""A new file may take one part in so many of the memory that is available: safety must not use it up."""
+
+SPARE_BYTES = 256 << 20
+"""So much may lie in files that nobody needs at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    tensor: torch.Tensor  # [elements] float32; what is written here is in the file
+
+
+class StateFiles:
+    """Those of one process, which has the names with `prefix` for itself. `pinned`: for copies from a GPU."""
+
+    def __init__(self, directory: Path, prefix: str, *, pinned: bool) -> None:
+        self._directory = directory
+        self._prefix = prefix
+        self._pinned = pinned
+        self._numbers = itertools.count()
+        self._used: dict[str, _File] = {}
+        self._spare: dict[int, list[_File]] = {}  # by elements
+        self._spare_bytes = 0
+
+    def write(self, tensors: Collection[torch.Tensor]) -> str:
+        """One behind the other, into a file whose name is returned. OSError when there is no room.
+
+        From a GPU: they are there when it has been waited for.
+        """
+        elements = sum(tensor.numel() for tensor in tensors)
+        file = self._take(max(1, elements))
+        self._used[file.path.name] = file
+        start = 0
+        for tensor in tensors:
+            part = file.tensor[start : start + tensor.numel()]
+            part.view(tensor.shape).copy_(tensor, non_blocking=self._pinned)
+            start += tensor.numel()
+        return file.path.name
+
+    def read(self, name: str, tensors: Collection[torch.Tensor]) -> None:
+        """Fill them from a file of any process, written as `write` does."""
+        flat = _map(self._directory / name)
+        start = 0
+        for tensor in tensors:
+            tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+
+    def adopt(self, names: Collection[str]) -> None:
+        """Files of a process that has ended belong to this one now; its others are removed."""
+        for path in self._directory.glob(f"{self._prefix}-*"):
+            if path.name in names:
+                self._used[path.name] = self._opened(path)
+            else:
+                path.unlink()
+        taken = [int(name.rpartition("-")[2]) for name in self._used]
+        self._numbers = itertools.count(max(taken, default=0) + 1)
+
+    def free_all_but(self, names: Collection[str]) -> None:
+        """What is in the others is not needed any more."""
+        for name in self._used.keys() - names:
+            self._put_aside(self._used.pop(name))
+
+    def _take(self, elements: int) -> _File:
+        spare = self._spare.get(elements)
+        if spare:
+            file = spare.pop()
+            self._spare_bytes -= file.tensor.nbytes
+            return file
+        return self._made(elements * torch.float32.itemsize)
+
+    def _put_aside(self, file: _File) -> None:
+        if self._spare_bytes + file.tensor.nbytes > SPARE_BYTES:
+            self._remove(file)
+            return
+        self._spare_bytes += file.tensor.nbytes
+        self._spare.setdefault(file.tensor.numel(), []).append(file)
+
+    def _made(self, size: int) -> _File:
+        if size > psutil.virtual_memory().available / SHARE:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        path = self._directory / f"{self._prefix}-{next(self._numbers)}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # not when it is written: that would be a SIGBUS
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        return self._opened(path)
+
+    def _opened(self, path: Path) -> _File:
+        file = _File(path, _map(path))
+        if self._pinned:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(file.tensor.data_ptr(), file.tensor.nbytes, 0))
+        return file
+
+    def _remove(self, file: _File) -> None:
+        if self._pinned:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostUnregister(file.tensor.data_ptr()))
+        file.path.unlink()
+
+
+def _map(path: Path) -> torch.Tensor:
+    size = path.stat().st_size
+    return torch.from_file(str(path), shared=True, size=size // torch.float32.itemsize, dtype=torch.float32)

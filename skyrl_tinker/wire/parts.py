@@ -1,0 +1,61 @@
+"""How much a protobuf message would become, told before it is parsed.
+
+A message of two bytes may hold a million empty ones, each of which takes fifty bytes once it is parsed.
+https://protobuf.dev/programming-guides/encoding/
+"""
+
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from skyrl_tinker.errors import TooLargeError
+
+MAX_PARTS = 500_000
+"""Fields, those of inner messages and the numbers of packed ones counted. 4096 datums have 115,000."""
+UNCOUNTED_BYTES = 4 << 20
+"""What so short a body can become is bearable."""
+_BYTES = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
+_FIXED = {1: 8, 5: 4}
+
+
+def check_parts(body: bytes, message: Any) -> None:
+    """Raises TooLargeError. What is malformed is counted up to there."""
+    if len(body) > UNCOUNTED_BYTES and count_parts(body, message, MAX_PARTS) > MAX_PARTS:
+        raise TooLargeError(f"request body: found more than {MAX_PARTS} protobuf fields, expected fewer")
+
+
+def count_parts(body: bytes, message: Any, most: int) -> int:
+    """`message`: its descriptor. Ends soon after `most`."""
+    parts = 0
+    left: list[tuple[int, int, Any]] = [(0, len(body), message)]
+    while left and parts <= most:
+        at, end, kind = left.pop()
+        while at < end and parts <= most:
+            tag, at = _varint(body, at, end)
+            parts += 1
+            if tag & 7 == 2:
+                size, at = _varint(body, at, end)
+                field = None if kind is None else kind.fields_by_number.get(tag >> 3)
+                if field is not None and field.message_type is not None:
+                    left.append((at, min(at + size, end), field.message_type))
+                elif field is not None and field.type not in _BYTES:
+                    parts += size
+                at += size
+            elif tag & 7 == 0:
+                _, at = _varint(body, at, end)
+            else:
+                at += _FIXED.get(tag & 7, 0)
+    return parts
+
+
+def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
+    """Its value and where it ends."""
+    value = shift = 0
+    while at < end:
+        byte = body[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128 or shift > 63:
+            break
+        shift += 7
+    return value, at
