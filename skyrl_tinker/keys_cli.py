@@ -27,8 +27,8 @@ def create(
     """Make an API key and print it: this is the only time that anybody sees it.
 
     From the first key on, the server asks everybody for one, also when all are revoked; a server that runs
-    does so within a second. Each key sees only the sessions, training runs and checkpoints that were made with
-    it. What was made before there were keys belongs to nobody who has one: no key sees it.
+    does so within a second. Each key sees only the sessions, training runs and checkpoints that were made
+    with it. What was made before there were keys belongs to nobody who has one: no key sees it.
     """
     from skyrl_tinker.places import Places
     from skyrl_tinker.store import keys

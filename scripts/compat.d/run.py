@@ -5,8 +5,8 @@ usage: scripts/compat [--base-url URL] [--base-model NAME] [--venvs DIR] [--log 
 
 Makes a venv per SDK version (kept in DIR), starts a server unless one is named, lets each version run the
 same small script (scripts/compat.d/script.py), and prints a table of steps and versions. The last line is one
-JSON object: per version the number of steps that are ok and absent (not in that version), and those that
-failed. Exit code 1 when one failed.
+JSON object: per version how many steps are ok, which are not in that version, and which failed. Exit code 1
+when one failed.
 """
 
 import argparse
@@ -42,10 +42,10 @@ class Report:
 
     @property
     def failed(self) -> dict[str, str]:
-        return {step: self.reasons[step] for step, state in self.states.items() if state == "failed"}
+        return {step: self.reasons[step] for step in self.those("failed")}
 
-    def count(self, state: str) -> int:
-        return list(self.states.values()).count(state)
+    def those(self, state: str) -> list[str]:
+        return [step for step, found in self.states.items() if found == state]
 
 
 def tried(version: str, url: str, model: str, venvs: Path, log: Path) -> Report:
@@ -102,7 +102,7 @@ def _row(name: str, cells: list[str]) -> None:
 
 
 def summary(report: Report) -> dict[str, object]:
-    return {"ok": report.count("ok"), "absent": report.count("absent"), "failed": report.failed}
+    return {"ok": len(report.those("ok")), "absent": report.those("absent"), "failed": report.failed}
 
 
 def main() -> int:

@@ -56,7 +56,7 @@ def _install(home: Path, requirement: str) -> None:
         "--python",
         str(home / "bin" / "python"),
     ]
-    subprocess.run([*pip, "install", "--quiet", "--no-compile", requirement], check=True)
+    subprocess.run([*pip, "install", "-qq", "--no-compile", requirement], check=True)
 
 
 def _here(package: str) -> str | None:

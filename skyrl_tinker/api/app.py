@@ -12,6 +12,7 @@ from skyrl_tinker.api.auth import AuthMiddleware
 from skyrl_tinker.api.backpressure import Backpressure
 from skyrl_tinker.api.bodies import Gate
 from skyrl_tinker.api.deps import Services, limits_of
+from skyrl_tinker.api.documents import ERRORS, Documented
 from skyrl_tinker.api.engine_proxy import EngineProxy
 from skyrl_tinker.api.futures import FutureWaiter
 from skyrl_tinker.api.hot import HotPaths
@@ -26,6 +27,7 @@ from skyrl_tinker.api.routes import (
     capabilities,
     checkpoints,
     client,
+    docs,
     download,
     external,
     futures,
@@ -84,11 +86,12 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
     signer = Signer(store, settings.trust_forwarded)
     queues = EngineQueues(engine)
     backpressure = Backpressure(queues, settings.sample_backlog)
-    app = FastAPI(
+    app = Documented(
         title="skyrl-tinker",
         version=__version__,
         lifespan=_lifespan(waiter, engine, watch, keys, queues),
-        openapi_url="/api/v1/openapi.json",
+        openapi_url=docs.OPENAPI_URL,
+        responses=ERRORS,
         docs_url=None,
         redoc_url=None,
     )
@@ -111,7 +114,8 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings))
     app.add_middleware(AuthMiddleware, keys=keys)  # what is added last comes first
     errors.install(app)
-    for root in (health.root, auth.root, metrics.router, openai.router, download.root):
+    app.mount(docs.ASSETS_URL, docs.assets())
+    for root in (docs.root, health.root, auth.root, metrics.router, openai.router, download.root):
         app.include_router(root)
     for resource in RESOURCES:
         app.include_router(resource.router, prefix="/api/v1")

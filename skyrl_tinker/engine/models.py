@@ -81,8 +81,8 @@ class Models:
     async def _training_state(
         self, model: ModelRow, path: str, optimizer: bool
     ) -> AsyncIterator[CheckpointRow]:
-        """A checkpoint that fits, and that the owner of `model` may read. Inside, its directory stays, though it
-        be replaced or deleted meanwhile."""
+        """A checkpoint that fits, and that the owner of `model` may read. Inside, its directory stays, though
+        it be replaced or deleted meanwhile."""
         found = await self._find(model, path, optimizer)
         self._reading = found.directory
         try:

@@ -9,7 +9,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Outbox, failure_of, json_answer
 from skyrl_tinker.engine.checkpoints import free_directory, require_free
-from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.checkpoints import NewCheckpoint, expiry
 from skyrl_tinker.store.futures import QueuedRow
@@ -63,14 +62,12 @@ class Saver:
         return Saving(row, model, body, captured, directory)
 
     async def persist(self, saving: Saving) -> None:
-        """Write, record and answer; a failure is the answer as well. TrainerError: the workers are broken."""
+        """Write, record and answer; a failure is the answer as well."""
         try:
             size = await self._trainer.persist_state(saving.captured, str(saving.directory))
             await self._record(saving, size)
         except Exception as error:  # becomes the result of this request
             await self._outbox.send([(saving.row.id, failure_of(error))])
-            if isinstance(error, TrainerError):
-                raise
         finally:
             self._persisting.discard(saving.path)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, String, and_, case, cast, false, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, String, and_, case, cast, false, func, or_, select, true, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.store.checkpoints import live
@@ -94,7 +94,7 @@ def _conditions(wanted: Search) -> list[ColumnElement[bool]]:
     if wanted.session_id is not None:
         names.append(Session.session_id == wanted.session_id)
     if wanted.display_name is not None:
-        names.append(and_(*(_named(word) for word in wanted.display_name.split())))
+        names.append(and_(true(), *(_named(word) for word in wanted.display_name.split())))
     return [*conditions, or_(*names)] if names else conditions
 
 

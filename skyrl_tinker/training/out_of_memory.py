@@ -1,7 +1,7 @@
 """A pass that does not fit into memory: undone, then tried once more in rows of half the size.
 
-What the allocators report is caught here. A process that the kernel kills says nothing: that ends the
-trainer, and with it the models' state.
+What the allocators report is caught here. A process that the kernel kills says nothing: then TrainerGroup
+does the same with a fresh one.
 """
 
 import logging

@@ -17,8 +17,8 @@ import torch
 SHARE = 4
 """A new file may take one part in so many of the memory that is available: safety must not use it up."""
 
-SPARE_BYTES = 256 << 20
-"""So much may lie in files that nobody needs at the moment."""
+SPARE_SHARE = 8
+"""So much of it may lie in files that nobody needs at the moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,10 @@ class StateFiles:
 
     def free_all_but(self, names: Collection[str]) -> None:
         """What is in the others is not needed any more."""
-        for name in self._used.keys() - names:
-            self._put_aside(self._used.pop(name))
+        done = self._used.keys() - names
+        limit = psutil.virtual_memory().available // SPARE_SHARE if done else 0
+        for name in done:
+            self._put_aside(self._used.pop(name), limit)
 
     def _take(self, elements: int) -> _File:
         spare = self._spare.get(elements)
@@ -85,8 +87,8 @@ class StateFiles:
             return file
         return self._made(elements * torch.float32.itemsize)
 
-    def _put_aside(self, file: _File) -> None:
-        if self._spare_bytes + file.tensor.nbytes > SPARE_BYTES:
+    def _put_aside(self, file: _File, limit: int) -> None:
+        if self._spare_bytes + file.tensor.nbytes > limit:
             self._remove(file)
             return
         self._spare_bytes += file.tensor.nbytes

@@ -15,7 +15,8 @@ MAX_PARTS = 500_000
 UNCOUNTED_BYTES = 4 << 20
 """What so short a body can become is bearable."""
 _BYTES = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
-_FIXED = {1: 8, 5: 4}
+_OTHERS = {1: 8, 3: 0, 4: 0, 5: 4}
+"""Length by wire type: fixed64, start and end of a group, fixed32."""
 
 
 def check_parts(body: bytes, message: Any) -> None:
@@ -43,8 +44,10 @@ def count_parts(body: bytes, message: Any, most: int) -> int:
                 at += size
             elif tag & 7 == 0:
                 _, at = _varint(body, at, end)
-            else:
-                at += _FIXED.get(tag & 7, 0)
+            elif tag & 7 in _OTHERS:
+                at += _OTHERS[tag & 7]
+            else:  # there is no such type
+                at = end
     return parts
 
 

@@ -9,7 +9,7 @@ import httpx
 import orjson
 
 from .passes import datum, protobuf
-from .plans import BIRTHS, SESSIONS, Event, Plan
+from .plans import BIRTHS, Event, Plan
 from .test_losses import upload
 from .world import BASE, Json, World, sample, step
 
@@ -106,6 +106,7 @@ class Clients:
             "save": ("save_weights", {**place, "path": sent.name}),
             "save_over": ("save_weights", {**place, "path": sent.name, "overwrite": True}),
             "load": ("load_weights", {**place, "path": f"tinker://{model}/weights/{sent.name}"}),
+            "external": ("save_weights_external", {**place, "path": sent.name}),
             "named": ("save_weights_for_sampler", {**place, "path": sent.name}),
             "ephemeral": ("save_weights_for_sampler", {**place, "kind": "snapshot", **self._target(event)}),
             "inflight": ("save_weights_for_sampler", {**place, "kind": "inflight", **self._target(event)}),
@@ -149,5 +150,3 @@ class Clients:
         if event.sent.kind == "wrong_loss":
             body["inputs"] = []
         return "create_custom_loss", body | ({"name": "intruder"} if event.intrudes else {})
-
-

@@ -11,6 +11,7 @@ from .world import World, running, settings_for
 
 hypothesis.settings.register_profile("long", max_examples=3000, deadline=None)
 
+
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     made = settings_for(tmp_path / "home")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 APIS = 2
 SESSIONS = 2
 PASSES = ("forward", "forward_backward", "wrong_pass")
-BARRIERS = ("optim_step", "wrong_step", "save", "save_over", "load", "named", "ephemeral", "inflight")
+SAVES = ("save", "save_over", "external", "named", "ephemeral", "inflight")
+BARRIERS = ("optim_step", "wrong_step", "load", *SAVES)
 BIRTHS = ("create", "create_from", "wrong_create", "wrong_from")
 CLONES = (0, 7 * 10**9, 10**18)
 
@@ -120,6 +121,35 @@ def plain(plan: Plan) -> Plan:
 def _once(sent: Sent) -> Sent:
     last = sent.last and Arrival(0, 0, fresh=True)
     return replace(sent, early=(), last=last, intruder=None)
+
+
+def computed(lane: Lane) -> list[tuple[str, int | None]]:
+    """What a model's lane makes the trainer compute, with the seq_id. A refused pass spoils its window."""
+    if lane.birth is None or lane.birth.kind.startswith("wrong"):
+        return []
+    found: list[tuple[str, int | None]] = []
+    saved, spoilt = set(), False
+    for seq_id, sent in enumerate(lane.sent[: lane.missing], 1):
+        if sent.kind in ("forward", "forward_backward"):
+            found.append(("pass", seq_id))
+        elif sent.kind in ("optim_step", "wrong_step"):
+            wrong = spoilt or sent.kind == "wrong_step"
+            found.append(("zero", None) if wrong else ("step", seq_id))
+        if sent.kind in ("save", "save_over"):
+            saved.add(sent.name)
+        clears = sent.kind in ("optim_step", "wrong_step") or (sent.kind == "load" and sent.name in saved)
+        spoilt = (spoilt and not clears) or sent.kind == "wrong_pass"
+    return found
+
+
+def drawn(plan: Plan) -> list[tuple[int, int]]:
+    """Lane and place, from 1, of the samples that are none of them wrong."""
+    return [
+        (number, place)
+        for number, lane in enumerate(plan.lanes, 1)
+        for place, sent in enumerate(lane.sent, 1)
+        if sent.kind == "sample"
+    ]
 
 
 _delays = st.integers(0, 6)

@@ -5,10 +5,12 @@ from datetime import datetime
 
 import pytest
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.wire.ids import CheckpointKind
 
 from .users import get, new_user, speak_as
-from .world import BASE, World
+from .whole import whole
+from .world import BASE, Json, World
 
 WEIGHTS, SAMPLER, EXTERNAL = CheckpointKind
 YEAR = 365 * 86400
@@ -185,3 +187,31 @@ async def test_access_tokens_are_refused_with_what_to_do_instead(world: World) -
     load = {"session_id": await world.session(), "model_seq_id": 0, "path": path, "weights_access_token": "t"}
     assert "publish" in await world.failure((await world.ok("load_weights", load))["request_id"])
     assert (await get(world, f"training_runs/{path.split('/')[2]}"))["base_model"] == BASE
+
+
+async def test_what_is_loaded_in_place_is_ones_own_or_published(settings: Settings) -> None:
+    async with whole(settings, 1) as server:
+        world = server.apis[0]
+        alice, bob = await new_user(world, "alice"), await new_user(world, "bob")
+        speak_as(world, alice)
+        run = await world.model()
+        path = await world.checkpoint(run, WEIGHTS, "a")
+        speak_as(world, bob)
+        model = await world.model()
+
+        async def loaded(seq_id: int, path: str = path) -> Json:
+            body = {"model_id": model, "seq_id": seq_id, "path": path, "optimizer": False}
+            request = (await world.ok("load_weights", body))["request_id"]
+            while (answer := await world.retrieve(request)).status_code == 408:
+                pass  # it was held for a while
+            found: Json = answer.json()
+            return found
+
+        unknown = path.replace("weights/a", "weights/b")
+        refused, missing = await loaded(1), await loaded(2, unknown)
+        assert refused == {**missing, "error": missing["error"].replace(unknown, path)}
+        assert "was never saved" in refused["error"]
+        speak_as(world, alice)
+        await world.http.post(f"training_runs/{run}/checkpoints/weights/a/publish")
+        speak_as(world, bob)
+        assert (await loaded(3))["path"] == path

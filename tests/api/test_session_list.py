@@ -77,6 +77,7 @@ SEARCHES: list[tuple[Json, list[int]]] = [
     ({"user_metadata": {'"; DROP': "x"}}, []),
     ({"display_name": "run ALPHA"}, [0]),
     ({"display_name": "%"}, []),
+    ({"display_name": " "}, [2, 1, 0]),
     ({"project_ids": ["p", "q"]}, [1]),
     ({"project_ids": ["default"]}, [2, 0]),
     ({"project_ids": []}, []),

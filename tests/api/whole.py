@@ -57,9 +57,10 @@ class Trainer(Workers):
             self._note(item.model, "pass", (item.seq_id, item.backward, tokens))
         return await super().run_pass(items)
 
-    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
+    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput | Failure]:
+        """Noted by the learning rate, in thousandths."""
         for step in steps:
-            self._note(step.model, "step", step.params.learning_rate)
+            self._note(step.model, "step", round(step.params.learning_rate * 1000))
         return await super().optim_step(steps)
 
     async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
@@ -69,6 +70,10 @@ class Trainer(Workers):
     async def capture_state(self, model: ModelKey, *, optimizer: bool) -> ModelKey:
         self._note(model, "save")
         return model
+
+    async def capture_export(self, model: ModelKey, shard_bytes: int) -> str:
+        self._note(model, "export")
+        return await super().capture_export(model, shard_bytes)
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         self._note(model, "load", optimizer)

@@ -10,6 +10,7 @@ from tinker import types
 from .client import Client, datum, logprobs_of, prompt, random_tokens, train
 
 TOKENS = random_tokens(30, seed=7)
+LONG = random_tokens(300, seed=8)  # caches count in blocks
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +77,14 @@ def test_a_session_is_found_and_billed_to_the_token(
         training.forward_backward([datum(TOKENS), datum(TOKENS[:11])], "cross_entropy").result()
         training.forward([datum(TOKENS[:5])], "cross_entropy").result()
         training.save_state("x").result()
-        sampler = training.save_weights_and_get_sampling_client()
+        sampler = training.save_weights_and_get_sampling_client().result()
         for _ in range(2):
             params = types.SamplingParams(max_tokens=4, stop=[])
-            sampler.sample(prompt(TOKENS), num_samples=3, sampling_params=params).result()
+            sampler.sample(prompt(LONG), num_samples=3, sampling_params=params).result()
     session = training.model_id.partition(":")[0]
     rest.assign_session_project(session, "billing").result()
-    (found,) = rest.search_sessions(project_ids=["billing"], user_metadata=metadata).result().sessions
+    wanted = types.SessionSearchRequest(project_ids=["billing"], user_metadata=metadata)
+    (found,) = rest.search_sessions(wanted).result().sessions
     assert (found.session_id, found.checkpoints_count) == (session, 1)
     assert found.status is not None
     assert found.status.type == "client_finished"
@@ -93,8 +95,8 @@ def test_a_session_is_found_and_billed_to_the_token(
         if isinstance(info, types.SamplingPrefillBillingEvent):
             prefill[info.cached] = prefill.get(info.cached, 0) + info.token_count
     assert sum(each.token_count for each in mine if each.type == "training") == 29 + 10 + 4
-    assert sum(prefill.values()) == 2 * len(TOKENS)
-    assert 0 < prefill[True] < len(TOKENS)
+    assert sum(prefill.values()) == 2 * len(LONG)
+    assert 0 < prefill[True] < len(LONG)
     assert sum(each.token_count for each in mine if each.type == "sampling_sample") == 2 * 3 * 4
     assert sum(each.count for each in mine if each.type == "checkpoint") == 1
     assert bill.sessions[session].user_metadata == metadata

@@ -192,3 +192,20 @@ async def test_damage_is_named_whichever_rank_checks_the_file_and_changes_no_ran
         file.write_bytes(content)
     await group.save_state(KEY, str(tmp_path / "after"), optimizer=True)
     assert read_manifest(tmp_path / "after") == read_manifest(tmp_path / "before")
+
+
+@pytest.mark.parametrize("spec", [LORA, FULL], ids=["lora", "full"])
+async def test_an_export_of_two_ranks_has_the_weights_of_the_checkpoint_in_more_files(
+    groups: Groups, tmp_path: Path, spec: LoraSpec
+) -> None:
+    await groups[2].create_model(KEY, spec)
+    await _train(groups[2], "adamw", 1)
+    await groups[2].save_state(KEY, str(tmp_path / "c"), optimizer=False)
+    captured = await groups[2].capture_export(KEY, 100_000)
+    await groups[2].persist_state(captured, str(tmp_path / "e"))
+    assert_equal(_tensors(tmp_path / "e"), _tensors(tmp_path / "c"))
+    shards = list((tmp_path / "e").glob("*.safetensors"))
+    assert len(shards) > 2 if spec is FULL else len(shards) == 1
+    if spec is FULL:
+        index = json.loads((tmp_path / "e" / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == {shard.name for shard in shards}

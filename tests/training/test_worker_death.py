@@ -99,11 +99,6 @@ async def _kill(group: TrainerGroup) -> None:
     os.kill(group.pids()[-1], signal.SIGKILL)
 
 
-async def _kill_idle(group: TrainerGroup, work: Coroutine[Any, Any, Any]) -> Any:
-    await _kill(group)
-    return await work
-
-
 async def _kill_noticed(group: TrainerGroup, work: Coroutine[Any, Any, Any]) -> Any:
     await _kill(group)
     await group.watch(PATIENCE_S)
@@ -167,7 +162,7 @@ def _assert_same(found: Seen, expected: Seen) -> None:
 
 DEATHS: dict[int, dict[str, Disturb]] = {
     1: {"pass 1": _kill_within, "step 3": _kill_hanging, "capture": _kill_noticed},
-    2: {"pass 1": _kill_within, "step 1": _kill_within, "pass 3": _kill_idle},
+    2: {"pass 1": _kill_within, "step 3": _kill_within},
 }
 
 

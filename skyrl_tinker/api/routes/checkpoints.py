@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.api import copies
 from skyrl_tinker.api.bodies import read_json, read_model
 from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.runs import checkpoint
 from skyrl_tinker.store import checkpoint_list, checkpoints
 from skyrl_tinker.store.checkpoints import CheckpointRow
@@ -16,6 +17,7 @@ from skyrl_tinker.wire import paths
 from skyrl_tinker.wire.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.wire.models.runs import (
     CheckpointsResponse,
+    CopyWeightsRequest,
     CopyWeightsResponse,
     Cursor,
     Paging,
@@ -76,7 +78,11 @@ async def unpublish(run: str, kind: str, name: str, deps: Deps, owner: Owner) ->
     return {}
 
 
-@router.put(_OF_RUN + "/{kind}/{name}/ttl", summary="When a checkpoint expires, counted from now")
+@router.put(
+    _OF_RUN + "/{kind}/{name}/ttl",
+    summary="When a checkpoint expires, counted from now",
+    openapi_extra=takes(SetTtlRequest),
+)
 async def set_ttl(
     run: str, kind: str, name: str, request: Request, deps: Deps, owner: Owner
 ) -> dict[str, str]:
@@ -113,7 +119,11 @@ async def _own(conn: AsyncConnection, owner: OwnerId | None, run: str, checkpoin
     return await checkpoints.own(conn, owner, where.model_id, where.kind, where.name)
 
 
-@router.post("/copy_weights", summary="Copy a checkpoint into a project, or into a session of yours")
+@router.post(
+    "/copy_weights",
+    summary="Copy a checkpoint into a project, or into a session of yours",
+    openapi_extra=takes(CopyWeightsRequest),
+)
 async def copy_weights(
     request: Request,
     deps: Deps,

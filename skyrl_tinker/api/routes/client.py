@@ -3,12 +3,17 @@
 from fastapi import APIRouter
 
 from skyrl_tinker.api.deps import Deps
-from skyrl_tinker.wire.models import ClientConfigResponse, DynamicConfigResponse
+from skyrl_tinker.api.documents import takes
+from skyrl_tinker.wire.models import ClientConfigRequest, ClientConfigResponse, DynamicConfigResponse
 
 router = APIRouter(tags=["client"])
 
 
-@router.post("/client/config", summary="Flags that the SDK reads once, at construction")
+@router.post(
+    "/client/config",
+    summary="Flags that the SDK reads once, at construction",
+    openapi_extra=takes(ClientConfigRequest),
+)
 async def client_config(deps: Deps) -> ClientConfigResponse:
     """The request names the SDK's version; every version gets the same answer."""
     return ClientConfigResponse(
@@ -17,6 +22,10 @@ async def client_config(deps: Deps) -> ClientConfigResponse:
     )
 
 
-@router.post("/client/dynamic_config", summary="Flags that the SDK reads again every few minutes")
+@router.post(
+    "/client/dynamic_config",
+    summary="Flags that the SDK reads again every few minutes",
+    openapi_extra=takes(ClientConfigRequest),
+)
 async def dynamic_config() -> DynamicConfigResponse:
     return DynamicConfigResponse()

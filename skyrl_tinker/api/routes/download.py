@@ -5,10 +5,11 @@ import os
 from pathlib import Path
 
 from fastapi import APIRouter, Request
-from starlette.responses import FileResponse, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 from skyrl_tinker.api.archive import archive_of
 from skyrl_tinker.api.deps import Deps, Services
+from skyrl_tinker.api.documents import answers
 from skyrl_tinker.api.trace import chrome_trace
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.manifest import read_manifest
@@ -27,9 +28,17 @@ class LargeFile(FileResponse):
 
 
 @root.get(
-    "/checkpoint/{number}/{name}", summary="A file of an export, by its signed URL", response_model=None
+    "/checkpoint/{number}/{name}",
+    summary="A file of an export, by its signed URL",
+    response_class=Response,
+    responses=answers(BINARY),
 )
-@root.head("/checkpoint/{number}/{name}", summary="Its size, by the same URL", response_model=None)
+@root.head(
+    "/checkpoint/{number}/{name}",
+    summary="Its size, by the same URL",
+    response_class=Response,
+    responses=answers(BINARY),
+)
 async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) -> FileResponse:
     await deps.signer.require(request)
     row = await _checkpoint(deps, int(number))
@@ -40,7 +49,12 @@ async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) 
     return LargeFile(Path(row.directory) / name, media_type=BINARY, filename=name, stat_result=status)
 
 
-@root.get("/archive/{number}/{name}", summary="A LoRA adapter as tar, by its signed URL", response_model=None)
+@root.get(
+    "/archive/{number}/{name}",
+    summary="A LoRA adapter as tar, by its signed URL",
+    response_class=Response,
+    responses=answers("application/x-tar"),
+)
 async def archive(number: str, name: str, request: Request, deps: Deps) -> StreamingResponse:
     await deps.signer.require(request)
     made = await archive_of(await _checkpoint(deps, int(number)))
@@ -48,7 +62,12 @@ async def archive(number: str, name: str, request: Request, deps: Deps) -> Strea
     return StreamingResponse(made.stream(), headers=headers, media_type="application/x-tar")
 
 
-@root.get("/trace/{session_id}", summary="A session's requests, by a signed URL", response_model=None)
+@root.get(
+    "/trace/{session_id}",
+    summary="A session's requests, by a signed URL",
+    response_class=Response,
+    responses=answers("application/json", {"type": "array"}),
+)
 async def trace(session_id: str, request: Request, deps: Deps) -> StreamingResponse:
     """JSON of the Chrome trace format: open it in https://ui.perfetto.dev."""
     await deps.signer.require(request)

@@ -9,6 +9,7 @@ from starlette.responses import RedirectResponse
 from skyrl_tinker.api.archive import require_archivable
 from skyrl_tinker.api.bodies import read_json
 from skyrl_tinker.api.deps import Deps, Owner, Services
+from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.signing import expiry
 from skyrl_tinker.api.submit import from_json, submit_training
 from skyrl_tinker.errors import UserError
@@ -30,7 +31,11 @@ router = APIRouter(tags=["downloads"])
 _CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint_id:path}"
 
 
-@router.post("/save_weights_external", summary="Export weights: a PEFT adapter or a Hugging Face model")
+@router.post(
+    "/save_weights_external",
+    summary="Export weights: a PEFT adapter or a Hugging Face model",
+    openapi_extra=takes(SaveExternalRequest),
+)
 async def save_weights_external(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     wanted = from_json(
         RequestKind.SAVE_WEIGHTS_EXTERNAL,

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from skyrl_tinker.api.bodies import off_loop, read_model
 from skyrl_tinker.api.deps import Deps, Owner, Services, owner_of
+from skyrl_tinker.api.documents import answers_with_result, takes
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.readiness import engine_state
 from skyrl_tinker.api.reasons import Reason, reason
@@ -22,7 +23,6 @@ from skyrl_tinker.wire.ids import FutureStatus, RequestId, RequestKind, Sampling
 from skyrl_tinker.wire.models import (
     CancelFutureRequest,
     CompletedFuture,
-    FailedResponse,
     RetrieveFutureRequest,
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
@@ -37,7 +37,8 @@ hot = APIRouter(tags=["futures"], route_class=HotRoute)
     "/retrieve_future",
     summary="Wait for a result: bytes as stored, a failure as 200 with `error`, 408 while it is not there",
     response_model=None,
-    responses={200: {"model": FailedResponse}, 408: {"model": TryAgainResponse}},
+    responses={**answers_with_result(), 408: {"model": TryAgainResponse}},
+    openapi_extra=takes(RetrieveFutureRequest),
 )
 async def retrieve_future(request: Request, deps: Deps) -> Response:
     wanted = await read_model(request, RetrieveFutureRequest)
@@ -93,7 +94,9 @@ def _as_json(kind: RequestKind, body: bytes) -> bytes:
 
 
 @router.post(
-    "/retrieve_futures", summary="Wait for any sample of a sampling client; its result is fetched after"
+    "/retrieve_futures",
+    summary="Wait for any sample of a sampling client; its result is fetched after",
+    openapi_extra=takes(RetrieveFuturesRequest),
 )
 async def retrieve_futures(request: Request, deps: Deps, owner: Owner) -> RetrieveFuturesResponse:
     """Those that finished after `prev_cursor`, in that order; none when the time is over."""
@@ -129,7 +132,11 @@ def _completed(one: Completion) -> CompletedFuture:
     )
 
 
-@router.post("/cancel_future", summary="Stop a sample: it fails as cancelled, unless it is done already")
+@router.post(
+    "/cancel_future",
+    summary="Stop a sample: it fails as cancelled, unless it is done already",
+    openapi_extra=takes(CancelFutureRequest),
+)
 async def cancel_future(request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
     """400 for what is no sample: requests that came later build on those of a model."""
     wanted = await read_model(request, CancelFutureRequest)

@@ -5,7 +5,7 @@ from starlette.responses import JSONResponse
 
 from skyrl_tinker.api.deps import Deps
 from skyrl_tinker.api.readiness import engine_state
-from skyrl_tinker.wire.models import HealthResponse
+from skyrl_tinker.wire.models import HealthResponse, ReadyResponse
 
 router = APIRouter(tags=["health"])
 root = APIRouter(tags=["health"])
@@ -17,8 +17,14 @@ async def healthz() -> HealthResponse:
     return HealthResponse()
 
 
-@root.get("/readyz", summary="200 once the engine takes work, else 503", response_model=None)
+@root.get(
+    "/readyz",
+    summary="200 once the engine takes work, else 503",
+    response_model=ReadyResponse,
+    responses={503: {"model": ReadyResponse}},
+)
 async def readyz(deps: Deps) -> JSONResponse:
     engine = await engine_state(deps.store)
     status = 200 if engine.ready else 503
-    return JSONResponse({"state": engine.state, "detail": engine.detail}, status)
+    answer = ReadyResponse(state=engine.state, detail=engine.detail)
+    return JSONResponse(answer.model_dump(), status)

@@ -5,14 +5,19 @@ from fastapi import APIRouter, Request
 from skyrl_tinker.api import uploads
 from skyrl_tinker.api.bodies import json_object, off_loop
 from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.submit import announce
 from skyrl_tinker.errors import NotSupportedError
-from skyrl_tinker.wire.models import AcceptedFuture
+from skyrl_tinker.wire.models import AcceptedFuture, CreateCustomLossRequest
 
 router = APIRouter(tags=["losses"])
 
 
-@router.post("/create_custom_loss", summary="A loss as torch.fx recorded it, for passes of the same session")
+@router.post(
+    "/create_custom_loss",
+    summary="A loss as torch.fx recorded it, for passes of the same session",
+    openapi_extra=takes(CreateCustomLossRequest),
+)
 async def create_custom_loss(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     if not deps.settings.custom_loss_server_side:
         raise NotSupportedError(

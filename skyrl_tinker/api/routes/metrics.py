@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.documents import answers
 from skyrl_tinker.api.engine_proxy import EngineAwayError
 from skyrl_tinker.api.readiness import engine_state
 
@@ -12,7 +13,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 router = APIRouter(tags=["health"])
 
 
-@router.get("/metrics", summary="Prometheus metrics", response_model=None)
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses=answers("text/plain", {"type": "string"}),
+)
 async def metrics(deps: Deps) -> Response:
     """Also while the engine is away, so that this can be seen."""
     try:

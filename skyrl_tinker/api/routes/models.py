@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.api import creation
 from skyrl_tinker.api.bodies import read_json, read_model
 from skyrl_tinker.api.deps import Deps, Owner, Services
+from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.submit import announce, from_json, submit_training
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import models, waiting
@@ -34,7 +35,11 @@ from skyrl_tinker.wire.values import BaseModelFacts
 router = APIRouter(tags=["models"])
 
 
-@router.post("/create_model", summary="A new model on the base model: LoRA, or full parameters with rank 0")
+@router.post(
+    "/create_model",
+    summary="A new model on the base model: LoRA, or full parameters with rank 0",
+    openapi_extra=takes(CreateModelRequest),
+)
 async def create_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     payload = await read_json(request)
     made = creation.anew(parse(CreateModelRequest, payload), payload, deps.limits)
@@ -42,7 +47,11 @@ async def create_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
     return announce(deps, owner, accepted, pending=made.failure is None)
 
 
-@router.post("/load_weights", summary="A new model from a checkpoint, or with `model_id` a load in place")
+@router.post(
+    "/load_weights",
+    summary="A new model from a checkpoint, or with `model_id` a load in place",
+    openapi_extra=takes(CreateViaLoadRequest, LoadWeightsRequest),
+)
 async def load_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     payload = await read_json(request)
     if payload.get("model_id") is None:
@@ -68,7 +77,11 @@ async def _create_via_load(
     return announce(deps, owner, accepted, pending=made.failure is None)
 
 
-@router.post("/unload_model", summary="Release a model, behind all requests of it that came before")
+@router.post(
+    "/unload_model",
+    summary="Release a model, behind all requests of it that came before",
+    openapi_extra=takes(UnloadModelRequest),
+)
 async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     """Its checkpoints and sampling clients stay. Requests that come later fail."""
     wanted = await read_model(request, UnloadModelRequest)
@@ -79,7 +92,11 @@ async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
     return announce(deps, owner, accepted, pending=True)
 
 
-@router.post("/get_info", summary="What a model is made of; works from its creation on")
+@router.post(
+    "/get_info",
+    summary="What a model is made of; works from its creation on",
+    openapi_extra=takes(GetInfoRequest),
+)
 async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoResponse:
     wanted = await read_model(request, GetInfoRequest)
     async with deps.store.read() as conn:
@@ -102,7 +119,7 @@ def _info(row: ModelRow, facts: BaseModelFacts) -> GetInfoResponse:
     )
 
 
-@router.post("/weights_info", summary="What a checkpoint holds")
+@router.post("/weights_info", summary="What a checkpoint holds", openapi_extra=takes(WeightsInfoRequest))
 async def weights_info(request: Request, deps: Deps, owner: Owner) -> WeightsInfoResponse:
     wanted = await read_model(request, WeightsInfoRequest)
     async with deps.store.read() as conn:

@@ -1,12 +1,11 @@
 """OpenAI-compatible routes. The engine answers; what is wrong with a request is said here already."""
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from skyrl_tinker.api.bodies import json_object, off_loop
 from skyrl_tinker.api.deps import Deps, Services
+from skyrl_tinker.api.documents import OPENAI_ERRORS, answers, takes
 from skyrl_tinker.api.engine_proxy import ClientGoneError, EngineAwayError
 from skyrl_tinker.api.readiness import engine_state
 from skyrl_tinker.errors import SamplerError, UserError
@@ -23,34 +22,12 @@ from skyrl_tinker.wire.models.openai import (
 RETRY_AFTER_S = 5
 CLIENT_GONE = 499  # nobody reads it
 
-router = APIRouter(tags=["openai"], prefix="/oai/api/v1")
+router = APIRouter(tags=["openai"], prefix="/oai/api/v1", responses=OPENAI_ERRORS)
 
 
-def _documented(model: type[OpenAIRequest], what: str) -> dict[str, Any]:
-    """Of a route. Bodies are read by hand, so the document is told of them by hand."""
-    content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
-    return {
-        "summary": f"OpenAI's {what}",
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
-        "response_model": None,
-    }
-
-
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without $defs, to which references from inside a larger document would not lead."""
-    definitions = schema.pop("$defs", {})
-
-    def resolve(node: Any) -> Any:
-        if isinstance(node, list):
-            return [resolve(each) for each in node]
-        if not isinstance(node, dict):
-            return node
-        if "$ref" in node:
-            return resolve(definitions[node["$ref"].rpartition("/")[2]])
-        return {key: resolve(value) for key, value in node.items()}
-
-    resolved: dict[str, Any] = resolve(schema)
-    return resolved
+_ANSWER = answers(
+    "application/json", {"type": "object"}, **{"text/event-stream": {"schema": {"type": "string"}}}
+)
 
 
 @router.get("/models", summary="Base models; any tinker://…/sampler_weights/… path is a model, too")
@@ -58,14 +35,23 @@ async def models(deps: Deps) -> ModelList:
     return ModelList(data=[ListedModel(id=name) for name in deps.facts.names])
 
 
-@router.post("/completions", **_documented(CompletionRequest, "completions, streamed or not"))
+@router.post(
+    "/completions",
+    summary="OpenAI's completions, streamed or not",
+    response_class=Response,
+    responses=_ANSWER,
+    openapi_extra=takes(CompletionRequest),
+)
 async def completions(request: Request, deps: Deps) -> Response:
     return await _relay(request, deps, CompletionRequest)
 
 
 @router.post(
     "/chat/completions",
-    **_documented(ChatCompletionRequest, "chat completions, streamed or not; the model's own chat template"),
+    summary="OpenAI's chat completions, streamed or not; the model's own chat template",
+    response_class=Response,
+    responses=_ANSWER,
+    openapi_extra=takes(ChatCompletionRequest),
 )
 async def chat_completions(request: Request, deps: Deps) -> Response:
     return await _relay(request, deps, ChatCompletionRequest)

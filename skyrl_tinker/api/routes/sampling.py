@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.api.bodies import json_object, off_loop, read_model
 from skyrl_tinker.api.creation import find_checkpoint
 from skyrl_tinker.api.deps import Deps, Owner, owner_of
+from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.submit import announce
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
@@ -33,7 +34,11 @@ router = APIRouter(tags=["sampling"])
 hot = APIRouter(tags=["sampling"], route_class=HotRoute)
 
 
-@router.post("/create_sampling_session", summary="Sample from the base model or from a checkpoint")
+@router.post(
+    "/create_sampling_session",
+    summary="Sample from the base model or from a checkpoint",
+    openapi_extra=takes(CreateSamplingSessionRequest),
+)
 async def create_sampling_session(
     request: Request, deps: Deps, owner: Owner
 ) -> CreateSamplingSessionResponse:
@@ -90,7 +95,11 @@ async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerRe
     )
 
 
-@router.post("/join_sampling_session", summary="A number for one more client of a sampling session")
+@router.post(
+    "/join_sampling_session",
+    summary="A number for one more client of a sampling session",
+    openapi_extra=takes(JoinSamplingSessionRequest),
+)
 async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> JoinSamplingSessionResponse:
     """Its seq_ids begin at that number times 10^9, so that they are nobody else's."""
     wanted = await read_model(request, JoinSamplingSessionRequest)
@@ -99,7 +108,11 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
     return JoinSamplingSessionResponse(client_counter=counter)
 
 
-@hot.post("/asample", summary="Samples for one prompt; 400 names what is wrong with it")
+@hot.post(
+    "/asample",
+    summary="Samples for one prompt; 400 names what is wrong with it",
+    openapi_extra=takes(AsampleRequest),
+)
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     deps.backpressure.admit(request)
     body = await request.body()

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Query, Request
 
 from skyrl_tinker.api.bodies import read_model
 from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.runs import as_strings
 from skyrl_tinker.api.tokens import user_urn
 from skyrl_tinker.store import keys, session_list, session_search
@@ -40,7 +41,11 @@ async def list_sessions(
         return SessionsResponse(sessions=await session_list.page(conn, owner, query.limit, query.offset))
 
 
-@router.post("/search", summary="Search your sessions by metadata, name, project and status")
+@router.post(
+    "/search",
+    summary="Search your sessions by metadata, name, project and status",
+    openapi_extra=takes(SessionSearchRequest),
+)
 async def search_sessions(request: Request, deps: Deps, owner: Owner) -> SessionSearchResponse:
     wanted = await read_model(request, SessionSearchRequest)
     async with deps.store.read() as conn:
@@ -65,7 +70,11 @@ async def get_session(
     )
 
 
-@router.put("/{session_id}/project", summary="Put a session, with all that it made, into a project")
+@router.put(
+    "/{session_id}/project",
+    summary="Put a session, with all that it made, into a project",
+    openapi_extra=takes(SetProjectRequest),
+)
 async def set_project(session_id: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
     """There is no list of projects: a project is whatever sessions name."""
     wanted = await read_model(request, SetProjectRequest)

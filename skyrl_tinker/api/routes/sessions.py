@@ -5,6 +5,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api.bodies import read_model
 from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.documents import takes
 from skyrl_tinker.store import owners, sessions, state
 from skyrl_tinker.wire.ids import SessionId
 from skyrl_tinker.wire.models import (
@@ -18,7 +19,7 @@ from skyrl_tinker.wire.models import (
 router = APIRouter(tags=["sessions"])
 
 
-@router.post("/create_session", summary="Open a session")
+@router.post("/create_session", summary="Open a session", openapi_extra=takes(CreateSessionRequest))
 async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSessionResponse:
     wanted = await read_model(request, CreateSessionRequest)
 
@@ -38,7 +39,11 @@ async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSe
     return await deps.store.write(create)
 
 
-@router.post("/session_heartbeat", summary="Keep a session alive; 410 once it is finished")
+@router.post(
+    "/session_heartbeat",
+    summary="Keep a session alive; 410 once it is finished",
+    openapi_extra=takes(HeartbeatRequest),
+)
 async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> HeartbeatResponse:
     wanted = await read_model(request, HeartbeatRequest)
     session_id = SessionId(wanted.session_id)
@@ -51,7 +56,11 @@ async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> Heart
     return HeartbeatResponse()
 
 
-@router.post("/sessions/{session_id}/finish", summary="Finish a session; the first reason wins")
+@router.post(
+    "/sessions/{session_id}/finish",
+    summary="Finish a session; the first reason wins",
+    openapi_extra=takes(FinishSessionRequest),
+)
 async def finish_session(session_id: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
     wanted = await read_model(request, FinishSessionRequest)
 

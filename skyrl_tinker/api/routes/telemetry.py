@@ -2,11 +2,16 @@
 
 from fastapi import APIRouter
 
+from skyrl_tinker.api.documents import takes_telemetry
 from skyrl_tinker.wire.models import TelemetryResponse
 
 router = APIRouter(tags=["client"])
 
 
-@router.post("/telemetry", summary="Accept telemetry unread: it may hold the client's API key")
+@router.post(
+    "/telemetry",
+    summary="Accept telemetry unread: it may hold the client's API key",
+    openapi_extra=takes_telemetry(),
+)
 async def telemetry() -> TelemetryResponse:
     return TelemetryResponse()

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.bodies import json_object, off_loop, read_json
 from skyrl_tinker.api.deps import Deps, owner_of
+from skyrl_tinker.api.documents import takes, takes_pass
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
 from skyrl_tinker.wire import codec
@@ -15,8 +16,16 @@ from skyrl_tinker.wire.validate import Limits, validate_forward_backward, valida
 router = APIRouter(tags=["training"], route_class=HotRoute)
 
 
-@router.post("/forward_backward", summary="A pass over data, with gradients or `forward_only`")
-@router.post("/forward", summary="A pass without gradients, as SDKs up to 0.24 send it")
+@router.post(
+    "/forward_backward",
+    summary="A pass over data, with gradients or `forward_only`",
+    openapi_extra=takes_pass(forward=False),
+)
+@router.post(
+    "/forward",
+    summary="A pass without gradients, as SDKs up to 0.24 send it",
+    openapi_extra=takes_pass(forward=True),
+)
 async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     body = await request.body()
     protobuf = "protobuf" in request.headers.get("content-type", "").lower()
@@ -25,7 +34,11 @@ async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
         return await submit_training(deps, owner_of(request), wanted)
 
 
-@router.post("/optim_step", summary="One optimizer step over the gradients accumulated so far")
+@router.post(
+    "/optim_step",
+    summary="One optimizer step over the gradients accumulated so far",
+    openapi_extra=takes(OptimStepRequest),
+)
 async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
     wanted = from_json(
         RequestKind.OPTIM_STEP,

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.bodies import read_json
 from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.submit import from_json, submit_training
 from skyrl_tinker.wire.ids import RequestKind
 from skyrl_tinker.wire.models import (
@@ -17,7 +18,11 @@ from skyrl_tinker.wire.validate import validate_save_sampler, validate_save_weig
 router = APIRouter(tags=["weights"])
 
 
-@router.post("/save_weights", summary="Save the training state, optimizer included, under a name")
+@router.post(
+    "/save_weights",
+    summary="Save the training state, optimizer included, under a name",
+    openapi_extra=takes(SaveWeightsRequest),
+)
 async def save_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     wanted = from_json(
         RequestKind.SAVE_WEIGHTS,
@@ -27,7 +32,11 @@ async def save_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
     return await submit_training(deps, owner, wanted)
 
 
-@router.post("/save_weights_for_sampler", summary="Weights to the samplers, named or ephemeral")
+@router.post(
+    "/save_weights_for_sampler",
+    summary="Weights to the samplers, named or ephemeral",
+    openapi_extra=takes(SaveSamplerRequest),
+)
 async def save_weights_for_sampler(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     wanted = from_json(
         RequestKind.SAVE_WEIGHTS_FOR_SAMPLER,

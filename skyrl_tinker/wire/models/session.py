@@ -81,6 +81,19 @@ class HealthResponse(Message):
     status: Literal["ok"] = "ok"
 
 
+class ReadyResponse(Message):
+    """`state`: starting, ready, restarting or failed."""
+
+    state: str
+    detail: str
+
+
+class ErrorResponse(Message):
+    """What every refusal says."""
+
+    detail: str
+
+
 class SupportedModel(Message):
     model_name: str
     max_context_length: int

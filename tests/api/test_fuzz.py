@@ -1,0 +1,161 @@
+"""Whatever comes, the API answers it, and never with a fault of its own. A real process on a real store."""
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import hypothesis
+import psutil
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase
+from hypothesis.errors import Unsatisfiable
+from schemathesis import Case, GenerationMode
+
+from skyrl_tinker.store import state
+from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store.store import Store
+
+from . import fuzzing
+from .process import Api, launched
+from .world import BASE, Json, settings_for, write_facts
+
+SEED = 20260
+NO_ENGINE = ("/readyz", "/oai/api/v1/completions", "/oai/api/v1/chat/completions")
+"""There is none behind this API: 503 is right."""
+PASSES = 3000
+CASES = {GenerationMode.POSITIVE: 8, GenerationMode.NEGATIVE: 4}
+ENDS = ("/finish", "/unload_model")
+"""Comes last: what is made below would be gone."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """`ids`: what exists, by the names that fields and parameters have."""
+
+    api: Api
+    http: httpx.Client
+    ids: Json
+
+    @property
+    def memory_mb(self) -> float:
+        return float(psutil.Process(self.api.process.pid).memory_info().rss) / 2**20
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        home = tmp_path_factory.mktemp("fuzz") / "home"
+        settings = settings_for(home, port=listener.getsockname()[1], long_poll_s=0.01)
+        migrate(settings.store_url)
+        asyncio.run(_ready(settings.store_url))
+        with launched(settings, listener) as api:
+            api.wait_until_up()
+            with httpx.Client(base_url=f"{api.url}/api/v1", timeout=60) as http:
+                yield Target(api, http, _made(http))
+
+
+async def _ready(url: str) -> None:
+    store = await Store.open(url)
+    await write_facts(store)
+    engine = {"state": "ready", "detail": "", "since": 0.0, "died_after": None}
+    await store.write(lambda conn: state.put(conn, "engine", engine))
+    await store.close()
+
+
+def _made(http: httpx.Client) -> Json:
+    def post(path: str, **body: Any) -> Json:
+        made: Json = http.post(path, json=body).raise_for_status().json()
+        return made
+
+    session = post("create_session")["session_id"]
+    model = post("create_model", session_id=session, model_seq_id=0, base_model=BASE)
+    sampler = post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=BASE)
+    return {
+        "session_id": session,
+        "model_id": model["model_id"],
+        "run": model["model_id"],
+        "request_id": model["request_id"],
+        "base_model": BASE,
+        "model": BASE,
+        **sampler,
+        "sampler_id": sampler["sampling_session_id"],
+        "tinker_path": f"tinker://{model['model_id']}/weights/a",
+        "source_path": f"tinker://{model['model_id']}/weights/a",
+        "checkpoint_id": "weights/a",
+        "kind": "weights",
+        "starting_on": "2026-07-13T00:00:00Z",
+        "ending_before": "2026-07-14T00:00:00Z",
+    }
+
+
+def test_what_the_openapi_document_allows_and_what_it_forbids_is_never_a_fault(target: Target) -> None:
+    document = httpx.get(f"{target.api.url}/api/v1/openapi.json").json()
+    statuses: dict[str, Counter[int]] = {}
+    operations = [each.ok() for each in schemathesis.openapi.from_dict(document).get_all_operations()]
+    for found in sorted(operations, key=lambda each: each.path.endswith(ENDS)):
+        seen = statuses.setdefault(f"{found.method} {found.path}", Counter())
+        for mode, count in CASES.items():
+            with suppress(Unsatisfiable):  # nothing can be wrong with a request without parameters
+                _try(target, found.as_strategy(generation_mode=mode), count, seen)
+    with_a_body = {name for name in statuses if name.startswith(("post", "put"))}
+    past_parsing = {name for name in with_a_body if set(statuses[name]) - {400}}
+    assert len(past_parsing) > 0.9 * len(with_a_body), with_a_body - past_parsing
+    assert sum(sum(seen.values()) for seen in statuses.values()) > 400
+    assert target.http.get("healthz").status_code == 200
+
+
+def _try(target: Target, cases: Any, count: int, seen: Counter[int]) -> None:
+    @hypothesis.settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(cases)
+    def answered(case: Case) -> None:
+        if sum(seen.values()) % 3:
+            _name_what_exists(case, target.ids)
+        answer = case.call(base_url=target.api.url)
+        seen[answer.status_code] += 1
+        assert answer.status_code < 500 or (case.path in NO_ENGINE and answer.status_code == 503), answer.text
+        if answer.status_code >= 400 and case.method != "HEAD":
+            assert int(answer.headers["content-length"][0]) > 0
+
+    answered()
+
+
+def _name_what_exists(case: Case, ids: Json) -> None:
+    """In two of three: else nearly all would be about what does not exist."""
+    for given in (case.body, case.path_parameters, case.query):
+        if isinstance(given, dict):
+            given.update({name: ids[name] for name in given if name in ids})
+
+
+def test_damaged_protobuf_is_a_promise_or_a_refusal_and_takes_no_memory(target: Target) -> None:
+    before = target.memory_mb
+    statuses = fuzzing.send(target.http, target.ids["model_id"], SEED, PASSES)
+    assert target.memory_mb < before + 100
+    assert set(statuses) >= {200, 400, 404, 422}, statuses
+    assert statuses[200] > 50
+    assert target.http.get("healthz").status_code == 200
+
+
+def test_what_was_promised_is_told(target: Target) -> None:
+    """A wrong pass is a failed promise, a right one waits for the engine."""
+    source = iter(fuzzing.bodies(target.ids["model_id"], SEED + 1))
+    told: Counter[int] = Counter()
+    for _ in range(150):
+        body, headers = next(source)
+        answer = target.http.post("forward_backward", content=body, headers=headers)
+        if answer.status_code == 200:
+            told[target.http.post("retrieve_future", json=answer.json()).status_code] += 1
+    assert set(told) <= {200, 408}
+    assert told[200] > 0

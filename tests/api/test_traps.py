@@ -1,0 +1,108 @@
+"""What makes an SDK hang, spin or crash (protocol, section 12), as far as no other test holds it."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from pydantic import ValidationError
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.store import finish
+from skyrl_tinker.wire import codec
+from skyrl_tinker.wire import models as wire
+
+from .passes import old_json
+from .world import World, pass_output, sample, sample_output, step
+
+PAUSES_FOR_AN_HOUR, RETRIED_FOR_MINUTES = 402, 409
+RESULTS = [
+    wire.CreateModelResult(model_id="m"),
+    wire.LoadWeightsResult(path="p", model_id="m"),
+    wire.OptimStepResult(metrics={"grad_norm": 1.0}),
+    wire.SaveWeightsResult(path="p"),
+    wire.SaveSamplerResult(path="p"),
+    wire.SaveExternalResult(path="p", size_bytes=1),
+    wire.CreateCustomLossResult(loss_id="l"),
+    wire.UnloadModelResult(model_id="m"),
+]
+
+
+def kinds(error: type[SkyrlTinkerError] = SkyrlTinkerError) -> Iterator[type[SkyrlTinkerError]]:
+    yield error
+    for kind in error.__subclasses__():
+        yield from kinds(kind)
+
+
+def test_no_error_of_ours_is_402_or_409() -> None:
+    """Traps 7 and 8: the SDK pauses silently, or repeats what cannot succeed."""
+    assert not {PAUSES_FOR_AN_HOUR, RETRIED_FOR_MINUTES} & {kind.status for kind in kinds()}
+
+
+def test_every_error_has_a_category_that_the_sdk_knows() -> None:
+    """Trap 24: it compares case by case."""
+    assert {kind.category for kind in kinds()} <= {"user", "server", "unknown"}
+
+
+@pytest.mark.parametrize("seconds", [45, 60, 0])
+def test_a_long_poll_beyond_the_patience_of_old_sdks_cannot_be_set(seconds: float) -> None:
+    """Trap 14."""
+    with pytest.raises(ValidationError, match="long_poll_s"):
+        Settings(long_poll_s=seconds)
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
+def test_no_result_has_a_key_that_means_something_else_to_the_sdk(result: wire.Message) -> None:
+    """Trap 21: `error`, even null; and what says that the result is not there yet."""
+    fields = result.model_dump()
+    assert not {"error", "status"} & set(fields)
+    assert fields.get("type") != "try_again"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [codec.forward_backward_output_json(pass_output([-1.0])), codec.sample_response_json(sample_output([1]))],
+)
+def test_no_converted_result_has_one_either(fields: dict[str, object]) -> None:
+    assert not {"error", "status"} & set(fields)
+    assert fields.get("type") != "try_again"
+
+
+async def test_a_sample_whose_result_expired_is_sent_again_and_lives(world: World) -> None:
+    """Trap 6: the SDK answers 410 with the same sample under a new seq_id, for ever."""
+    session = await world.sampler()
+    kind = {"X-Tinker-Request-Type": "Sample"}
+    first = (await world.ok("asample", sample(session, 0)))["request_id"]
+    await world.succeed(first, "application/x-protobuf", sample_output([7]))
+    await world.store.write(lambda conn: finish.purge_results(conn, time.time() + 1))
+    assert (await world.retrieve(first, **kind)).status_code == 410
+    second = (await world.ok("asample", sample(session, 1)))["request_id"]
+    await world.succeed(second, "application/x-protobuf", sample_output([7]))
+    assert second != first
+    assert (await world.retrieve(second, **kind)).status_code == 200
+
+
+async def test_a_wrong_request_of_any_kind_takes_its_seq_id(world: World) -> None:
+    """Trap 2: the SDK goes on with the next one, so the number is taken as soon as it can be read."""
+    model = await world.model()
+    nonsense = {"model_id": model, "seq_id": 1, "forward_backward_input": "nonsense"}
+    for path, body in (
+        ("forward_backward", nonsense),
+        ("forward", {**nonsense, "seq_id": 2}),
+        ("optim_step", {"model_id": model, "seq_id": 3, "adam_params": [1]}),
+        ("save_weights", {"model_id": model, "seq_id": 4}),
+        ("save_weights_for_sampler", {"model_id": model, "seq_id": 5, "path": "../x"}),
+        ("save_weights_external", {"model_id": model, "seq_id": 6, "path": 7}),
+        ("load_weights", {"model_id": model, "seq_id": 7, "path": "nowhere"}),
+    ):
+        await world.failure((await world.ok(path, body))["request_id"])
+    assert [row.seq_id for row in await world.queued()] == list(range(8))
+    await world.ok("optim_step", step(model, 8))
+
+
+async def test_an_old_pass_that_cannot_be_a_protobuf_takes_its_seq_id(world: World) -> None:
+    model = await world.model()
+    wrong = old_json(model, 1)
+    wrong["forward_backward_input"]["data"] = [{"model_input": 3}]
+    assert "datum 0" in await world.failure((await world.ok("forward_backward", wrong))["request_id"])
+    await world.ok("forward_backward", old_json(model, 2))
