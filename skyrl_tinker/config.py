@@ -122,7 +122,7 @@ class Settings(BaseSettings):
     wire_body_mb: int = Field(64, ge=1)
     expanded_body_mb: int = Field(256, ge=1)
     held_bodies_mb: int = Field(
-        128, ge=1, description="large request bodies held at once, as they come; as much again expanded"
+        64, ge=1, description="large request bodies held at once, as they come; as much again expanded"
     )
     max_datums: int = Field(4096, ge=1)
     custom_loss_server_side: bool = Field(

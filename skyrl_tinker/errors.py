@@ -12,7 +12,7 @@ SkyrlTinkerError              500  server
 │   └── NotSupportedError     400  user     belongs to the protocol, not built yet
 ├── StateLostError            500  server   the model's state died with a process
 ├── TrainerError              500  server   the workers are broken for good, with all models that they had
-├── UnitFailedError           500  server   a worker died and was replaced; its unit failed and changed nothing
+├── UnitFailedError           500  server   a worker died and was replaced; its unit changed nothing
 ├── SamplerError              500  server   the inference plane failed
 ├── StorageError              500  server   a disk is full or broken; models and weights are as before
 ├── OverloadedError           429  server   too much waits; says when to come again

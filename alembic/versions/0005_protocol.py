@@ -51,7 +51,11 @@ def _add_billing() -> None:
             ["session_id"], ["sessions.session_id"], name="fk_usage_records_session_id"
         ),
         sa.UniqueConstraint(
-            "hour", "session_id", "base_model", "kind", name="uq_usage_records_hour_session_id_base_model_kind"
+            "hour",
+            "session_id",
+            "base_model",
+            "kind",
+            name="uq_usage_records_hour_session_id_base_model_kind",
         ),
         sqlite_autoincrement=True,
     )

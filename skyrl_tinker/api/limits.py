@@ -80,10 +80,11 @@ class BodyLimitMiddleware:
         cap = self._limits.wire
         size = _announced(headers, cap)
         body = _Body(receive)
-        await body.read(LARGE_BYTES)
+        if size is None or size <= LARGE_BYTES:
+            await body.read(LARGE_BYTES)
         if body.more:
-            share = await held.enter_async_context(self._wire.holding(size))
-            await _in_time(body.read(cap), size)
+            share = await held.enter_async_context(self._wire.holding(size or cap))
+            await _in_time(body.read(cap), size or cap)
             self._wire.shrink(share, body.size)
         if body.size > cap:
             raise TooLargeError(f"request body: found more than {cap} bytes, expected at most {cap}")
@@ -115,11 +116,11 @@ class _Body:
             self._data.write(message.get("body", b""))
 
 
-def _announced(headers: Headers, cap: int) -> int:
-    """Bytes to come: what Content-Length says, or as many as may come."""
+def _announced(headers: Headers, cap: int) -> int | None:
+    """Content-Length, which chunked bodies do not have. TooLargeError."""
     announced = headers.get("content-length", "")
-    if not announced.isdecimal() or len(announced) > 18:  # which no server lets through
-        return cap
+    if not announced.isdecimal() or len(announced) > 18:  # more no server lets through
+        return None
     if int(announced) > cap:
         raise TooLargeError(f"request body: found {announced} bytes, expected at most {cap}")
     return int(announced)

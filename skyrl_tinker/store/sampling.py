@@ -49,7 +49,7 @@ async def create(
 
     Raises SeqIdReusedError if the seq id stands for another target, NotFoundError (no session), GoneError.
     """
-    new_id = SamplingSessionId(f"{session_id}:sample:{sampling_session_seq_id}")
+    new_id = _id(session_id, sampling_session_seq_id)
     new = SamplingSessionRow(new_id, session_id, sampling_session_seq_id, base_model, model_path, version_id)
     if (first := await get(conn, new_id)) is not None:
         _require_same_target(first, new)
@@ -66,6 +66,14 @@ async def create(
     )
     await conn.execute(row)
     return new_id
+
+
+async def made_of(
+    conn: AsyncConnection, session_id: SessionId, sampling_session_seq_id: int, model_path: str
+) -> SamplingSessionId | None:
+    """The one that this request made when it came before, whatever has become of the checkpoint since."""
+    first = await get(conn, _id(session_id, sampling_session_seq_id))
+    return first.sampling_session_id if first and first.model_path == model_path else None
 
 
 async def find(
@@ -123,6 +131,10 @@ async def join(conn: AsyncConnection, owner: OwnerId | None, sampling_session_id
         .returning(SamplingSession.clones)
     )
     return int((await conn.execute(joined)).scalar_one())
+
+
+def _id(session_id: SessionId, sampling_session_seq_id: int) -> SamplingSessionId:
+    return SamplingSessionId(f"{session_id}:sample:{sampling_session_seq_id}")
 
 
 def _require_same_target(first: SamplingSessionRow, new: SamplingSessionRow) -> None:

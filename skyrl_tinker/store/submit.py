@@ -1,5 +1,5 @@
-"""Accepting training requests and losses. Each `submit_*` is one write: it finds the first request of the same key
-or writes the new one, so that duplicates, however they race, get the same answer.
+"""Accepting training requests and losses. Each `submit_*` is one write: it finds the first request of its
+key or writes the new one, so that duplicates, however they race, get the same answer.
 """
 
 import time

@@ -66,7 +66,7 @@ class Clients:
     # Messages
 
     def _message(self, event: Event) -> tuple[str, bytes, str]:
-        """Path, body, content type. One sent anew has a new key, and an ephemeral save a new sampling number."""
+        """Path, body, content type. Sent anew it has a new key, and an ephemeral save a new sampling number."""
         key = event.lane, event.place
         anew = event.arrival.fresh or key not in self._keys
         if anew:

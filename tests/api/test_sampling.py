@@ -35,6 +35,16 @@ async def test_the_same_session_again_has_the_same_id(world: World) -> None:
     assert (await world.post("create_sampling_session", other)).status_code == 422
 
 
+async def test_a_retry_gets_its_session_though_the_checkpoint_is_deleted_by_then(world: World) -> None:
+    model, session = await world.model(), await world.session()
+    path = await world.checkpoint(model, CheckpointKind.SAMPLER_WEIGHTS, "one")
+    first = await world.sampler(session, 0, model_path=path)
+    await world.http.delete(f"training_runs/{model}/checkpoints/sampler_weights/one")
+    assert await world.sampler(session, 0, model_path=path) == first
+    late = {"session_id": session, "sampling_session_seq_id": 1, "model_path": path}
+    assert (await world.post("create_sampling_session", late)).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("target", "status", "message"),
     [

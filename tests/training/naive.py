@@ -1,10 +1,11 @@
-"""Tenants and what they ask for; and what a naive trainer makes of it: each tenant alone, one datum at a time.
+"""Tenants, what they ask for, and what a naive trainer makes of it: each tenant alone, one datum at a time.
 
 The naive one computes in float64 with torch's own AdamW and knows no batches, rows, ranks or turns.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -46,14 +47,15 @@ class Trained:
     weights: list[Mapping[str, np.ndarray]] = field(default_factory=list)
 
 
-def schedule(tenant: int) -> list[Asked]:
-    """Windows of one to three passes, of any losses, each with a step behind it; the last has no gradients."""
+@cache
+def schedule(tenant: int) -> tuple[Asked, ...]:
+    """Windows of one to three passes, of any losses, with a step behind each; the last has no gradients."""
     rng = np.random.default_rng(tenant)
     asked: list[Asked] = []
     for window in range(WINDOWS):
         asked += [_pass(rng, window) for _ in range(rng.integers(1, 4))]
         asked.append(_step(rng))
-    return [*asked, _pass(rng, WINDOWS, backward=False), _step(rng)]
+    return (*asked, _pass(rng, WINDOWS, backward=False), _step(rng))
 
 
 def _pass(rng: np.random.Generator, window: int, *, backward: bool = True) -> Pass:

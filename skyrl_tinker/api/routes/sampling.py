@@ -45,13 +45,16 @@ async def create_sampling_session(
     wanted = await read_model(request, CreateSamplingSessionRequest)
 
     async def create(conn: AsyncConnection) -> SamplingSessionId:
-        session_id = SessionId(wanted.session_id)
+        session_id, number = SessionId(wanted.session_id), wanted.sampling_session_seq_id
         await owners.require_session(conn, owner, session_id)
+        path = wanted.model_path
+        if path is not None and (first := await sampling.made_of(conn, session_id, number, path)):
+            return first
         base_model, version_id = await _target(conn, owner, wanted, deps.limits)
         return await sampling.create(
             conn,
             session_id,
-            wanted.sampling_session_seq_id,
+            number,
             base_model=base_model,
             model_path=wanted.model_path,
             version_id=version_id,

@@ -17,7 +17,7 @@ MAX_TEXTS = 1024
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 OWNER_HEADER = "X-Skyrl-Tinker-Owner"
-"""From the API to the engine: whose checkpoints the request may name. Nothing that a client sends gets there."""
+"""From the API to the engine: whose checkpoints the request may name. A client cannot set it."""
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is what is left of the context
 
 StrictInt = Annotated[int, Strict()]
