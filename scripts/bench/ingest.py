@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Many large forward_backward bodies in flight at once, while sessions heartbeat on other connections.
 
-usage: scripts/bench/ingest.py [--base-url URL] [--base-model NAME] [--bodies N] [--mb N] [--datums N] [--train]
+usage: scripts/bench/ingest.py [--base-url URL] [--base-model NAME] [--bodies N] [--mb N] [--datums N]
+                               [--train]
 
-Without a URL it starts a server of its own. Each of 16 models gets its share of the bodies, all at once and in
-shuffled order. As an SDK does with the chunks of one call, the first of a model is left for last: so nothing of
-it is trained while the rest arrives, and only the ingest is measured. --train sends the first ones with the
-others: then the engine trains meanwhile, on the same cores.
+Without a URL it starts a server of its own. Each of 16 models gets its share of the bodies, all at once and
+in shuffled order. As an SDK does with the chunks of one call, the first of a model is left for last: so
+nothing of it is trained while the rest arrives, and only the ingest is measured. --train sends the first
+ones with the others: then the engine trains meanwhile, on the same cores.
 
 The longest block of the API's event loop is what its own /metrics tell
 (skyrl_tinker_api_loop_block_seconds_max: the longest time between two beats that the loop should keep every

@@ -26,7 +26,9 @@ class Gate:
     def __init__(self, at_once: int) -> None:
         self._turns = asyncio.Semaphore(at_once)
 
-    def through(self, size: int) -> AbstractAsyncContextManager[None]:
+    def through(self, request: Request) -> AbstractAsyncContextManager[None]:
+        """Before its body, which the middleware holds and has measured, is copied from there."""
+        size = int(request.headers["content-length"])
         return self._turns if size > OFF_LOOP_BYTES else nullcontext()
 
 

@@ -96,6 +96,10 @@ class FutureWaiter:
                 _answer(wait, None)
 
     @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    @property
     def waiting(self) -> int:
         """How many long polls are held."""
         return sum(len(waits) for waits in self._waiting.values())
@@ -138,6 +142,8 @@ class FutureWaiter:
             outcome = await future_rows.outcome(conn, request_id, _SMALL_BYTES)
         if outcome is None or outcome.owner_id != owner:
             return None
+        if outcome.status is not FutureStatus.PENDING:  # announced longer ago than is remembered
+            self._expected.pop(request_id, None)
         return await self._whole(outcome)
 
     async def _whole(self, outcome: Outcome) -> Outcome:

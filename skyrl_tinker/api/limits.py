@@ -34,7 +34,7 @@ class ClientGoneError(Exception):
 
 
 class BodyLimitMiddleware:
-    """Reads the whole body under the caps, decompresses it, and hands it on as one message.
+    """Reads the whole body under the caps, decompresses it, and hands it on as one message, its length told.
 
     Large bodies wait, unread, until there is room for them beside the others.
     """
@@ -50,14 +50,16 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         async with AsyncExitStack() as held:
+            headers = MutableHeaders(scope=scope)
             try:
-                body = await self._read(MutableHeaders(scope=scope), receive, held)
+                body = await self._read(headers, receive, held)
             except ClientGoneError:
                 return
             except UserError as error:
                 refusal = JSONResponse({"detail": str(error)}, error.status)
                 await refusal(scope, receive, send)
                 return
+            headers["content-length"] = str(len(body))
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, headers: MutableHeaders, receive: Receive, held: AsyncExitStack) -> bytes:
@@ -73,7 +75,6 @@ class BodyLimitMiddleware:
             body = await asyncio.to_thread(decompress, body, encoding, self._limits.expanded)
             self._expanded.shrink(share, len(body))
         del headers["content-encoding"]
-        headers["content-length"] = str(len(body))
         return body
 
     async def _read_wire(self, headers: Headers, receive: Receive, held: AsyncExitStack) -> bytes:

@@ -1,4 +1,5 @@
-"""What waits in the engine, asked for when somebody here wants to know, and at most once a second."""
+"""What waits in the engine: looked at when somebody here wants to know and while samples wait, at most once a
+second."""
 
 import asyncio
 import logging
@@ -48,10 +49,10 @@ class EngineQueues:
 
     def sample_accepted(self) -> None:
         self._accepted += 1
+        self._wanted.set()
 
     def samples_waiting(self) -> int:
         """About how many are accepted and not sampled yet."""
-        self._wanted.set()
         return self._waiting + self._accepted
 
     @property
@@ -69,6 +70,8 @@ class EngineQueues:
             self._waiting = _pending(self._seen.sampling)
             self._accepted -= counted
         self._seen_at = time.monotonic()
+        if self.samples_waiting():  # until there are none: who comes later must not be told of them
+            self._wanted.set()
 
 
 def _pending(sampling: SamplingView) -> int:

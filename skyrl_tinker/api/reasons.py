@@ -36,7 +36,7 @@ def reason(place: Place, queues: QueuesView) -> Reason:
 
 
 def _sampling(place: Place, view: SamplingView) -> Reason:
-    ahead = view.ahead(place.future_id)
+    ahead = view.ahead(place.session_id, place.future_id)
     if view.paused is not None:
         return Reason("paused_capacity", view.paused)
     if ahead is None:

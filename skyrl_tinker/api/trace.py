@@ -6,6 +6,7 @@ Each model and each sampler is a process there. Requests overlap, so each is a p
 """
 
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -21,7 +22,10 @@ Event = dict[str, Any]
 
 
 async def chrome_trace(store: Store, session: SessionId) -> AsyncIterator[bytes]:
-    """JSON, in pieces: a page of requests at a time is in memory."""
+    """JSON, in pieces: a page of requests at a time is in memory.
+
+    Each is read in a thread: reads on the loop never wait, and so would hold it until the end.
+    """
     separator = b"["
     async for events in _pages(store, session):
         yield separator + b",\n".join(map(orjson.dumps, events))
@@ -43,8 +47,7 @@ async def _tracks(store: Store, session: SessionId) -> AsyncIterator[Track]:
     for query in (timeline.models, timeline.samplers):
         after = -1
         while True:
-            async with store.read() as conn:
-                page = await query(conn, session, after, PAGE)
+            page = await store.fetch(partial(query, session=session, after=after, limit=PAGE))
             for _, track in page:
                 yield track
             if len(page) < PAGE:
@@ -55,8 +58,7 @@ async def _tracks(store: Store, session: SessionId) -> AsyncIterator[Track]:
 async def _slices(store: Store, track: Track) -> AsyncIterator[list[Slice]]:
     after = -1
     while True:
-        async with store.read() as conn:
-            page = await timeline.slices(conn, track, after, PAGE)
+        page = await store.fetch(partial(timeline.slices, track=track, after=after, limit=PAGE))
         if page:
             yield page
             after = page[-1].seq_id

@@ -54,29 +54,40 @@ class Deadlines:
         )
 
     async def _close_gaps(self, now: float) -> None:
-        for model, stand in self._trainer.stands().items():
-            if stand.gap and stand.since + self._gap_s <= now:
-                await self._trainer.give_up(model, _missing(stand, self._gap_s))
+        """All at once: while one is answered, what is missing in another may come."""
+        stands = self._trainer.stands().items()
+        due = {model: stand for model, stand in stands if stand.gap and stand.since + self._gap_s <= now}
+        if due:
+            await self._trainer.give_up({model: _missing(each, self._gap_s) for model, each in due.items()})
 
     async def _expire(self, now: float) -> None:
         due = list(takewhile(lambda row: row.created_at + self._request_s <= now, self._metrics.pending()))
-        samples = {row.id: self._late(row) for row in due if row.kind is RequestKind.SAMPLE}
+        samples = {row.id: self._late_sample() for row in due if row.kind is RequestKind.SAMPLE}
         if samples:
             await self._sampler.end(samples)
-        for row in due:
-            if row.model_key is not None:
-                await self._trainer.expire(row, self._late(row))
+        stands = self._trainer.stands()
+        training = [(row, self._late(row, stands.get(row.model_key))) for row in due if row.model_key]
+        if training:
+            await self._trainer.expire(training)
 
-    def _late(self, row: QueuedRow) -> Failure:
-        waited = f"was not done within {self._request_s:g} s (setting request_deadline_s)"
-        if row.kind is RequestKind.SAMPLE:
-            return Failure(f"this sample {waited}: more is asked of the samplers than they can do", "server")
-        stand = None if row.model_key is None else self._trainer.stands().get(row.model_key)
+    def _late_sample(self) -> Failure:
+        return Failure(
+            f"this sample {self._waited}: more is asked of the samplers than they can do", "server"
+        )
+
+    def _late(self, row: QueuedRow, stand: Stand | None) -> Failure:
+        """`stand`: of its model, None where nothing waits."""
         if stand is None or row.seq_id is None or row.seq_id < stand.next_seq:
-            return Failure(f"this {row.kind} {waited}: it has begun and may still take effect", "server")
+            return Failure(
+                f"this {row.kind} {self._waited}: it has begun and may still take effect", "server"
+            )
         if stand.gap:
             return _missing(stand, self._request_s)
-        return Failure(f"this {row.kind} {waited}: it never had its turn on the trainer", "server")
+        return Failure(f"this {row.kind} {self._waited}: it never had its turn on the trainer", "server")
+
+    @property
+    def _waited(self) -> str:
+        return f"was not done within {self._request_s:g} s (setting request_deadline_s)"
 
 
 def _missing(stand: Stand, waited_s: float) -> Failure:

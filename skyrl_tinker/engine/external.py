@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.engine.answers import Outbox, failure_of, json_answer
 from skyrl_tinker.engine.checkpoints import free_directory, require_free
 from skyrl_tinker.engine.export_files import Export, finish_export
-from skyrl_tinker.errors import StorageError, TrainerError
+from skyrl_tinker.errors import StorageError
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.checkpoints import NewCheckpoint, expiry
 from skyrl_tinker.store.futures import QueuedRow
@@ -80,7 +80,7 @@ class Exporter:
         return Exporting(row, model, body, captured, directory)
 
     async def persist(self, exporting: Exporting) -> None:
-        """Write, record and answer; a failure is the answer as well. TrainerError: the workers are broken."""
+        """Write, record and answer; a failure is the answer as well."""
         try:
             await self._trainer.persist_state(exporting.captured, str(exporting.staging))
             size = await asyncio.to_thread(self._finish, exporting)
@@ -88,8 +88,6 @@ class Exporter:
         except Exception as error:  # becomes the result of this request
             await asyncio.to_thread(_remove, exporting)
             await self._outbox.send([(exporting.row.id, failure_of(error))])
-            if isinstance(error, TrainerError):
-                raise
 
     def _finish(self, exporting: Exporting) -> int:
         export = Export(

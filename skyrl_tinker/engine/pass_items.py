@@ -42,6 +42,8 @@ class ReadRow:
     def read(cls, row: QueuedRow, bodies: Mapping[int, bytes]) -> "ReadRow":
         """`bodies`: by row id. Raises what reading the body raises."""
         assert row.model_key is not None, "training requests have a model"
+        if row.id not in bodies:
+            raise UserError("its time was over before its turn")
         return cls(row, row.model_key, codec.from_canonical(bodies[row.id]))
 
     @property

@@ -1,11 +1,8 @@
 """Sampling: many requests in flight, none of which ever waits for training."""
 
 import asyncio
-import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import islice
 from types import MappingProxyType
 
 import numpy as np
@@ -15,6 +12,7 @@ from skyrl_tinker.engine.answers import Answer, Outbox, Outcome, failure_of, jso
 from skyrl_tinker.engine.inflight import Wanted
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.pace import Ends
+from skyrl_tinker.engine.sample_queue import SampleQueue
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import futures, sampling
@@ -24,7 +22,7 @@ from skyrl_tinker.store.stability import SequenceRecord
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.ids import SamplingSessionId, sequence_ids
-from skyrl_tinker.wire.queues import SHOWN, SamplingView
+from skyrl_tinker.wire.queues import SamplingView
 from skyrl_tinker.wire.sample_codec import sample_from_body
 from skyrl_tinker.wire.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 
@@ -51,13 +49,13 @@ class SamplerDriver:
         self._metrics = metrics or Metrics()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
         self._starting: set[int] = set()  # their bodies are being read
-        self._queued: deque[QueuedRow] = deque()
+        self._queued = SampleQueue()
         self._ends = Ends()
         self._changed = asyncio.Event()  # rows came, or requests finished
         self._targets: dict[SamplingSessionId, Wanted] = {}
 
     def submit(self, rows: Sequence[QueuedRow]) -> None:
-        self._queued.extend(rows)
+        self._queued.add(rows)
         self._changed.set()
 
     def queued(self) -> int:
@@ -78,7 +76,7 @@ class SamplerDriver:
 
         Those that have finished stay as they are.
         """
-        self._queued = deque(row for row in self._queued if row.id not in failures)
+        self._queued.drop(failures)
         self._starting.difference_update(failures)
         for task in [self._tasks[future_id] for future_id in failures if future_id in self._tasks]:
             task.cancel()  # its connection is closed, and vLLM aborts what it was for
@@ -86,9 +84,9 @@ class SamplerDriver:
 
     def view(self) -> SamplingView:
         """What waits and how fast it goes."""
-        stride = max(1, math.ceil(len(self._queued) / SHOWN))
+        queues, stride = self._queued.view()
         return SamplingView(
-            tuple(row.id for row in islice(self._queued, 0, None, stride)),
+            queues,
             stride,
             len(self._queued),
             len(self._tasks),
@@ -123,7 +121,7 @@ class SamplerDriver:
         while not (count := min(len(self._queued), BATCH, self._room())) > 0:
             self._changed.clear()
             await self._changed.wait()
-        return [self._queued.popleft() for _ in range(count)]
+        return [self._queued.take() for _ in range(count)]
 
     def _room(self) -> int:
         return self._concurrency * self._samplers.replicas - len(self._tasks)

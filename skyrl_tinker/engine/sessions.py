@@ -31,6 +31,8 @@ from skyrl_tinker.wire.ids import ModelState, SessionId
 from skyrl_tinker.wire.values import WeightVersion
 
 SWEEP_S = 3.0
+ASLEEP_S = 30.0
+"""So much longer by the wall than by the machine's own clock: it was suspended, maybe with its clients."""
 PURGE_S = 600.0
 COUNTED_AT_ONCE = 10_000  # results: others wait for the database meanwhile
 _ON_WORKERS = (ModelState.CREATING, ModelState.READY)
@@ -57,7 +59,8 @@ class SessionKeeper:
         self._timeout_s = session_timeout_s
         self._result_ttl_s = result_ttl_s
         self._stability_ttl_s = stability_ttl_s
-        self._started = time.time()
+        self._listens_since = time.time()
+        self._clocks_apart_s = _clocks_apart_s()
         self._purged = 0.0
 
     async def run(self) -> None:
@@ -79,9 +82,14 @@ class SessionKeeper:
         await self._spare_memory()
 
     async def _over(self) -> list[SessionId]:
-        """Silence counts only while somebody listened: after a restart clients get the full time again."""
+        """Silence counts only while somebody listened: after a restart, and after the machine was suspended,
+        clients get the full time again."""
         now = time.time()
-        listened = now - self._started > self._timeout_s
+        asleep_s = _clocks_apart_s() - self._clocks_apart_s
+        if asleep_s > ASLEEP_S:
+            self._listens_since = now
+        self._clocks_apart_s += asleep_s
+        listened = now - self._listens_since > self._timeout_s
         async with self._store.read() as conn:
             return await sessions.expired(conn, now, self._timeout_s if listened else now)
 
@@ -149,6 +157,11 @@ class SessionKeeper:
             await self._store.write(lambda conn: futures.purge_results(conn, now - self._result_ttl_s))
             await self._store.write(lambda conn: custom_losses.purge(conn, now - self._result_ttl_s))
             await self._store.write(lambda conn: stability.purge(conn, now - self._stability_ttl_s))
+
+
+def _clocks_apart_s() -> float:
+    """The second one stands still while the machine is suspended."""
+    return time.time() - time.monotonic()
 
 
 def _remove_directory(directory: Path, number: int) -> None:

@@ -25,9 +25,14 @@ class Syncs:
 
     async def run(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
         """The trainer's turn; who publishes and compares goes on in `background`. TrainerError."""
-        captures = await self._publisher.capture(await self._saves(rows))
+        saves = await self._saves(rows)
+        if not saves:
+            return
+        captures = await self._publisher.capture(saves)
         failures = [
-            (row.id, each) for row, each in zip(rows, captures, strict=True) if isinstance(each, Failure)
+            (save.row.id, each)
+            for save, each in zip(saves, captures, strict=True)
+            if isinstance(each, Failure)
         ]
         await self._outbox.send(failures)
         publishing = {
@@ -40,9 +45,10 @@ class Syncs:
             background.create_task(self._compare(scored, *publishing[scored.key]))
 
     async def _saves(self, rows: Sequence[QueuedRow]) -> list[Save]:
+        """Without those whose time was over before their turn."""
         async with self._store.read() as conn:
             bodies = await futures.bodies(conn, [row.id for row in rows])
-            return [await _save(conn, row, bodies[row.id]) for row in rows]
+            return [await _save(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
 
     async def _compare(self, scored: Scored, capture: Capture, publishing: asyncio.Task[bool]) -> None:
         if await publishing:

@@ -1,8 +1,7 @@
 """Training: plans units of work, has the workers run them one after another, and sees to their results."""
 
 import asyncio
-import math
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -21,6 +20,7 @@ from skyrl_tinker.engine.placement import SEPARATE, Placement
 from skyrl_tinker.engine.planner import Barriers, Pass, Planner, Unit
 from skyrl_tinker.engine.publisher import Publisher
 from skyrl_tinker.engine.saver import Saver
+from skyrl_tinker.engine.steps import Steps
 from skyrl_tinker.engine.syncs import Syncs
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.store import futures, models
@@ -31,13 +31,12 @@ from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.wire.bodies import (
     CreateViaLoadBody,
     LoadWeightsBody,
-    OptimStepBody,
     SaveExternalBody,
     SaveWeightsBody,
 )
 from skyrl_tinker.wire.ids import FutureStatus, ModelKey, ModelState, RequestKind
 from skyrl_tinker.wire.queues import LaneView, TrainingView
-from skyrl_tinker.wire.values import Failure, PassOutput, StepItem, StepOutput
+from skyrl_tinker.wire.values import Failure, PassOutput
 
 OVER = Failure("the session of this model is finished; its training state is released", "user")
 UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")
@@ -70,6 +69,7 @@ class TrainerDriver:
         self._placement = placement
         self._passes = PassRunner(store, trainer)
         self._lanes = Lanes()
+        self._steps = Steps(store, trainer, self._lanes, gaps, outbox)
         self._planner = Planner(self._lanes, unit_tokens)
         self._ahead: ReadyPass | None = None
         self._on_workers: set[ModelKey] = set()
@@ -117,20 +117,25 @@ class TrainerDriver:
         """Models that have something waiting."""
         return self._lanes.stands()
 
-    async def expire(self, row: QueuedRow, failure: Failure) -> None:
-        """It has waited too long. What follows it goes on, as behind any request that failed."""
-        if row.seq_id == 0:
-            await self._single_failed(row, await self._row(model_of(row)), failure)
-            return
-        if row.seq_id is not None:
-            self._lanes.expire(row, failure.message)
-        await self._outbox.send([(row.id, failure)])
+    async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
+        """These have waited too long. What follows them goes on, as behind any request that failed."""
+        for row, failure in late:
+            if row.seq_id:
+                self._lanes.expire(row, failure.message)
+        await self._outbox.send((row.id, failure) for row, failure in late if row.seq_id != 0)
+        for row, failure in late:
+            if row.seq_id == 0:
+                await self._single_failed(row, await self._row(model_of(row)), failure)
         self._woken.set()
 
-    async def give_up(self, model: ModelKey, failure: Failure) -> None:
-        """Nothing of it runs any more: what waits fails now, and so does all that comes."""
-        waiting = self._lanes.close(model, failure)
-        await self._outbox.send([(row.id, failure) for row in waiting])
+    async def give_up(self, models: Mapping[ModelKey, Failure]) -> None:
+        """Nothing of these runs any more: what waits fails now, and so does all that comes."""
+        waiting = [
+            (row.id, failure)
+            for model, failure in models.items()
+            for row in self._lanes.close(model, failure)
+        ]
+        await self._outbox.send(waiting)
         self._woken.set()
 
     def reads(self, directory: str) -> bool:
@@ -258,7 +263,7 @@ class TrainerDriver:
 
     async def _pass_barriers(self, kind: RequestKind, rows: Sequence[QueuedRow]) -> None:
         if kind is RequestKind.OPTIM_STEP:
-            await self._step(rows)
+            await self._steps.run(rows, self._background)
         elif kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
             await self._syncs.run(rows, self._background)
         else:
@@ -279,36 +284,12 @@ class TrainerDriver:
         await self._outbox.send((row.id, outcome) for row, outcome in zip(ready.rows, encoded, strict=True))
         await self._passes.renew(ready)
 
-    async def _step(self, rows: Sequence[QueuedRow]) -> None:
-        """Steps whose window is sound run together; the windows of the others are cleared."""
-        poison = {row.id: self._lanes.poison_of(model_of(row)) for row in rows}
-        pending = [row for row in rows if row.status is FutureStatus.PENDING]
-        sound = [row for row in pending if poison[row.id] is None]
-        spoiled = [row for row in rows if row not in sound]
-        if spoiled:
-            await self._trainer.zero_gradients([model_of(row) for row in spoiled])
-        outputs = await self._trainer.optim_step(await self._steps(sound)) if sound else []
-        for row in rows:
-            self._lanes.cleanse(model_of(row))
-        answers = [
-            (row.id, _step_answer(output, self._gaps.take(model_of(row))))
-            for row, output in zip(sound, outputs, strict=True)
-        ]
-        refusals = [(row.id, _not_stepped(row, why)) for row in pending if (why := poison[row.id])]
-        self._background.create_task(self._outbox.send([*answers, *refusals]))
-
-    async def _steps(self, rows: Sequence[QueuedRow]) -> list[StepItem]:
-        async with self._store.read() as conn:
-            bodies = await futures.bodies(conn, [row.id for row in rows])
-        return [
-            StepItem(row.request_id, model_of(row), OptimStepBody.from_bytes(bodies[row.id]).params)
-            for row in rows
-        ]
-
     async def _run_single(self, row: QueuedRow) -> None:
         model = await self._row(model_of(row))
         async with self._store.read() as conn:
-            body = (await futures.bodies(conn, [row.id]))[row.id]
+            body = (await futures.bodies(conn, [row.id])).get(row.id)
+        if body is None:  # its time was over before its turn
+            return
         try:
             await self._single(row, model, body)
         except TrainerError:
@@ -379,23 +360,3 @@ def _closed(model: ModelRow) -> Failure:
     """What a model that is not to be trained any more answers."""
     reason = model.state_reason or f"model {model.model_id} is {model.state}"
     return Failure(reason, "server" if model.state is ModelState.LOST else "user")
-
-
-def _step_answer(output: StepOutput | Failure, more: Mapping[str, float]) -> Outcome:
-    if isinstance(output, Failure):
-        return output
-    if output.error is not None:
-        return Failure(output.error, "user")
-    metrics = _finite([*output.metrics.items(), *more.items()])
-    return json_answer({"metrics": metrics, "type": "optim_step"})
-
-
-def _finite(metrics: Iterable[tuple[str, float]]) -> dict[str, float]:
-    return {name: value for name, value in metrics if math.isfinite(value)}  # JSON has no NaN
-
-
-def _not_stepped(row: QueuedRow, why: str) -> Failure:
-    return Failure(
-        f"optim_step with seq_id {row.seq_id} was not run and the gradients of its window are cleared: {why}",
-        "user",
-    )

@@ -85,10 +85,15 @@ async def fail_pending(conn: AsyncConnection, up_to_id: int | None, failure: Fai
 
 
 async def purge_results(conn: AsyncConnection, older_than: float) -> int:
-    """Drop result bytes of futures that finished before `older_than`; the futures stay, so dedupe holds."""
+    """Drop result bytes of futures that finished before `older_than`; the futures stay, so dedupe holds.
+
+    Results are in the order in which their futures finished: no more is read than goes.
+    """
     await usages.roll_up(conn)
-    old = select(Future.id).where(Future.finished_at < older_than)
-    return (await conn.execute(delete(Result).where(Result.future_id.in_(old)))).rowcount
+    in_order = select(Result.id).join(Future, Future.id == Result.future_id).order_by(Result.id)
+    stays = await conn.scalar(in_order.where(Future.finished_at >= older_than).limit(1))
+    old = [] if stays is None else [Result.id < stays]
+    return (await conn.execute(delete(Result).where(*old))).rowcount
 
 
 def failure_body(failure: Failure) -> bytes:

@@ -1,5 +1,6 @@
 """Bring a database to the newest schema."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from alembic import command
@@ -19,13 +20,21 @@ def migrate(url: str) -> None:
     Raises StartupError for a URL that is not served yet.
     """
     path = sqlite.database(url)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    _private(Path(path))
     engine = create_engine("sqlite://", creator=lambda: sqlite.connect(path))
     event.listen(engine, "begin", sqlite.starts_with(sqlite.BEGIN_WRITE))
     try:
         upgrade(engine)
     finally:
         engine.dispose()
+
+
+def _private(path: Path) -> None:
+    """It holds the secrets that sign tokens and URLs. SQLite gives the files beside it the same mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    with suppress(PermissionError):  # who shares it with its owner was given leave
+        path.chmod(0o600)
 
 
 def upgrade(engine: Engine) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Select, cast, func, insert, select, update
+from sqlalchemy import BigInteger, ColumnElement, Select, cast, func, select
+from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.store import state
@@ -20,6 +21,7 @@ from skyrl_tinker.wire.values import Usage
 HOUR_S = 3600
 KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
 _COUNTED = "usage_counted"  # results up to this id are in usage_records
+_KEY = ("hour", "session_id", "base_model", "kind")
 _TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
 
 
@@ -40,8 +42,7 @@ async def roll_up(conn: AsyncConnection, most: int | None = None) -> bool:
     last = await conn.scalar(select(func.max(Result.id))) or 0
     end = last if most is None else min(last, done + most)
     if end > done:
-        for row in await _grouped(conn, _of_results(Result.id > done, Result.id <= end)):
-            await _add(conn, row)
+        await conn.execute(_adding(_of_results(Result.id > done, Result.id <= end)))
         await state.put(conn, _COUNTED, end)
     return end < last
 
@@ -105,14 +106,8 @@ def _merged(parts: Iterable[Hourly]) -> list[Hourly]:
     return [Hourly(*key, usage) for key, usage in sums.items()]
 
 
-async def _add(conn: AsyncConnection, row: Hourly) -> None:
-    key = {
-        "hour": row.hour,
-        "session_id": row.session_id,
-        "base_model": row.base_model,
-        "kind": row.kind,
-    }
-    counts = {name: getattr(row.usage, name) for name in _TOKENS}
-    more = {name: getattr(UsageRecord, name) + count for name, count in counts.items()}
-    if not (await conn.execute(update(UsageRecord).filter_by(**key).values(more))).rowcount:
-        await conn.execute(insert(UsageRecord), key | counts)
+def _adding(counted: Select[Any]) -> Insert:
+    """One statement, however many sessions there are: others wait for the database meanwhile."""
+    row = insert(UsageRecord).from_select([*_KEY, *_TOKENS], counted)
+    more = {name: getattr(UsageRecord, name) + row.excluded[name] for name in _TOKENS}
+    return row.on_conflict_do_update(index_elements=_KEY, set_=more)

@@ -28,11 +28,12 @@ class Place:
 
     future_id: int
     kind: RequestKind
+    session_id: str | None
     model_key: int | None
     seq_id: int | None
 
 
-_PLACE = select(Future.id, Future.kind, Future.model_key, Future.seq_id).where(
+_PLACE = select(Future.id, Future.kind, Future.session_id, Future.model_key, Future.seq_id).where(
     Future.request_id == bindparam("request_id")
 )
 _TARGET = (

@@ -38,7 +38,7 @@ class _Write:
         if self.done.done():
             return
         if failure is not None:
-            self.done.set_exception(failure)
+            self.done.set_exception(_light(failure))
         else:
             self.done.set_result(self.value)
 
@@ -69,7 +69,10 @@ class Writer:
         write = _Write(op, asyncio.get_running_loop().create_future(), then)
         self._queue.append(write)
         self._arrived.set()
-        result: T = await write.done
+        try:
+            result: T = await write.done
+        finally:
+            del write  # what it raises would hold it, and itself, until a collection that may be far off
         return result
 
     async def close(self) -> None:
@@ -114,16 +117,22 @@ class Writer:
 
     def _transact(self, begun: list[_Write]) -> None:
         """Nearly all ops succeed, so they get SAVEPOINTs, which double the work, only when one failed."""
-        try:
-            drive(self._together(begun))
-        except Exception:  # of any op, or of the transaction: tried again, one by one, it is known whose
-            if len(begun) < 2:
-                raise
+        if not self._went_well(begun):
             drive(self._apart(begun))
         for write in begun:
             if write.then is not None and write.error is None:
                 with suppress(OSError):
                     write.then()
+
+    def _went_well(self, begun: list[_Write]) -> bool:
+        """False: an op failed, or the transaction; tried again, one by one, it is known whose that was."""
+        try:
+            drive(self._together(begun))
+        except Exception:
+            if len(begun) < 2:
+                raise
+            return False
+        return True
 
     async def _together(self, begun: list[_Write]) -> None:
         """Run what waits, and what arrives meanwhile. `begun` gets each write before it is run."""
@@ -165,6 +174,11 @@ async def _isolated(conn: AsyncConnection, write: _Write) -> None:
         raise
     except Exception as error:  # one op's failure is its own result
         write.error = error
+
+
+def _light(error: Exception) -> Exception:
+    """Without the frames in which it was raised, where its message says all: they hold bodies of requests."""
+    return error.with_traceback(None) if isinstance(error, SkyrlTinkerError) else error
 
 
 def _closed() -> SkyrlTinkerError:

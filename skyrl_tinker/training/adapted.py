@@ -1,4 +1,8 @@
-"""The base's linear layers with adapters: one autograd node each, however many models share the row."""
+"""The base's linear layers with adapters: one autograd node each, however many requests share the row.
+
+What a request adds to a gradient is one addend, whatever else of its model is in the row: so the sums do not
+depend, to the last bit, on how requests were grouped into rows and passes.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +44,24 @@ def install(causal_lm: nn.Module, targets: Sequence[Target], routing: Routing) -
             module.forward = partial(_forward, module, target.name, routing)  # type: ignore[method-assign]
 
 
+def apart(leaf: torch.Tensor) -> torch.Tensor:
+    """The leaf for one use, whose gradient is added to .grad by itself: autograd would take the sum over all
+    uses in the row first."""
+    found: torch.Tensor = _Apart.apply(leaf)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.leaf = leaf
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> None:
+        ctx.leaf.grad += upstream[0]
+
+
 class _Part(NamedTuple):
     tokens: slice
     pair: Pair
@@ -61,7 +83,7 @@ def _forward(module: nn.Linear, name: str, routing: Routing, x: torch.Tensor) ->
 
 
 class _Adapted(torch.autograd.Function):
-    """y = x W^T + scale * (x A^T) B^T on each model's tokens; x [1, T, in], y [1, T, out], W frozen.
+    """y = x W^T + scale * (x A^T) B^T on each request's tokens; x [1, T, in], y [1, T, out], W frozen.
 
     Backward adds to the .grad of A and B in place. `anchor` is a leaf: autograd would otherwise not call it
     where x needs no gradient (the first layer).

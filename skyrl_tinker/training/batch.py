@@ -181,12 +181,12 @@ def _shares(batch: TrainingInputBatch, segments: list[int], world: int) -> list[
 def _pack(batch: TrainingInputBatch, segments: list[int], budget: int) -> list[tuple[int, ...]]:
     """Rows of at most `budget` tokens (a longer segment gets a row of its own).
 
-    Rows are filled from pieces that are cut per model first, so that where a model's gradients are cut
-    into partial sums does not depend on who else is in the pass.
+    Rows are filled from pieces that are cut per request first, so that where its gradients are cut into
+    partial sums does not depend on what else is in the pass.
     """
     pieces = [
         piece
-        for _, own in groupby(segments, key=lambda segment: batch.model[segment])
+        for _, own in groupby(segments, key=lambda segment: batch.request[segment])
         for piece in _fill([(segment,) for segment in own], batch.lengths, budget)
     ]
     return _fill(pieces, batch.lengths, budget)

@@ -73,7 +73,9 @@ class Network(nn.Module):
             tokens = len(row.targets) if row.cell_tokens is None else len(hidden)
             return token_logprobs(hidden[:tokens], Head(weight), row.targets, row.cell_tokens)
         parts, logits = [], 0
-        for (span, model), cells, dense in zip(adapters, row.model_cells, row.dense, strict=True):
+        spans = list(zip(adapters, row.requests, row.dense, strict=True))
+        # Backward comes to what was made last first: so gradients add up in the order of the row.
+        for (span, model), cells, dense in reversed(spans):
             own = hidden[span.part]
             cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells.part] - span.start
             head = self._head(own, weight, model)
@@ -81,14 +83,14 @@ class Network(nn.Module):
             logits += len(own) * len(weight)
             keep = logits <= KEPT_OF_ROW
             parts.append(token_logprobs(own, head, targets, cell_tokens, keep=keep, dense=dense))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts[::-1])
 
     def _head(self, hidden: torch.Tensor, weight: torch.Tensor, model: LoraModel) -> Head:
         pair = model.pairs.get(self._head_name)
         if pair is None:
             return Head(weight)
-        inner = (hidden @ pair.a.to(hidden.dtype).T) * model.scale
-        return Head(weight, inner, pair.b.to(hidden.dtype))
+        inner = (hidden @ adapted.apart(pair.a).to(hidden.dtype).T) * model.scale
+        return Head(weight, inner, adapted.apart(pair.b).to(hidden.dtype))
 
 
 def frozen_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:

@@ -44,10 +44,9 @@ class Row:
     cell_tokens: torch.Tensor | None  # [C] int64, the token of each cell, rising; None: one each
     inputs: Mapping[str, torch.Tensor]  # each [C] float32
     segments: Segments
-    models: tuple[Span, ...]  # of tokens; owner: ModelKey
-    model_cells: tuple[Span, ...]  # of cells, for the same models
-    dense: tuple[bool, ...]  # by model: whether most cells have a weight or advantage, so a gradient
-    requests: tuple[Span, ...]  # of cells; owner: request index
+    models: tuple[Span, ...]  # of tokens, by request; owner: ModelKey
+    requests: tuple[Span, ...]  # of cells, for the same; owner: request index
+    dense: tuple[bool, ...]  # for the same: whether most cells have a weight or advantage, so a gradient
     datums: tuple[Span, ...]  # of cells; owner: segment index in the batch
 
 
@@ -60,7 +59,7 @@ def make_row(batch: TrainingInputBatch, segments: tuple[int, ...], device: torch
     cell_bounds = _bounds(np.diff(batch.cu_cells)[own])
     where = _ranges(batch.cu_seqlens, own)
     cells = _ranges(batch.cu_cells, own)
-    model_cells = _spans(batch.model[own], cell_bounds)
+    requests = _spans(batch.request[own], cell_bounds)
     return Row(
         tokens=_tensor(np.pad(batch.tokens[where].astype(np.int64), (0, filler)), device)[None],
         positions=_tensor(np.arange(bounds[-1]) - np.repeat(bounds[:-1], padded), device)[None],
@@ -68,10 +67,9 @@ def make_row(batch: TrainingInputBatch, segments: tuple[int, ...], device: torch
         cell_tokens=_cell_tokens(batch, own, device),
         inputs={name: _tensor(array[cells], device) for name, array in batch.inputs.items()},
         segments=_segments(padded, bounds, device),
-        models=_spans(batch.model[own], bounds),
-        model_cells=model_cells,
-        dense=_dense(batch, cells, model_cells),
-        requests=_spans(batch.request[own], cell_bounds),
+        models=_models(batch, _spans(batch.request[own], bounds)),
+        requests=requests,
+        dense=_dense(batch, cells, requests),
         datums=_spans(np.array(segments), cell_bounds),
     )
 
@@ -82,7 +80,7 @@ def idle_row(device: torch.device) -> Row:
     zeros = torch.zeros(SMALLEST, dtype=torch.int64, device=device)
     positions = torch.arange(SMALLEST, device=device)[None]
     segments = _segments(lengths, bounds, device)
-    return Row(zeros[None], positions, zeros, None, {}, segments, (), (), (), (), ())
+    return Row(zeros[None], positions, zeros, None, {}, segments, (), (), (), ())
 
 
 def model_key(span: Span) -> ModelKey:
@@ -119,6 +117,10 @@ def _dense(batch: TrainingInputBatch, cells: Int64, models: Iterable[Span]) -> t
 def _segments(lengths: Int64, bounds: Int64, device: torch.device) -> Segments:
     runs = tuple((sum(1 for _ in group), length) for length, group in groupby(lengths.tolist()))
     return Segments(runs, _tensor(bounds.astype(np.int32), device), int(lengths.max()))
+
+
+def _models(batch: TrainingInputBatch, requests: Iterable[Span]) -> tuple[Span, ...]:
+    return tuple(Span(span.start, span.stop, batch.requests[span.owner].model) for span in requests)
 
 
 def _spans(owners: Int64, bounds: Int64) -> tuple[Span, ...]:

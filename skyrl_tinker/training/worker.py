@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError, UserError
 from skyrl_tinker.manifest import Contents, FileEntry
+from skyrl_tinker.processes import spare_the_collector
 from skyrl_tinker.training import (
     budget,
     checkpoint,
@@ -72,6 +73,7 @@ class Worker:
         self._ranks = ranks
         self._base = frozen_network(self.spec, ranks.mesh)
         self._runner = PassRunner(self._base, self._models, ranks)
+        spare_the_collector()
 
     def create_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw") -> None:
         self._require_onloaded()

@@ -1,11 +1,12 @@
 """What waits in the engine, as it tells the API: enough to say to anybody what their request waits for.
 
-Its size is bounded by what is shown of the samples that wait and by the models that have something waiting.
+Its size is bounded by what is shown of the samples that wait and by the sessions and models that have
+something waiting.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 from pydantic import TypeAdapter
@@ -37,22 +38,35 @@ class TrainingView:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingView:
-    """`queued`: every `stride`-th future id of the `waiting` samples, in their order. `per_second`: how many
-    ended lately. `paused`: why none gets on just now."""
+class QueueView:
+    """Of one session's `waiting` samples every `stride`-th future id, in their order."""
 
-    queued: tuple[int, ...] = ()
+    ids: tuple[int, ...]
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingView:
+    """`queued`: by session, in the order of their turns, which each has with one sample. `stride`: of so many
+    one is shown. `per_second`: how many ended lately. `paused`: why none gets on just now."""
+
+    queued: Mapping[str, QueueView] = field(default_factory=dict)
     stride: int = 1
     waiting: int = 0
     in_flight: int = 0
     per_second: float | None = None
     paused: str | None = None
 
-    def ahead(self, future_id: int) -> int | None:
+    def ahead(self, session_id: str | None, future_id: int) -> int | None:
         """How many that wait come before this one; None when it does not wait any more."""
-        if not self.queued or future_id < self.queued[0]:
+        if session_id is None or session_id not in self.queued:
             return None
-        return min(bisect_left(self.queued, future_id) * self.stride, self.waiting)
+        place, own = list(self.queued).index(session_id), self.queued[session_id]
+        if future_id < own.ids[0]:
+            return None
+        before = min(bisect_left(own.ids, future_id) * self.stride, own.waiting)
+        turns = (before + (number < place) for number in range(len(self.queued)))
+        return sum(min(each.waiting, turn) for each, turn in zip(self.queued.values(), turns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

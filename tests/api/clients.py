@@ -42,6 +42,11 @@ class Clients:
     def model_id(self, lane: int) -> str:
         return f"{self._session(lane)}:train:{self._numbers[lane, None]}"
 
+    def kind(self, key: Key) -> str | None:
+        """None of a birth."""
+        number, place = key
+        return None if place is None else self.plan.lanes[number].sent[place].kind
+
     def label(self, text: str) -> str:
         """Without what differs from run to run."""
         for number, session in enumerate(self.sessions):
@@ -66,7 +71,7 @@ class Clients:
     # Messages
 
     def _message(self, event: Event) -> tuple[str, bytes, str]:
-        """Path, body, content type. Sent anew it has a new key, and an ephemeral save a new sampling number."""
+        """Path, body, content type. Sent anew it has a new key, an ephemeral save a new sampling number."""
         key = event.lane, event.place
         anew = event.arrival.fresh or key not in self._keys
         if anew:
@@ -95,14 +100,15 @@ class Clients:
     def _training(self, event: Event) -> tuple[str, Json | bytes]:
         model, sent = self.model_id(event.lane), event.sent
         assert event.place is not None
-        place = {"model_id": model, "seq_id": event.place + 1}
+        seq_id = event.place + 1
+        place: Json = {"model_id": model, "seq_id": seq_id}
         if event.intrudes:
-            return "optim_step", step(model, event.place + 1, learning_rate=0.5, beta1=0.123)
+            return "optim_step", step(model, seq_id, learning_rate=0.5, beta1=0.123)
         if sent.kind in ("forward", "forward_backward", "wrong_pass"):
             return "forward_backward", self._pass(model, event)
         messages: dict[str, tuple[str, Json]] = {
-            "optim_step": ("optim_step", step(model, event.place + 1, learning_rate=1e-3 * place["seq_id"])),
-            "wrong_step": ("optim_step", step(model, event.place + 1, learning_rate=-1.0)),
+            "optim_step": ("optim_step", step(model, seq_id, learning_rate=1e-3 * seq_id)),
+            "wrong_step": ("optim_step", step(model, seq_id, learning_rate=-1.0)),
             "save": ("save_weights", {**place, "path": sent.name}),
             "save_over": ("save_weights", {**place, "path": sent.name, "overwrite": True}),
             "load": ("load_weights", {**place, "path": f"tinker://{model}/weights/{sent.name}"}),

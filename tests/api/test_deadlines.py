@@ -1,16 +1,19 @@
 """What is stuck fails in the end, and says what it waited for; everybody else goes on."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.engine.placement import Separate
 from skyrl_tinker.wire.ids import ModelKey
 
 from .passes import old_json
 from .waiting import Waiting, holds, ready_model, submit, until, waiting
-from .world import PROTOBUF, STEP, sample, step
+from .world import PROTOBUF, STEP, Json, sample, step
 
 DAY = 86400.0
 
@@ -110,3 +113,46 @@ async def test_samples_are_given_up_in_the_sampler_too(made: Waiting) -> None:
         assert "this sample was not done within 86400 s" in await server_failure(made, request_id)
     assert len(made.samplers.stopped) == 1
     assert (made.sampler.queued(), made.sampler.in_flight()) == (0, 0)
+
+
+class Elsewhere(Separate):
+    """The trainer has its turn when `mine` is set; `asked` counts the units that wait for it."""
+
+    def __init__(self) -> None:
+        self.mine = asyncio.Event()
+        self.asked = 0
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        self.asked += 1
+        await self.mine.wait()
+        self.asked -= 1
+        yield
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "ran"),
+    [
+        ("optim_step", {"adam_params": {"learning_rate": 1e-3}}, ["zero", "step", "step"]),
+        ("save_weights", {"path": "a"}, ["step", "step"]),
+        ("save_weights_for_sampler", {"path": "a"}, ["step", "step"]),
+        ("forward_backward", old_json("", 0), ["zero", "step"]),
+    ],
+)
+async def test_one_whose_time_is_over_just_before_its_turn_is_not_run_and_ends_no_engine(
+    settings: Settings, path: str, more: Json, ran: list[str]
+) -> None:
+    turn = Elsewhere()
+    turn.mine.set()
+    async with waiting(settings, placement=turn) as made:
+        model = await ready_model(made.api)
+        turn.mine.clear()
+        late = await submit(made.api, path, {**more, "model_id": model, "seq_id": 1})
+        await until(lambda: holds(lambda: turn.asked == 1))
+        await made.deadlines.enforce(time.time() + DAY + 1)
+        assert "it has begun and may still take effect" in await server_failure(made, late)
+        turn.mine.set()
+        await made.api.retrieve(await submit(made.api, "optim_step", step(model, 2)))
+        after = await submit(made.api, "optim_step", step(model, 3))
+        assert (await made.api.retrieve(after)).json()["metrics"] == STEP["metrics"]
+        assert [what for what, _ in made.trainer.ran[ModelKey(1)]] == ["create", *ran]

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.wire.ids import RequestId
 
 from .world import PROTOBUF, STEP, World, pass_output, running, sample, sample_output, settings_for, step
 
@@ -70,6 +71,21 @@ async def test_a_lost_ring_costs_a_second_not_the_result(patient: Settings) -> N
         assert (await asyncio.wait_for(waiting, 3)).status_code == 200
 
 
+async def test_what_was_announced_too_long_ago_to_be_remembered_is_looked_up_once(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_tinker.api.futures._REMEMBERED", 0)
+    async with running(settings.model_copy(update={"long_poll_s": 2.0})) as world:
+        request_id = await submitted(world)
+        await world.succeed(request_id, "application/json", STEP_BYTES)
+        assert (await world.retrieve(request_id)).status_code == 200
+        world.services.waiter.expect(RequestId(request_id), None)  # the writer's thread tells us late
+        assert (await world.retrieve(request_id)).status_code == 200
+        began = time.monotonic()
+        assert (await world.retrieve(request_id)).status_code == 200
+        assert time.monotonic() - began < 1.5
+
+
 async def test_shutdown_answers_every_long_poll_with_408(patient: Settings) -> None:
     async with running(patient) as world:
         request_id = await submitted(world)
@@ -78,6 +94,9 @@ async def test_shutdown_answers_every_long_poll_with_408(patient: Settings) -> N
         world.services.waiter.stop()
         answers = await asyncio.wait_for(asyncio.gather(*waiting), 1)
         assert {answer.status_code for answer in answers} == {408}
+        assert {answer.json()["queue_state_reason"] for answer in answers} == {
+            "this server process is ending"
+        }
         assert (await asyncio.wait_for(world.retrieve(request_id), 1)).status_code == 408
 
 

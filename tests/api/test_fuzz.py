@@ -29,7 +29,7 @@ SEED = 20260
 NO_ENGINE = ("/readyz", "/oai/api/v1/completions", "/oai/api/v1/chat/completions")
 """There is none behind this API: 503 is right."""
 PASSES = 3000
-CASES = {GenerationMode.POSITIVE: 8, GenerationMode.NEGATIVE: 4}
+CASES = {GenerationMode.POSITIVE: 6, GenerationMode.NEGATIVE: 3}
 ENDS = ("/finish", "/unload_model")
 """Comes last: what is made below would be gone."""
 
@@ -106,7 +106,7 @@ def test_what_the_openapi_document_allows_and_what_it_forbids_is_never_a_fault(t
     with_a_body = {name for name in statuses if name.startswith(("post", "put"))}
     past_parsing = {name for name in with_a_body if set(statuses[name]) - {400}}
     assert len(past_parsing) > 0.9 * len(with_a_body), with_a_body - past_parsing
-    assert sum(sum(seen.values()) for seen in statuses.values()) > 400
+    assert sum(sum(seen.values()) for seen in statuses.values()) > 300
     assert target.http.get("healthz").status_code == 200
 
 
@@ -137,25 +137,27 @@ def _name_what_exists(case: Case, ids: Json) -> None:
     for given in (case.body, case.path_parameters, case.query):
         if isinstance(given, dict):
             given.update({name: ids[name] for name in given if name in ids})
+    if "name" in case.path_parameters:  # of a checkpoint
+        case.path_parameters["name"] = "a"
 
 
 def test_damaged_protobuf_is_a_promise_or_a_refusal_and_takes_no_memory(target: Target) -> None:
     before = target.memory_mb
-    statuses = fuzzing.send(target.http, target.ids["model_id"], SEED, PASSES)
+    statuses = fuzzing.send(target.http, _made(target.http)["model_id"], SEED, PASSES)
     assert target.memory_mb < before + 100
     assert set(statuses) >= {200, 400, 404, 422}, statuses
-    assert statuses[200] > 50
+    assert statuses[200] > PASSES / 4
     assert target.http.get("healthz").status_code == 200
 
 
 def test_what_was_promised_is_told(target: Target) -> None:
     """A wrong pass is a failed promise, a right one waits for the engine."""
-    source = iter(fuzzing.bodies(target.ids["model_id"], SEED + 1))
+    source = fuzzing.bodies(_made(target.http)["model_id"], SEED + 1)
     told: Counter[int] = Counter()
-    for _ in range(150):
+    for _ in range(300):
         body, headers = next(source)
         answer = target.http.post("forward_backward", content=body, headers=headers)
         if answer.status_code == 200:
             told[target.http.post("retrieve_future", json=answer.json()).status_code] += 1
     assert set(told) <= {200, 408}
-    assert told[200] > 0
+    assert min(told[200], told[408]) > 0

@@ -1,10 +1,12 @@
 """A session's requests as a Chrome trace."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from skyrl_tinker.api import trace
+from skyrl_tinker.wire.ids import SessionId
 
 from .world import World, sample, step
 
@@ -82,3 +84,25 @@ async def test_an_unknown_session_is_404_and_a_changed_url_403(world: World) -> 
     mine, other = await world.session(), await world.session()
     url = (await world.http.get(f"sessions/{mine}/trace_export")).json()["url"]
     assert (await world.http.get(url.replace(mine, other))).status_code == 403
+
+
+async def test_others_have_their_turn_between_the_pages(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "PAGE", 1)
+    session = await world.session()
+    for number in range(10):
+        await world.sampler(session, number)
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(other())
+    pieces = [piece async for piece in trace.chrome_trace(world.store, SessionId(session))]
+    others.cancel()
+    assert len(pieces) == 10 + 1
+    assert turns > len(pieces)

@@ -14,6 +14,7 @@ from skyrl_tinker.wire.ids import RequestKind
 from skyrl_tinker.wire.queues import (
     LaneView,
     QueuesView,
+    QueueView,
     SamplingView,
     TrainingView,
     queues_from_bytes,
@@ -89,13 +90,22 @@ async def test_samples_ahead_are_counted_and_pauses_named(made: Waiting) -> None
     await is_told(made.api, ids[0], "paused_capacity", "samplers are updating weights")
 
 
+async def test_a_flood_of_samples_keeps_nobody_else_waiting(made: Waiting) -> None:
+    flood, other = await made.api.sampler(), await made.api.sampler()
+    for number in range(6):
+        await submit(made.api, "asample", sample(flood, number))
+    late = await submit(made.api, "asample", sample(other, 0))
+    await is_told(made.api, late, "paused_capacity", "1 sample ahead of this one")
+
+
 async def test_many_polls_ask_the_engine_once_a_second(made: Waiting) -> None:
     sampler = await made.api.sampler()
     ids = [await submit(made.api, "asample", sample(sampler, number)) for number in range(40)]
-    began = time.monotonic()
+    await is_told(made.api, ids[39], "paused_capacity", "38 samples ahead of this one")
+    began, looks = time.monotonic(), made.looks
     answers = await asyncio.gather(*(told(made.api, request_id) for request_id in ids))
     assert {state for state, _ in answers} == {"active", "paused_capacity"}
-    assert made.looks <= 2 + (time.monotonic() - began) / EVERY_S
+    assert made.looks - looks <= 2 + (time.monotonic() - began) / EVERY_S
 
 
 async def test_without_the_engine_the_poll_ends_all_the_same(made: Waiting) -> None:
@@ -127,11 +137,26 @@ async def test_who_does_not_know_429_never_gets_one(made: Waiting) -> None:
         assert (await made.api.post("asample", sample(sampler, number))).status_code == 200
 
 
+async def test_samples_that_are_done_are_not_counted_when_the_next_one_comes(made: Waiting) -> None:
+    sampler = await made.api.sampler()
+    for number in range(6):
+        await submit(made.api, "asample", sample(sampler, number))
+    await asyncio.sleep(EVERY_S)
+    made.samplers.go_on.set()
+    await until(lambda: _all_done(made))
+    await asyncio.sleep(2 * EVERY_S)  # nobody asks meanwhile
+    assert (await made.api.post("asample", sample(sampler, 6), **ASKED)).status_code == 200
+
+
+async def _all_done(made: Waiting) -> bool:
+    return not await made.api.queued()
+
+
 # What the words depend on
 
 
 def place(kind: RequestKind, seq_id: int | None = 5, future_id: int = 100) -> Place:
-    return Place(future_id, kind, 7, seq_id)
+    return Place(future_id, kind, "b", 7, seq_id)
 
 
 PASS = RequestKind.FORWARD_BACKWARD
@@ -159,12 +184,15 @@ def test_what_a_training_request_waits_for(asked: Place, training: TrainingView,
 
 
 def test_of_very_many_samples_the_engine_tells_every_so_many() -> None:
-    view = SamplingView(tuple(range(100, 200, 10)), stride=10, waiting=95, per_second=2.0)
+    queue = QueueView(tuple(range(100, 200, 10)), 95)
+    view = SamplingView({"b": queue}, stride=10, waiting=95, per_second=2.0)
     found = reason(place(RequestKind.SAMPLE, future_id=141), QueuesView(IDLE, view))
     assert found == Reason("paused_capacity", "50 samples ahead of this one, about 26 s")
 
 
 def test_what_the_engine_tells_is_read_as_it_was_told() -> None:
     training = TrainingView({7: LANE}, ("a", "b"), (3, 7), "forward", 4.2)
-    view = QueuesView(training, SamplingView((1, 2), 1, 2, 3, 0.5, "samplers are updating weights"))
+    view = QueuesView(
+        training, SamplingView({"b": QueueView((1, 2), 2)}, 1, 2, 3, 0.5, "samplers are updating weights")
+    )
     assert queues_from_bytes(view.to_bytes()) == view

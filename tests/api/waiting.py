@@ -16,6 +16,7 @@ from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.models import Models
 from skyrl_tinker.engine.openai import OpenAIServer
+from skyrl_tinker.engine.placement import SEPARATE, Placement
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
@@ -57,6 +58,7 @@ class Waiting:
     settings: Settings
     trainer: Trainer = field(default_factory=Trainer)
     samplers: SlowSamplers = field(default_factory=SlowSamplers)
+    placement: Placement = SEPARATE
     apis: list[World] = field(default_factory=list)
     looks: int = 0
 
@@ -72,7 +74,7 @@ class Waiting:
         exporter = Exporter(store, trainer, outbox, FACTS, root)
         nobody = cast(Any, None)
         self.driver = TrainerDriver(
-            store, trainer, keeper, saver, exporter, nobody, outbox, 16384, gaps, metrics
+            store, trainer, keeper, saver, exporter, nobody, outbox, 16384, gaps, metrics, self.placement
         )
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency, metrics)
         self._intake = Intake(store, self.bell, self.driver, self.sampler, 0, metrics)
@@ -100,13 +102,15 @@ class Waiting:
 
 
 @asynccontextmanager
-async def waiting(settings: Settings, apis: int = 1) -> AsyncIterator[Waiting]:
+async def waiting(
+    settings: Settings, apis: int = 1, placement: Placement = SEPARATE
+) -> AsyncIterator[Waiting]:
     """Of `settings`, whose database is migrated already."""
     Places(settings).make()
     async with AsyncExitStack() as stack:
         store = await Store.open(settings.store_url)
         stack.push_async_callback(store.close)
-        made = Waiting(store, settings)
+        made = Waiting(store, settings, placement=placement)
         stack.callback(made.bell.close)
         await made.gateway.start()
         stack.push_async_callback(made.gateway.close)

@@ -120,6 +120,22 @@ async def test_a_silent_session_that_only_samples_is_ended(
         await store.write(lambda conn: sessions.heartbeat(conn, session))
 
 
+async def test_after_the_machine_was_suspended_clients_get_their_time_again(
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await journal.new_session(store)
+    keeper = keeper_of(store, parts, tmp_path, timeout_s=0.2)
+    await asyncio.sleep(0.3)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
+    await keeper.sweep()
+    await store.write(lambda conn: sessions.heartbeat(conn, session))
+    await asyncio.sleep(0.3)
+    await keeper.sweep()
+    with pytest.raises(GoneError, match="expired"):
+        await store.write(lambda conn: sessions.heartbeat(conn, session))
+
+
 async def test_weights_under_a_running_sample_outlive_their_session(
     store: Store, parts: Parts, tmp_path: Path
 ) -> None:

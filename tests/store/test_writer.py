@@ -1,8 +1,10 @@
 """Group commit: fast together, alone in failure, on disk when acknowledged."""
 
 import asyncio
+import gc
 import sqlite3
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -276,3 +278,40 @@ async def test_other_databases_are_refused_by_name(url: str) -> None:
     with pytest.raises(StartupError, match=r"only SQLite files are supported") as refused:
         await Store.open(url)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("others", [0, 3])
+async def test_what_a_refused_write_would_have_written_is_free_at_once(store: Store, others: int) -> None:
+    """Bodies are large, and a collection may be far off: `spare_the_collector`."""
+    body = Body()
+    gone = weakref.ref(body)
+
+    async def refused(conn: AsyncConnection, body: Body = body) -> None:
+        await state.put(conn, "bad", body.size)
+        raise UserError("no")
+
+    gc.disable()
+    try:
+        writes = [
+            *(store.write(lambda conn: state.put(conn, "k", 1)) for _ in range(others)),
+            store.write(refused),
+        ]
+        del body, refused
+        with pytest.raises(UserError):
+            await asyncio.gather(*writes)
+        del writes
+        assert await until_gone(gone)
+    finally:
+        gc.enable()
+
+
+class Body:
+    size = 1
+
+
+async def until_gone(what: "weakref.ref[Body]") -> bool:
+    for _ in range(100):
+        await asyncio.sleep(0.01)
+        if what() is None:
+            return True
+    return False

@@ -1,5 +1,5 @@
-"""The schedules of `naive` on real trainers: through journal, lanes, planner and passes to the ranks' processes,
-and back as stored bytes.
+"""The schedules of `naive` on real trainers: through journal, lanes, planner and passes to the ranks'
+processes, and back as stored bytes.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Combination:
     token_budget: int
 
 
-Results = dict[int, Trained]  # by tenant; `weights` begin with those of the new model
+Results = dict[int, Trained]  # by tenant
 
 
 class Bench:
@@ -148,7 +148,7 @@ class Bench:
     async def _result(self, group: Watched, model: ModelId, accepted: Sequence[Accepted]) -> Trained:
         key = await journal.key_of(self._store, model)
         await group.release(key)
-        trained = Trained(weights=group.weights.pop(key))
+        trained = Trained(weights=[*group.weights.pop(key)])
         for each in accepted:
             outcome = await journal.outcome(self._store, each)
             assert outcome.status is FutureStatus.DONE, outcome

@@ -9,7 +9,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from skyrl_tinker.wire.values import AdamParams, Datum, LoraSpec
 from tests.training import reference
@@ -40,7 +39,7 @@ Asked = Pass | AdamParams
 
 @dataclass
 class Trained:
-    """Of one tenant: per pass, and after each step."""
+    """Of one tenant: by pass, and weights of the new model and after each step."""
 
     logprobs: list[list[np.ndarray]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -82,13 +81,13 @@ class Naive:
         self._optimizer = torch.optim.AdamW(self._leaves.values(), betas=(0.9, 0.95), eps=EPS)
 
     def train(self, asked: Sequence[Asked]) -> Trained:
-        trained = Trained()
+        trained = Trained(weights=[self._weights()])
         for each in asked:
             if isinstance(each, Pass):
                 self._pass(each, trained)
             else:
                 self._step(each)
-                trained.weights.append({name: leaf.detach().numpy().copy() for name, leaf in self._named()})
+                trained.weights.append(self._weights())
         return trained
 
     def _pass(self, wanted: Pass, trained: Trained) -> None:
@@ -99,14 +98,14 @@ class Naive:
             inputs = {name: torch.tensor(array) for name, array in datum.inputs.items()}
             loss = reference.LOSSES[wanted.loss_fn](logp, inputs)
             if wanted.backward:
-                loss.backward()
+                torch.autograd.backward(loss)
             losses.append(loss.item())
             logprobs.append(logp.detach().numpy())
         trained.losses.append(sum(losses))
         trained.logprobs.append(logprobs)
 
     def _step(self, params: AdamParams) -> None:
-        leaves = [leaf for _, leaf in self._named()]
+        leaves = list(self._leaves.values())
         if all(leaf.grad is None for leaf in leaves):
             return
         if params.grad_clip_norm > 0:
@@ -116,5 +115,5 @@ class Naive:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _named(self) -> list[tuple[str, Tensor]]:
-        return list(self._leaves.items())
+    def _weights(self) -> dict[str, np.ndarray]:
+        return {name: leaf.detach().numpy().copy() for name, leaf in self._leaves.items()}

@@ -103,6 +103,20 @@ def test_a_schedule_of_many_tenants_equals_each_tenant_alone_to_the_bit(
         assert_equal(weights_of(together, model), weights_of(worker, model))
 
 
+@pytest.mark.parametrize("budget", [16, 4096])
+def test_requests_of_a_tenant_in_one_pass_equal_those_in_passes_of_their_own_to_the_bit(
+    make_worker: MakeWorker, model_directory: str, budget: int
+) -> None:
+    """How the planner groups them depends on the company, so the numbers must not depend on that."""
+    items = [_item(model, _loss_of(model, turn), turn) for model in TENANTS for turn in range(3)]
+    together, apart = (_worker(make_worker, model_directory, budget, *TENANTS) for _ in range(2))
+    outputs = run_pass(together, *items)
+    for item, output in zip(items, outputs, strict=True):
+        _assert_same_output(output, run_one(apart, item))
+    for model in TENANTS:
+        assert_equal(gradients_of(together, model), gradients_of(apart, model))
+
+
 @pytest.mark.parametrize("candidates", [1, 4])
 def test_candidates_are_scored_and_differentiated_as_a_plain_loop_does(
     make_worker: MakeWorker, model_directory: str, candidates: int

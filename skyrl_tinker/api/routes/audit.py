@@ -5,7 +5,10 @@ from datetime import UTC, datetime, time
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import Response
 
+from skyrl_tinker.api.answers import from_rows
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.store import audit
 from skyrl_tinker.store.audit import Event
@@ -23,14 +26,17 @@ _RESOURCES: Mapping[str, str] = {
 router = APIRouter(tags=["audit"])
 
 
-@router.get("/audit", summary="What happened on a day (UTC), oldest first")
-async def audit_log(query: Annotated[AuditQuery, Query()], deps: Deps, owner: Owner) -> AuditResponse:
+@router.get("/audit", summary="What happened on a day (UTC), oldest first", response_model=AuditResponse)
+async def audit_log(query: Annotated[AuditQuery, Query()], deps: Deps, owner: Owner) -> Response:
     """Sessions are in `all` only. There are no teams and organizations here, so nothing happens to them."""
     start = datetime.combine(query.day or datetime.now(UTC).date(), time(), UTC).timestamp()
     resource = _RESOURCES.get(query.event_type)
-    async with deps.store.read() as conn:
+
+    async def read(conn: AsyncConnection) -> AuditResponse:
         events = await audit.between(conn, owner, start, start + _DAY_S, resource)
-    return AuditResponse(entries=[_entry(event) for event in events])
+        return AuditResponse(entries=[_entry(event) for event in events])
+
+    return await from_rows(deps.store, read)
 
 
 def _entry(event: Event) -> AuditEntry:

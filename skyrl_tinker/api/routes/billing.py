@@ -5,7 +5,9 @@ from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from starlette.responses import Response
 
+from skyrl_tinker.api.answers import from_rows
 from skyrl_tinker.api.billing import GIGABYTE, bill
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.tokens import user_urn
@@ -26,8 +28,12 @@ _MOST_HOURS = 14 * 24
 router = APIRouter(tags=["billing"], prefix="/billing/usage")
 
 
-@router.get("/events", summary="Tokens, checkpoints and storage by the hour, for at most 14 days")
-async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, owner: Owner) -> UsageResponse:
+@router.get(
+    "/events",
+    summary="Tokens, checkpoints and storage by the hour, for at most 14 days",
+    response_model=UsageResponse,
+)
+async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, owner: Owner) -> Response:
     """Up to the last answer. The OpenAI-compatible routes know no sessions, so what they use is not in it."""
     now = time.time()
     first, end = _hour("starting_on", query.starting_on), _hour("ending_before", query.ending_before)
@@ -38,7 +44,7 @@ async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, owner:
             f"ending_before: found {query.ending_before.isoformat()}, expected a time up to 14 days "
             f"after starting_on ({query.starting_on.isoformat()})"
         )
-    return await deps.store.fetch(lambda conn: bill(conn, owner, first, end, now))
+    return await from_rows(deps.store, lambda conn: bill(conn, owner, first, end, now))
 
 
 def _hour(name: str, time: datetime) -> int:

@@ -5,8 +5,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import Response
 
 from skyrl_tinker.api import copies
+from skyrl_tinker.api.answers import from_rows
 from skyrl_tinker.api.bodies import read_json, read_model
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.documents import takes
@@ -33,27 +35,36 @@ router = APIRouter(tags=["checkpoints"])
 _OF_RUN = "/training_runs/{run}/checkpoints"
 
 
-@router.get("/checkpoints", summary="Your checkpoints, newest first")
+@router.get("/checkpoints", summary="Your checkpoints, newest first", response_model=CheckpointsResponse)
 async def list_checkpoints(
     query: Annotated[Paging, Query()], request: Request, deps: Deps, owner: Owner
-) -> CheckpointsResponse:
-    async with deps.store.read() as conn:
+) -> Response:
+    async def read(conn: AsyncConnection) -> CheckpointsResponse:
         page = await checkpoint_list.page(conn, owner, _kinds(request), query.limit, query.offset)
-    return CheckpointsResponse(
-        checkpoints=[checkpoint(row) for row in page.checkpoints],
-        cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
-    )
+        return CheckpointsResponse(
+            checkpoints=[checkpoint(row) for row in page.checkpoints],
+            cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
+        )
+
+    return await from_rows(deps.store, read)
 
 
-@router.get(_OF_RUN, summary="The checkpoints of a training run, oldest first")
-@router.get("/models/{run}/checkpoints", summary="The same, as SDK 0.3 calls it")
-async def list_checkpoints_of_run(
-    run: str, request: Request, deps: Deps, owner: Owner
-) -> CheckpointsResponse:
+@router.get(
+    _OF_RUN, summary="The checkpoints of a training run, oldest first", response_model=CheckpointsResponse
+)
+@router.get(
+    "/models/{run}/checkpoints",
+    summary="The same, as SDK 0.3 calls it",
+    response_model=CheckpointsResponse,
+)
+async def list_checkpoints_of_run(run: str, request: Request, deps: Deps, owner: Owner) -> Response:
     """Of somebody else's run those that are published."""
-    async with deps.store.read() as conn:
+
+    async def read(conn: AsyncConnection) -> CheckpointsResponse:
         rows = await checkpoint_list.of_run(conn, owner, ModelId(run), _kinds(request))
-    return CheckpointsResponse(checkpoints=[checkpoint(row) for row in rows])
+        return CheckpointsResponse(checkpoints=[checkpoint(row) for row in rows])
+
+    return await from_rows(deps.store, read)
 
 
 def _kinds(request: Request) -> list[CheckpointKind]:

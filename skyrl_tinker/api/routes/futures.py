@@ -66,6 +66,8 @@ async def _try_again(deps: Services, outcome: Outcome) -> JSONResponse:
 
 
 async def _reason(deps: Services, request_id: RequestId) -> Reason:
+    if deps.waiter.stopped:  # there is no time to ask anybody
+        return Reason("paused_capacity", "this server process is ending")
     engine = await engine_state(deps.store)
     if not engine.ready:
         return Reason("paused_capacity", f"the engine is {engine.state}: {engine.detail}")

@@ -3,7 +3,10 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import Response
 
+from skyrl_tinker.api.answers import from_rows
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.runs import training_run
 from skyrl_tinker.errors import NotFoundError
@@ -15,16 +18,18 @@ from skyrl_tinker.wire.models.runs import Cursor, TrainingRunQuery, TrainingRuns
 router = APIRouter(tags=["runs"], prefix="/training_runs")
 
 
-@router.get("", summary="Your training runs, the last used first")
+@router.get("", summary="Your training runs, the last used first", response_model=TrainingRunsResponse)
 async def list_training_runs(
     query: Annotated[TrainingRunsQuery, Query()], deps: Deps, owner: Owner
-) -> TrainingRunsResponse:
-    async with deps.store.read() as conn:
+) -> Response:
+    async def read(conn: AsyncConnection) -> TrainingRunsResponse:
         page = await runs.page(conn, owner, query.access_scope, query.limit, query.offset, query.project_id)
-    return TrainingRunsResponse(
-        training_runs=[training_run(run) for run in page.runs],
-        cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
-    )
+        return TrainingRunsResponse(
+            training_runs=[training_run(run) for run in page.runs],
+            cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
+        )
+
+    return await from_rows(deps.store, read)
 
 
 @router.get("/{run}", summary="A training run (a model) and its last checkpoints")

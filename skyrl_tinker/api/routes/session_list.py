@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import Response
 
+from skyrl_tinker.api.answers import from_rows
 from skyrl_tinker.api.bodies import read_model
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.documents import takes
@@ -45,15 +48,19 @@ async def list_sessions(
     "/search",
     summary="Search your sessions by metadata, name, project and status",
     openapi_extra=takes(SessionSearchRequest),
+    response_model=SessionSearchResponse,
 )
-async def search_sessions(request: Request, deps: Deps, owner: Owner) -> SessionSearchResponse:
+async def search_sessions(request: Request, deps: Deps, owner: Owner) -> Response:
     wanted = await read_model(request, SessionSearchRequest)
-    async with deps.store.read() as conn:
+
+    async def read(conn: AsyncConnection) -> SessionSearchResponse:
         urn = user_urn(await keys.name_of(conn, owner))
         if not _about(wanted.owner, urn):
             return SessionSearchResponse(sessions=[])
         found = await session_search.search(conn, owner, _search(wanted), wanted.limit + 1)
-    return _answer(found, wanted.limit, urn)
+        return _answer(found, wanted.limit, urn)
+
+    return await from_rows(deps.store, read)
 
 
 @router.get("/{session_id}", summary="What a session has made")

@@ -27,9 +27,9 @@ router = APIRouter(tags=["training"], route_class=HotRoute)
     openapi_extra=takes_pass(forward=True),
 )
 async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
-    body = await request.body()
     protobuf = "protobuf" in request.headers.get("content-type", "").lower()
-    async with deps.gate.through(len(body)):
+    async with deps.gate.through(request):
+        body = await request.body()
         wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits))
         return await submit_training(deps, owner_of(request), wanted)
 

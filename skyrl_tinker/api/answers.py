@@ -1,0 +1,17 @@
+"""Answers that may be long."""
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import Response
+
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.store.writer import Op
+from skyrl_tinker.wire.models.base import Message
+
+
+async def from_rows(store: Store, read: Op[Message]) -> Response:
+    """What `read` makes of rows, as JSON: all of it in a thread, while the loop serves others."""
+
+    async def as_json(conn: AsyncConnection) -> str:
+        return (await read(conn)).model_dump_json()
+
+    return Response(await store.fetch(as_json), media_type="application/json")

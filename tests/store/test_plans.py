@@ -1,0 +1,84 @@
+"""How SQLite goes about what is asked of a large journal: along indexes, never through all of it."""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.store import Store, completions, futures, timeline, usage, waiting
+from skyrl_tinker.store.timeline import Track
+from skyrl_tinker.wire.ids import OwnerId, RequestId, SamplingSessionId
+from skyrl_tinker.wire.values import Usage
+from tests.store.rows import base_sampler, new_session, outcome, sample
+
+OWNER = OwnerId(1)
+SAMPLER = SamplingSessionId("s:sample:0")
+Query = Callable[[AsyncConnection], Awaitable[Any]]
+Statement = tuple[str, Any]
+
+QUERIES: dict[str, Query] = {
+    "outcome": lambda conn: futures.outcome(conn, RequestId("r")),
+    "place": lambda conn: waiting.place(conn, RequestId("r")),
+    "completions, near": lambda conn: completions.finished_since(conn, SAMPLER, 0, 0),
+    "completions, far": lambda conn: completions.finished_since(conn, SAMPLER, 0, -completions.NEAR - 1),
+    "slices of a model": lambda conn: timeline.slices(conn, Track("", model_key=1), 0, 10),
+    "slices of a sampler": lambda conn: timeline.slices(conn, Track("", sampling_session_id="s"), 0, 10),
+    "usage": lambda conn: usage.between(conn, OWNER, 0, 10),
+    "roll-up": lambda conn: usage.roll_up(conn, 10),
+    "purge": lambda conn: futures.purge_results(conn, time.time()),
+}
+
+
+async def statements_of(store: Store, query: Query) -> list[Statement]:
+    """What is executed, with its parameters."""
+    executed: list[Statement] = []
+
+    async def op(conn: AsyncConnection) -> None:
+        @event.listens_for(conn.sync_connection, "before_cursor_execute")
+        def before(conn: Any, cursor: Any, statement: str, parameters: Any, *others: Any) -> None:
+            executed.append((statement, parameters))
+
+        try:
+            await query(conn)
+        finally:
+            event.remove(conn.sync_connection, "before_cursor_execute", before)
+
+    await store.write(op)
+    return executed
+
+
+async def plan_of(store: Store, statement: Statement) -> list[str]:
+    sql, parameters = statement
+    async with store.read() as conn:
+        rows = await conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}", parameters)
+        return [row.detail for row in rows]
+
+
+@pytest.mark.parametrize("name", QUERIES)
+async def test_no_query_goes_through_all_futures(store: Store, sampler: SamplingSessionId, name: str) -> None:
+    for number in range(3):
+        await used(store, sampler, number)
+    executed = await statements_of(store, QUERIES[name])
+    plans = [line for statement in executed for line in await plan_of(store, statement)]
+    assert any("futures" in line for line in plans)
+    assert not [line for line in plans if line.startswith("SCAN futures")]
+
+
+async def test_rolling_up_takes_as_many_statements_for_many_sessions_as_for_one(store: Store) -> None:
+    async def counted(sessions: int) -> int:
+        for _ in range(sessions):
+            await used(store, await base_sampler(store, await new_session(store)))
+        return len(await statements_of(store, usage.roll_up))
+
+    await counted(1)  # the first also makes the note of how far it came
+    assert await counted(1) == await counted(20)
+
+
+async def used(store: Store, sampler: SamplingSessionId, number: int = 0) -> None:
+    """A sample that took a token."""
+    accepted = await sample(store, sampler, number)
+    future = (await outcome(store, accepted.request_id)).future_id
+    await store.write(lambda conn: futures.succeed(conn, future, "t", b"r", Usage(input_tokens=1)))
