@@ -47,9 +47,7 @@ def _add_billing() -> None:
         sa.Column("kind", sa.String(32), nullable=False),
         *(sa.Column(name, sa.BigInteger(), nullable=False) for name in TOKENS),
         sa.PrimaryKeyConstraint("id", name="pk_usage_records"),
-        sa.ForeignKeyConstraint(
-            ["session_id"], ["sessions.session_id"], name="fk_usage_records_session_id"
-        ),
+        sa.ForeignKeyConstraint(["session_id"], ["sessions.session_id"], name="fk_usage_records_session_id"),
         sa.UniqueConstraint(
             "hour",
             "session_id",
