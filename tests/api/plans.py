@@ -62,10 +62,15 @@ class Lane:
     clone: int = 0
 
     @property
+    def made(self) -> bool:
+        """Whether it has a model, which runs what is sent."""
+        return self.birth is not None and self.birth.kind in ("create", "create_from")
+
+    @property
     def missing(self) -> int:
-        """The first place that stays empty: nothing of a model runs from there on."""
-        gaps = [place for place, each in enumerate(self.sent) if each.last is None]
-        return min(gaps, default=len(self.sent)) if self.kind == "model" else len(self.sent)
+        """The first place that stays empty: nothing of a model ends from there on."""
+        gaps = [place for place, each in enumerate(self.sent) if each.last is None and self.made]
+        return min(gaps, default=len(self.sent))
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def _once(sent: Sent) -> Sent:
 
 def computed(lane: Lane) -> list[tuple[str, int | None]]:
     """What a model's lane makes the trainer compute, with the seq_id. A refused pass spoils its window."""
-    if lane.birth is None or lane.birth.kind.startswith("wrong"):
+    if not lane.made:
         return []
     found: list[tuple[str, int | None]] = []
     saved, spoilt = set(), False

@@ -4,7 +4,7 @@ Any order of arrival, any duplication, any lost response, at two API processes w
 between: the engine does to each model what it does when each request comes once and in turn; every arrival
 gets the first one's ids; and where a request never comes, it blocks its own model and no other.
 
-`pytest tests/api/test_histories.py --hypothesis-profile long` tries some thousands of plans.
+`pytest tests/api/test_histories.py --hypothesis-profile long --timeout 0` tries some thousands of plans.
 """
 
 import asyncio

@@ -36,10 +36,12 @@ async def client(
     await router.shutdown()
 
 
-def servers_of(client: RemoteInferenceClient) -> list[psutil.Process]:
+def processes_of(client: RemoteInferenceClient) -> set[psutil.Process]:
+    """The servers' and those below them, one of which samples."""
     ports = {url.rpartition(":")[2] for url in client.server_urls}
-    processes = psutil.Process().children(recursive=True)
-    return [each for each in processes if _port(each) in ports]
+    servers = [each for each in psutil.Process().children(recursive=True) if _port(each) in ports]
+    assert {_port(each) for each in servers} == ports
+    return {process for each in servers for process in (each, *each.children(recursive=True))}
 
 
 def _port(process: psutil.Process) -> str | None:
@@ -51,8 +53,7 @@ def _port(process: psutil.Process) -> str | None:
 
 
 async def test_a_cancelled_call_stops_in_vllm(client: RemoteInferenceClient) -> None:
-    processes = servers_of(client)
-    assert len(processes) == len(client.server_urls)
+    processes = processes_of(client)
 
     def cpu_s() -> float:
         return sum(times.user + times.system for times in (each.cpu_times() for each in processes))

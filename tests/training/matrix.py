@@ -78,8 +78,11 @@ class Bench:
         migrate(url)
         self._store = self.run(Store.open(url))
         self._groups = {count: self._launch(count) for count in ranks}
-        for group in self._groups.values():
-            self.run(group.ready())
+        self.run(self._ready())
+
+    async def _ready(self) -> None:
+        """All are started at once."""
+        await asyncio.gather(*(group.ready() for group in self._groups.values()))
 
     def _launch(self, ranks: int) -> Watched:
         group = Watched.launch(TrainerSpec(self._directory, ranks, "cpu", "float32", 1, 1, timeout_s=120.0))

@@ -21,7 +21,7 @@ TENANTS = {
     4: LoraSpec(1, 4, train_mlp=False),
     5: LoraSpec(32, 5, train_attn=False, train_unembed=False),
 }
-WINDOWS = 3
+WINDOWS = 2
 LONGEST = 24
 EPS = 1e-3
 """Adam's: with a tiny one it makes a step of full size out of the rounding of a gradient near 0."""
