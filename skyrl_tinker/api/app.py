@@ -77,6 +77,9 @@ RESOURCES = (
     futures,
 )
 
+NUMBERED = frozenset({"/api/v1/forward_backward"})
+"""A 4xx there would take the seq_id for the client alone: all that it sends after it would wait for that."""
+
 
 def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> FastAPI:
     """The API over an open store and a bound doorbell; both stay the caller's to close."""
@@ -111,7 +114,7 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
         backpressure,
     )
     app.add_middleware(HotPaths, routes=app.routes)
-    app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings))
+    app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings), numbered=NUMBERED)
     app.add_middleware(AuthMiddleware, keys=keys)  # what is added last comes first
     errors.install(app)
     app.mount(docs.ASSETS_URL, docs.assets())

@@ -64,6 +64,15 @@ def decompress(body: bytes, encoding: str, cap: int) -> bytes:
     return out.getvalue()
 
 
+def first_bytes(body: bytes, encoding: str) -> bytes:
+    """What the beginning of a body that may be cut off expands to; empty when nothing can be told."""
+    with suppress(UserError):
+        for piece in _expand(body, _codec(encoding), len(body)):
+            if piece:
+                return piece
+    return b""
+
+
 def most_expanded(body: bytes, encoding: str) -> int:
     """How many bytes it can become. UserError for an encoding that is not known."""
     if encoding == "zstd":

@@ -11,11 +11,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_tinker.api.byte_budget import ByteBudget
-from skyrl_tinker.api.compression import decompress, most_expanded, require_known
+from skyrl_tinker.api.compression import decompress, first_bytes, most_expanded, require_known
 from skyrl_tinker.errors import TooLargeError, TooSlowError, UserError
 
 LARGE_BYTES = 256 * 1024
 """Bodies up to this are not waited for: heartbeats and samples go past those that wait."""
+HEAD_BYTES = 192 * 1024
+"""So much of a refused body is looked at."""
 SLOWEST_BYTES_PER_S = 100_000
 GRACE_S = 30.0
 
@@ -29,6 +31,14 @@ class BodyLimits:
     held: int
 
 
+class BodyTooLargeError(TooLargeError):
+    """`head`: how the body begins, expanded."""
+
+    def __init__(self, message: str, head: bytes) -> None:
+        super().__init__(message)
+        self.head = head
+
+
 class ClientGoneError(Exception):
     """The client closed the connection before its body was complete."""
 
@@ -39,9 +49,12 @@ class BodyLimitMiddleware:
     Large bodies wait, unread, until there is room for them beside the others.
     """
 
-    def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: BodyLimits, numbered: frozenset[str] = frozenset()) -> None:
+        """`numbered`: paths whose requests count although they are refused. The app gets what such a body
+        begins with, and in scope["refused"] the error."""
         self._app = app
         self._limits = limits
+        self._numbered = numbered
         self._wire = ByteBudget(limits.held)
         self._expanded = ByteBudget(limits.held)
 
@@ -56,9 +69,11 @@ class BodyLimitMiddleware:
             except ClientGoneError:
                 return
             except UserError as error:
-                refusal = JSONResponse({"detail": str(error)}, error.status)
-                await refusal(scope, receive, send)
-                return
+                if not isinstance(error, BodyTooLargeError) or scope["path"] not in self._numbered:
+                    refusal = JSONResponse({"detail": str(error)}, error.status)
+                    await refusal(scope, receive, send)
+                    return
+                scope["refused"], body = error, error.head
             headers["content-length"] = str(len(body))
             await self._app(scope, _replay(body, receive), send)
 
@@ -72,15 +87,24 @@ class BodyLimitMiddleware:
             # Who holds wire bytes may wait for expanded ones, never the other way round.
             size = min(most_expanded(body, encoding), self._limits.expanded)
             share = await held.enter_async_context(self._expanded.holding(size))
-            body = await asyncio.to_thread(decompress, body, encoding, self._limits.expanded)
+            body = await asyncio.to_thread(self._decompress, body, encoding)
             self._expanded.shrink(share, len(body))
         del headers["content-encoding"]
         return body
 
+    def _decompress(self, body: bytes, encoding: str) -> bytes:
+        try:
+            return decompress(body, encoding, self._limits.expanded)
+        except TooLargeError as error:
+            raise BodyTooLargeError(str(error), first_bytes(body, encoding)) from None
+
     async def _read_wire(self, headers: Headers, receive: Receive, held: AsyncExitStack) -> bytes:
         cap = self._limits.wire
-        size = _announced(headers, cap)
+        size = _announced(headers)
         body = _Body(receive)
+        if size is not None and size > cap:
+            await body.read(HEAD_BYTES)
+            raise _too_large(f"{size}", cap, headers, body)
         if size is None or size <= LARGE_BYTES:
             await body.read(LARGE_BYTES)
         if body.more:
@@ -88,7 +112,7 @@ class BodyLimitMiddleware:
             await _in_time(body.read(cap), size or cap)
             self._wire.shrink(share, body.size)
         if body.size > cap:
-            raise TooLargeError(f"request body: found more than {cap} bytes, expected at most {cap}")
+            raise _too_large(f"more than {cap}", cap, headers, body)
         return body.value()
 
 
@@ -117,14 +141,19 @@ class _Body:
             self._data.write(message.get("body", b""))
 
 
-def _announced(headers: Headers, cap: int) -> int | None:
-    """Content-Length, which chunked bodies do not have. TooLargeError."""
+def _announced(headers: Headers) -> int | None:
+    """Content-Length, which chunked bodies do not have."""
     announced = headers.get("content-length", "")
     if not announced.isdecimal() or len(announced) > 18:  # more no server lets through
         return None
-    if int(announced) > cap:
-        raise TooLargeError(f"request body: found {announced} bytes, expected at most {cap}")
     return int(announced)
+
+
+def _too_large(found: str, cap: int, headers: Headers, body: _Body) -> BodyTooLargeError:
+    message = f"request body: found {found} bytes, expected at most {cap} (the server's setting wire_body_mb)"
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    start = body.value()[:HEAD_BYTES]
+    return BodyTooLargeError(message, start if encoding == "identity" else first_bytes(start, encoding))
 
 
 async def _in_time(reading: Coroutine[None, None, None], size: int) -> None:

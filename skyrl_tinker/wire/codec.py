@@ -18,7 +18,7 @@ from skyrl_tinker.wire.json_training import fill_from_json
 from skyrl_tinker.wire.losses import LOSSES
 from skyrl_tinker.wire.models.base import parse
 from skyrl_tinker.wire.models.training import TrainingEnvelope
-from skyrl_tinker.wire.parts import check_parts
+from skyrl_tinker.wire.parts import check_parts, head
 from skyrl_tinker.wire.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.wire.results import (
     PROTOBUF,
@@ -49,7 +49,7 @@ __all__ = [
 class RawForwardBackward:
     """A request that names its model and seq_id; nothing else is checked. The message is not to be changed.
 
-    `problem`: JSON that has no protobuf form; validation raises it.
+    `problem`: why there is no whole message; validation raises it.
     """
 
     message: pb.ForwardBackwardRequest
@@ -69,15 +69,36 @@ class RawForwardBackward:
 
 
 def decode_forward_backward(body: bytes) -> RawForwardBackward:
-    """Raises UserError when no future could be made: unparsable, too large, or without model_id or seq_id."""
-    check_parts(body, pb.ForwardBackwardRequest.DESCRIPTOR)
+    """Raises UserError when no future could be made: without model_id or seq_id."""
     try:
-        message = pb.ForwardBackwardRequest.FromString(body)
-    except DecodeError as error:
-        raise UserError(f"the body is not a ForwardBackwardRequest protobuf: {error}") from error
+        message = _parsed(body)
+    except UserError as problem:
+        return decode_head(body, problem)
     parse(TrainingEnvelope, {"model_id": message.model_id, "seq_id": message.seq_id})
     _fold_config(message)
     return RawForwardBackward(message)
+
+
+def _parsed(body: bytes) -> pb.ForwardBackwardRequest:
+    check_parts(body, pb.ForwardBackwardRequest.DESCRIPTOR)
+    try:
+        return pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise UserError(f"the body is not a ForwardBackwardRequest protobuf: {error}") from error
+
+
+def decode_head(body: bytes, problem: UserError) -> RawForwardBackward:
+    """The request that a protobuf begins, of which the rest cannot be had: its seq_id is taken all the same.
+
+    Raises `problem` when no future could be made.
+    """
+    found = head(body)
+    try:
+        envelope = parse(TrainingEnvelope, {"model_id": found[0], "seq_id": found[1]} if found else {})
+    except UserError:
+        raise problem from None
+    message = pb.ForwardBackwardRequest(model_id=envelope.model_id, seq_id=envelope.seq_id)
+    return RawForwardBackward(message, problem)
 
 
 def decode_forward_backward_json(payload: Mapping[str, Any]) -> RawForwardBackward:

@@ -51,6 +51,18 @@ def count_parts(body: bytes, message: Any, most: int) -> int:
     return parts
 
 
+def head(body: bytes) -> tuple[str, int] | None:
+    """Fields 1, a string, and 2, a number, with which a message begins; None when it begins otherwise."""
+    if body[:1] != b"\x0a":
+        return None
+    size, at = _varint(body, 1, len(body))
+    name, at = body[at : at + size], at + size
+    if len(name) < size or body[at : at + 1] != b"\x10":
+        return None
+    number, _ = _varint(body, at + 1, len(body))
+    return name.decode(errors="replace"), number
+
+
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
     """Its value and where it ends."""
     value = shift = 0

@@ -1,6 +1,6 @@
 """forward_backward bodies as the SDKs send them: protobuf made by the real SDK, JSON as the older ones do."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -54,7 +54,7 @@ def old_json(model_id: str, seq_id: int, key: str = "forward_backward_input") ->
     }
 
 
-async def post_pass(world: World, body: bytes, **headers: str) -> httpx.Response:
+async def post_pass(world: World, body: bytes | AsyncIterator[bytes], **headers: str) -> httpx.Response:
     return await world.http.post(
         "forward_backward", content=body, headers={"Content-Type": "application/x-protobuf", **headers}
     )

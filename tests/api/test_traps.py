@@ -1,9 +1,11 @@
 """What makes an SDK hang, spin or crash (protocol, section 12), as far as no other test holds it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
+import numpy as np
 import pytest
+import zstandard
 from pydantic import ValidationError
 
 from skyrl_tinker.config import Settings
@@ -12,8 +14,8 @@ from skyrl_tinker.store import finish
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire import models as wire
 
-from .passes import old_json
-from .world import World, pass_output, sample, sample_output, step
+from .passes import datum, old_json, post_pass, protobuf
+from .world import VOCABULARY, World, pass_output, running, sample, sample_output, step
 
 PAUSES_FOR_AN_HOUR, RETRIED_FOR_MINUTES = 402, 409
 RESULTS = [
@@ -106,3 +108,32 @@ async def test_an_old_pass_that_cannot_be_a_protobuf_takes_its_seq_id(world: Wor
     wrong["forward_backward_input"]["data"] = [{"model_input": 3}]
     assert "datum 0" in await world.failure((await world.ok("forward_backward", wrong))["request_id"])
     await world.ok("forward_backward", old_json(model, 2))
+
+
+@pytest.mark.parametrize("how", ["large", "in pieces", "compressed, large", "compressed, grows", "cut off"])
+async def test_a_pass_that_cannot_be_read_whole_takes_its_seq_id(settings: Settings, how: str) -> None:
+    """Trap 2: a 4xx would leave a gap in the numbers, for which all later requests wait."""
+    small = settings.model_copy(update={"wire_body_mb": 1, "expanded_body_mb": 2, "held_bodies_mb": 4})
+    async with running(small) as world:
+        model = await world.model()
+        tokens = np.random.default_rng(0).integers(0, VOCABULARY, 60).tolist()
+        count = 1 if how == "cut off" else 60_000 if how == "compressed, large" else 8000
+        whole = protobuf(model, 1, *[datum(tokens)] * count)
+        headers = {"Content-Encoding": "zstd"} if how.startswith("compressed") else {}
+        body = zstandard.ZstdCompressor(level=1 if how.endswith("grows") else -100).compress(whole)
+        sent = {"compressed, grows": body, "compressed, large": body, "cut off": whole[:-1]}.get(how, whole)
+        for again in range(2):
+            answer = await post_pass(world, pieces(sent) if how == "in pieces" else sent, **headers)
+            assert answer.status_code == 200, (again, answer.text)
+        failure = await world.failure(answer.json()["request_id"])
+        assert ("not a ForwardBackwardRequest" if how == "cut off" else "expected at most") in failure or (
+            "the cap" in failure
+        )
+        following = await post_pass(world, protobuf(model, 2))
+        assert following.status_code == 200
+        assert [row.seq_id for row in await world.queued()] == [0, 1, 2]
+
+
+async def pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), 1 << 16):
+        yield body[start : start + (1 << 16)]

@@ -7,6 +7,7 @@ from skyrl_tinker.api.deps import Deps, owner_of
 from skyrl_tinker.api.documents import takes, takes_pass
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.codec import RawForwardBackward
 from skyrl_tinker.wire.ids import RequestKind
@@ -30,7 +31,8 @@ async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     protobuf = "protobuf" in request.headers.get("content-type", "").lower()
     async with deps.gate.through(request):
         body = await request.body()
-        wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits))
+        refused: UserError | None = request.scope.get("refused")
+        wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits, refused))
         return await submit_training(deps, owner_of(request), wanted)
 
 
@@ -48,9 +50,14 @@ async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
     return await submit_training(deps, owner_of(request), wanted)
 
 
-def _read_pass(body: bytes, protobuf: bool, limits: Limits) -> Submission:
-    """Decode, check, and put into the stored form; runs in a thread when `body` is large."""
-    if protobuf:
+def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: UserError | None) -> Submission:
+    """Decode, check, and put into the stored form; runs in a thread when `body` is large.
+
+    `refused`: why there is only the beginning of it.
+    """
+    if refused is not None:
+        raw = codec.decode_head(body, refused)
+    elif protobuf:
         raw = codec.decode_forward_backward(body)
     else:
         raw = codec.decode_forward_backward_json(json_object(body))
