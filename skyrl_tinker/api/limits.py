@@ -51,7 +51,7 @@ class BodyLimitMiddleware:
 
     def __init__(self, app: ASGIApp, limits: BodyLimits, numbered: frozenset[str] = frozenset()) -> None:
         """`numbered`: paths whose requests count although they are refused. The app gets what such a body
-        begins with, and in scope["refused"] the error."""
+        begins with, and in scope["refused"] why."""
         self._app = app
         self._limits = limits
         self._numbered = numbered
@@ -73,7 +73,7 @@ class BodyLimitMiddleware:
                     refusal = JSONResponse({"detail": str(error)}, error.status)
                     await refusal(scope, receive, send)
                     return
-                scope["refused"], body = error, error.head
+                scope["refused"], body = str(error), error.head  # with its trace it would hold all that came
             headers["content-length"] = str(len(body))
             await self._app(scope, _replay(body, receive), send)
 

@@ -73,7 +73,9 @@ def decode_forward_backward(body: bytes) -> RawForwardBackward:
     try:
         message = _parsed(body)
     except UserError as problem:
-        return decode_head(body, problem)
+        if (begun := decode_head(body, problem)) is None:
+            raise
+        return begun
     parse(TrainingEnvelope, {"model_id": message.model_id, "seq_id": message.seq_id})
     _fold_config(message)
     return RawForwardBackward(message)
@@ -87,18 +89,18 @@ def _parsed(body: bytes) -> pb.ForwardBackwardRequest:
         raise UserError(f"the body is not a ForwardBackwardRequest protobuf: {error}") from error
 
 
-def decode_head(body: bytes, problem: UserError) -> RawForwardBackward:
+def decode_head(body: bytes, problem: UserError) -> RawForwardBackward | None:
     """The request that a protobuf begins, of which the rest cannot be had: its seq_id is taken all the same.
 
-    Raises `problem` when no future could be made.
+    None when no future could be made.
     """
     found = head(body)
     try:
         envelope = parse(TrainingEnvelope, {"model_id": found[0], "seq_id": found[1]} if found else {})
     except UserError:
-        raise problem from None
+        return None
     message = pb.ForwardBackwardRequest(model_id=envelope.model_id, seq_id=envelope.seq_id)
-    return RawForwardBackward(message, problem)
+    return RawForwardBackward(message, problem.with_traceback(None))  # which would hold the body
 
 
 def decode_forward_backward_json(payload: Mapping[str, Any]) -> RawForwardBackward:

@@ -7,7 +7,7 @@ from skyrl_tinker.api.deps import Deps, owner_of
 from skyrl_tinker.api.documents import takes, takes_pass
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.errors import TooLargeError
 from skyrl_tinker.wire import codec
 from skyrl_tinker.wire.codec import RawForwardBackward
 from skyrl_tinker.wire.ids import RequestKind
@@ -31,7 +31,7 @@ async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     protobuf = "protobuf" in request.headers.get("content-type", "").lower()
     async with deps.gate.through(request):
         body = await request.body()
-        refused: UserError | None = request.scope.get("refused")
+        refused: str | None = request.scope.get("refused")
         wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits, refused))
         return await submit_training(deps, owner_of(request), wanted)
 
@@ -50,13 +50,13 @@ async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
     return await submit_training(deps, owner_of(request), wanted)
 
 
-def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: UserError | None) -> Submission:
+def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: str | None) -> Submission:
     """Decode, check, and put into the stored form; runs in a thread when `body` is large.
 
     `refused`: why there is only the beginning of it.
     """
     if refused is not None:
-        raw = codec.decode_head(body, refused)
+        raw = _refused_pass(body, refused)
     elif protobuf:
         raw = codec.decode_forward_backward(body)
     else:
@@ -65,6 +65,13 @@ def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: UserError |
     stored, failure = body_or_failure(lambda: _checked(raw, canonical, limits))
     kind = RequestKind.FORWARD if raw.forward_only else RequestKind.FORWARD_BACKWARD
     return Submission(kind, raw.model_id, raw.seq_id, codec.digest(canonical), stored, failure)
+
+
+def _refused_pass(body: bytes, why: str) -> RawForwardBackward:
+    """TooLargeError when not even its seq_id can be read."""
+    if (begun := codec.decode_head(body, TooLargeError(why))) is None:
+        raise TooLargeError(why)
+    return begun
 
 
 def _checked(raw: RawForwardBackward, canonical: bytes, limits: Limits) -> bytes:
