@@ -220,66 +220,20 @@ class Engine:
         placement: Placement,
         cursor: int,
     ) -> None:
-        settings, store, outbox, places = self._settings, self._store, self._outbox, self._places
-        root = places.checkpoint_root
-        saver = Saver(store, trainer, outbox, root)
-        keeper = Models(store, trainer, facts, saver, settings.max_lora_rank)
-        metrics = self._metrics
-        publisher = Publisher(store, trainer, samplers, outbox, facts, places.ephemeral_dir, root, metrics)
+        settings, store, metrics = self._settings, self._store, self._metrics
         gaps = self._gap_monitor(trainer, samplers, facts)
         await gaps.begin()
-        training = TrainerDriver(
-            store,
-            trainer,
-            keeper,
-            saver,
-            Exporter(store, trainer, outbox, facts, root),
-            publisher,
-            outbox,
-            settings.unit_tokens,
-            gaps,
-            metrics,
-            placement,
-        )
-        sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
+        training = self._trainer_driver(facts, trainer, samplers, placement, gaps)
+        sampler = SamplerDriver(store, samplers, self._outbox, settings.sample_concurrency, metrics)
         self._watch_queues(training, sampler, fleet)
-        self._metrics.watch(
-            "retried_passes", "Passes that ran out of memory", lambda: float(trainer.retried_passes)
-        )
-        self._metrics.watch(
-            "trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts)
-        )
+        self._watch_trainer(trainer)
         self._watch_turns(placement)
         openai = OpenAIServer(store, samplers, fleet, facts, metrics)
-        gateway = Gateway(
-            places.engine_socket,
-            openai,
-            metrics,
-            lambda: QueuesView(training.view(), sampler.view()),
-            settings.expanded_body_mb * MiB,
-        )
-        self._to_end.append(gateway.close)
-        await gateway.start()
+        await self._open_gateway(openai, training, sampler)
         spare_the_collector()
         await self._say_ready()
-        cleaner = SessionKeeper(
-            store,
-            training,
-            sampler,
-            samplers,
-            self._overflow,
-            settings.session_timeout_s,
-            settings.result_ttl_s,
-            settings.stability_ttl_s,
-        )
-        deadlines = Deadlines(
-            metrics,
-            training,
-            sampler,
-            outbox,
-            request_s=settings.request_deadline_s,
-            gap_s=settings.gap_deadline_s,
-        )
+        cleaner = self._session_keeper(training, sampler, samplers)
+        deadlines = self._deadlines(training, sampler)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(training.run())
             tasks.create_task(sampler.run())
@@ -290,6 +244,69 @@ class Engine:
             tasks.create_task(placement.run(Sleeping(fleet)))
             tasks.create_task(_watch(trainer))
             tasks.create_task(_watch_ray(self._ray))
+
+    def _trainer_driver(
+        self,
+        facts: BaseModelFacts,
+        trainer: TrainerGroup,
+        samplers: Samplers,
+        placement: Placement,
+        gaps: GapMonitor,
+    ) -> TrainerDriver:
+        settings, store, outbox, metrics = self._settings, self._store, self._outbox, self._metrics
+        root, ephemeral = self._places.checkpoint_root, self._places.ephemeral_dir
+        saver = Saver(store, trainer, outbox, root)
+        return TrainerDriver(
+            store,
+            trainer,
+            Models(store, trainer, facts, saver, settings.max_lora_rank),
+            saver,
+            Exporter(store, trainer, outbox, facts, root),
+            Publisher(store, trainer, samplers, outbox, facts, ephemeral, root, metrics),
+            outbox,
+            settings.unit_tokens,
+            gaps,
+            metrics,
+            placement,
+        )
+
+    async def _open_gateway(
+        self, openai: OpenAIServer, training: TrainerDriver, sampler: SamplerDriver
+    ) -> None:
+        gateway = Gateway(
+            self._places.engine_socket,
+            openai,
+            self._metrics,
+            lambda: QueuesView(training.view(), sampler.view()),
+            self._settings.expanded_body_mb * MiB,
+        )
+        self._to_end.append(gateway.close)
+        await gateway.start()
+
+    def _session_keeper(
+        self, training: TrainerDriver, sampler: SamplerDriver, samplers: Samplers
+    ) -> SessionKeeper:
+        settings = self._settings
+        return SessionKeeper(
+            self._store,
+            training,
+            sampler,
+            samplers,
+            self._overflow,
+            settings.session_timeout_s,
+            settings.result_ttl_s,
+            settings.stability_ttl_s,
+        )
+
+    def _deadlines(self, training: TrainerDriver, sampler: SamplerDriver) -> Deadlines:
+        return Deadlines(
+            self._metrics,
+            training,
+            sampler,
+            self._outbox,
+            request_s=self._settings.request_deadline_s,
+            gap_s=self._settings.gap_deadline_s,
+        )
 
     async def _say_ready(self) -> None:
         await self._status.say("ready", "")
@@ -314,6 +331,11 @@ class Engine:
         watch("samples_queued", "Samples that wait for a free slot", sampler.queued)
         watch("samples_in_flight", "Samples that the samplers have", sampler.in_flight)
         watch("replicas", "Sampler replicas that serve", lambda: fleet.size)
+
+    def _watch_trainer(self, trainer: TrainerGroup) -> None:
+        watch = self._metrics.watch
+        watch("retried_passes", "Passes that ran out of memory", lambda: float(trainer.retried_passes))
+        watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))
 
     def _watch_turns(self, placement: Placement) -> None:
         for turn, spent in placement.spent.items():

@@ -1,4 +1,4 @@
-"""Weights for use elsewhere: exported, and how to fetch them."""
+"""How to fetch weights for use elsewhere."""
 
 import asyncio
 from email.utils import formatdate
@@ -7,42 +7,21 @@ from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse
 
 from skyrl_tinker.api.archive import require_archivable
-from skyrl_tinker.api.bodies import read_json
 from skyrl_tinker.api.deps import Deps, Owner, Services
-from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.signing import expiry
-from skyrl_tinker.api.submit import from_json, submit_training
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.manifest import read_manifest
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, OwnerId, RequestKind
+from skyrl_tinker.wire.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.wire.models import (
-    AcceptedFuture,
     ExternalWeightsUrlsResponse,
-    SaveExternalRequest,
-    parse,
     utc,
 )
-from skyrl_tinker.wire.validate import validate_save_external
 
 router = APIRouter(tags=["downloads"])
 _CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint_id:path}"
-
-
-@router.post(
-    "/save_weights_external",
-    summary="Export weights: a PEFT adapter or a Hugging Face model",
-    openapi_extra=takes(SaveExternalRequest),
-)
-async def save_weights_external(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
-    wanted = from_json(
-        RequestKind.SAVE_WEIGHTS_EXTERNAL,
-        await read_json(request),
-        lambda payload: validate_save_external(parse(SaveExternalRequest, payload)),
-    )
-    return await submit_training(deps, owner, wanted)
 
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls", summary="Signed URLs of the files of an export")

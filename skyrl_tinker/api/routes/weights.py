@@ -1,19 +1,23 @@
 """Saves: weights become checkpoints."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.bodies import read_json
-from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.deps import Deps, Owner, Services
 from skyrl_tinker.api.documents import takes
-from skyrl_tinker.api.submit import from_json, submit_training
-from skyrl_tinker.wire.ids import RequestKind
+from skyrl_tinker.api.submit import Body, from_json, submit_training
+from skyrl_tinker.wire.ids import OwnerId, RequestKind
 from skyrl_tinker.wire.models import (
     AcceptedFuture,
+    SaveExternalRequest,
     SaveSamplerRequest,
     SaveWeightsRequest,
     parse,
 )
-from skyrl_tinker.wire.validate import validate_save_sampler, validate_save_weights
+from skyrl_tinker.wire.validate import validate_save_external, validate_save_sampler, validate_save_weights
 
 router = APIRouter(tags=["weights"])
 
@@ -24,12 +28,13 @@ router = APIRouter(tags=["weights"])
     openapi_extra=takes(SaveWeightsRequest),
 )
 async def save_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
-    wanted = from_json(
+    return await _save(
+        request,
+        deps,
+        owner,
         RequestKind.SAVE_WEIGHTS,
-        await read_json(request),
         lambda payload: validate_save_weights(parse(SaveWeightsRequest, payload)),
     )
-    return await submit_training(deps, owner, wanted)
 
 
 @router.post(
@@ -38,9 +43,35 @@ async def save_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
     openapi_extra=takes(SaveSamplerRequest),
 )
 async def save_weights_for_sampler(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
-    wanted = from_json(
+    return await _save(
+        request,
+        deps,
+        owner,
         RequestKind.SAVE_WEIGHTS_FOR_SAMPLER,
-        await read_json(request),
         lambda payload: validate_save_sampler(parse(SaveSamplerRequest, payload)),
     )
-    return await submit_training(deps, owner, wanted)
+
+
+@router.post(
+    "/save_weights_external",
+    summary="Export weights: a PEFT adapter or a Hugging Face model",
+    openapi_extra=takes(SaveExternalRequest),
+)
+async def save_weights_external(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
+    return await _save(
+        request,
+        deps,
+        owner,
+        RequestKind.SAVE_WEIGHTS_EXTERNAL,
+        lambda payload: validate_save_external(parse(SaveExternalRequest, payload)),
+    )
+
+
+async def _save(
+    request: Request,
+    deps: Services,
+    owner: OwnerId | None,
+    kind: RequestKind,
+    check: Callable[[Mapping[str, Any]], Body],
+) -> AcceptedFuture:
+    return await submit_training(deps, owner, from_json(kind, await read_json(request), check))
