@@ -1,7 +1,7 @@
 """How futures end: once, with bytes that stay fetchable."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -9,6 +9,7 @@ from sqlalchemy import bindparam, delete, insert, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.store import usage as usages
+from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.tables import Future, Request, Result
 from skyrl_tinker.wire.ids import FutureStatus
 from skyrl_tinker.wire.values import Failure, Usage
@@ -16,22 +17,16 @@ from skyrl_tinker.wire.values import Failure, Usage
 JSON_TYPE = "application/json"
 NO_USAGE = Usage()
 
-# Built once: making a statement costs more than running it.
-_END = update(Future).where(
-    Future.id == bindparam("future_id"), Future.status == literal(FutureStatus.PENDING, Future.status.type)
-)
-_END = _END.values({name: bindparam(name) for name in ("status", "finished_at", "error", "category")})
-_DONE = (
+_END = Prepared(
     update(Future)
-    .where(
-        Future.id.in_(bindparam("future_ids", expanding=True)),
-        Future.status == literal(FutureStatus.PENDING, Future.status.type),
-    )
-    .values(status=FutureStatus.DONE, finished_at=bindparam("now"))
-    .returning(Future.id)
+    .where(Future.id == bindparam("future_id"), Future.status == FutureStatus.PENDING)
+    .values({name: bindparam(name) for name in ("status", "finished_at", "error", "category")})
 )
-_RESULT = insert(Result)
-_DROP_BODIES = delete(Request).where(Request.future_id.in_(bindparam("future_ids", expanding=True)))
+_RESULT = Prepared(
+    insert(Result), ("future_id", "content_type", "body", "input_tokens", "cached_tokens", "output_tokens")
+)
+# Until there are snapshots to replay from, nothing needs the body of a finished request.
+_DROP_BODY = Prepared(delete(Request).where(Request.future_id == bindparam("future_id")))
 
 
 async def succeed(
@@ -44,31 +39,13 @@ async def succeed(
 async def succeed_all(conn: AsyncConnection, results: Mapping[int, tuple[str, bytes, Usage]]) -> list[int]:
     """Content type, body and tokens by future id. Returns the ids of those that had not finished already; the
     others are passed over."""
-    ended = await conn.execute(_DONE, {"future_ids": list(results), "now": time.time()})
-    ids = sorted(ended.scalars())
-    if ids:
-        await conn.execute(_RESULT, [_result(id_, *results[id_]) for id_ in ids])
-        await _drop_bodies(conn, ids)
-    return ids
-
-
-def _result(future_id: int, content_type: str, body: bytes, usage: Usage) -> dict[str, Any]:
-    return {
-        "future_id": future_id,
-        "content_type": content_type,
-        "body": body,
-        "input_tokens": usage.input_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "output_tokens": usage.output_tokens,
-    }
+    end = _end(FutureStatus.DONE, None)
+    return [id_ for id_, result in results.items() if _finish(conn, id_, end, *result)]
 
 
 async def fail(conn: AsyncConnection, future_id: int, failure: Failure) -> None:
     """Finish with an error. Nothing happens if it has finished already."""
-    key = {"future_id": future_id}
-    if (await conn.execute(_END, key | _end(FutureStatus.FAILED, failure))).rowcount:
-        await conn.execute(_RESULT, key | {"content_type": JSON_TYPE, "body": failure_body(failure)})
-        await _drop_bodies(conn, [future_id])
+    _finish(conn, future_id, _end(FutureStatus.FAILED, failure), JSON_TYPE, failure_body(failure), NO_USAGE)
 
 
 async def fail_pending(conn: AsyncConnection, up_to_id: int | None, failure: Failure) -> int:
@@ -101,15 +78,28 @@ def failure_body(failure: Failure) -> bytes:
     return orjson.dumps({"error": failure.message, "category": failure.category})
 
 
-async def _drop_bodies(conn: AsyncConnection, future_ids: Sequence[int]) -> None:
-    """Until there are snapshots to replay from, nothing needs the body of a finished request."""
-    await conn.execute(_DROP_BODIES, {"future_ids": future_ids})
+def _finish(
+    conn: AsyncConnection,
+    future_id: int,
+    end: Mapping[str, Any],
+    content_type: str,
+    body: bytes,
+    usage: Usage,
+) -> bool:
+    """False: it has finished already."""
+    key = {"future_id": future_id}
+    if not _END.run(conn, {**key, **end}):
+        return False
+    tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
+    _RESULT.run(conn, {**key, **tokens, "content_type": content_type, "body": body})
+    _DROP_BODY.run(conn, key)
+    return True
 
 
-def _end(status: FutureStatus, failure: Failure) -> dict[str, Any]:
+def _end(status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
     return {
         "status": status,
         "finished_at": time.time(),
-        "error": failure.message,
-        "category": failure.category,
+        "error": failure and failure.message,
+        "category": failure and failure.category,
     }

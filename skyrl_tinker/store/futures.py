@@ -15,6 +15,7 @@ from skyrl_tinker.store.finish import (
     succeed_all,
 )
 from skyrl_tinker.store.journal import Accepted
+from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.submit import submit_create, submit_custom_loss, submit_training
 from skyrl_tinker.store.submit_sample import submit_sample
 from skyrl_tinker.store.tables import Future, Model, Request, Result, Session
@@ -89,7 +90,6 @@ class Outcome:
     withheld: bool | None = None  # there is a body, larger than what was asked for
 
 
-# Statements of the hot path are built once: making one costs more than running it.
 _WAITING = or_(
     Future.status == literal(FutureStatus.PENDING, Future.status.type),
     and_(
@@ -110,7 +110,7 @@ _SMALL_SAMPLE = case(
         Request.body,
     )
 )
-_QUEUED = (
+_QUEUED = Prepared(
     select(
         Future.id,
         Future.request_id,
@@ -150,7 +150,7 @@ _OUTCOMES = (
     .outerjoin(Session, Session.session_id == Future.session_id)
     .where(Future.request_id.in_(bindparam("request_ids", expanding=True)))
 )
-_FINISHED = (
+_FINISHED = Prepared(
     select(Result.id.label("cursor"), *_OUTCOME)
     .join(Future, Future.id == Result.future_id)
     .outerjoin(Model, Model.key == Future.model_key)
@@ -162,8 +162,7 @@ _FINISHED = (
 
 async def queued_after(conn: AsyncConnection, cursor: int, limit: int = 1000) -> list[QueuedRow]:
     """Rows with id > cursor, by id, that are pending, or failed (at the door) on a model's lane."""
-    rows = await conn.execute(_QUEUED, {"cursor": cursor, "most": limit})
-    return [QueuedRow(*row) for row in rows]
+    return [QueuedRow(*row) for row in _QUEUED.rows(conn, {"cursor": cursor, "most": limit})]
 
 
 async def bodies(conn: AsyncConnection, ids: Sequence[int]) -> dict[int, bytes]:
@@ -194,7 +193,7 @@ async def finished_after(
     conn: AsyncConnection, cursor: int, most_bytes: int = ANY_SIZE
 ) -> list[tuple[int, Outcome]]:
     """(results.id, outcome) of what finished after the cursor, in that order. Large results are withheld."""
-    rows = await conn.execute(_FINISHED, {"cursor": cursor, "most": most_bytes})
+    rows = _FINISHED.rows(conn, {"cursor": cursor, "most": most_bytes})
     return [(row[0], Outcome(*row[1:])) for row in rows]
 
 

@@ -8,7 +8,8 @@ from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import SeqIdReusedError, UserError
-from skyrl_tinker.store.rows import AnyRow, insert_id
+from skyrl_tinker.store.prepared import Prepared
+from skyrl_tinker.store.rows import AnyRow
 from skyrl_tinker.store.tables import Future, Session
 from skyrl_tinker.wire.ids import (
     FutureStatus,
@@ -23,7 +24,18 @@ MAX_SEQ_ID = 2**63 - 1
 FIRST = (Future.request_id, Future.kind, Future.digest, Future.sequence_ids)
 """What tells whether a request that came before is the same."""
 SESSION = (Session.session_id, Session.finished_at, Session.finish_reason)
-_FUTURE = insert(Future)
+_COLUMNS = (
+    "request_id",
+    "kind",
+    "session_id",
+    "model_key",
+    "seq_id",
+    "digest",
+    "sequence_ids",
+    "status",
+    "created_at",
+)
+_FUTURE = Prepared(insert(Future).returning(Future.id), _COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +62,8 @@ class New:
 async def journal(conn: AsyncConnection, new: New, model_id: ModelId | None) -> tuple[int, Accepted]:
     """Write the future, pending. Returns its key, too."""
     request_id = RequestId(uuid4().hex)
-    future_id = await insert_id(
+    (row,) = _FUTURE.rows(
         conn,
-        _FUTURE,
         {
             "request_id": request_id,
             "kind": new.kind,
@@ -65,7 +76,7 @@ async def journal(conn: AsyncConnection, new: New, model_id: ModelId | None) -> 
             "created_at": time.time(),
         },
     )
-    return future_id, Accepted(request_id, (), model_id, created=True)
+    return row.id, Accepted(request_id, (), model_id, created=True)
 
 
 def again(row: AnyRow, model_id: ModelId | None) -> Accepted:

@@ -7,12 +7,13 @@ rows on the event loop, transactions that write or read much as a whole in a thr
 
 import sqlite3
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, TypeVar, cast
 
 import orjson
-from sqlalchemy import Connection, NullPool, event, make_url
+from sqlalchemy import Connection, NullPool, make_url
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.turn import Turn
@@ -50,13 +51,45 @@ def connect(path: str) -> sqlite3.Connection:
 
 
 def writing(path: str, turn: Turn) -> AsyncEngine:
-    """Transactions hold the write lock from the start, in turn with other processes."""
-    return _engine(lambda: _WritingConnection(path, turn), BEGIN_WRITE)
+    """For a `Transaction` that holds the write lock from the start, in turn with other processes."""
+    return _engine(lambda: _WritingConnection(path, turn))
 
 
 def reading(path: str) -> AsyncEngine:
-    """Transactions see the state of their first statement."""
-    return _engine(lambda: _Connection(path), BEGIN_READ)
+    """For a `Transaction` that sees the state of its first statement."""
+    return _engine(lambda: _Connection(path))
+
+
+def raw(conn: AsyncConnection) -> sqlite3.Connection:
+    """What a connection of these engines works with."""
+    return _driver(conn).raw
+
+
+class Transaction:
+    """In place of `conn.begin()`, which costs much even where SQLAlchemy runs nothing: see `prepared`."""
+
+    def __init__(self, conn: AsyncConnection) -> None:
+        self._conn = conn
+        self._driver = _driver(conn)
+
+    async def __aenter__(self) -> None:
+        self._driver.begin()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Commit, unless something was raised. SQLAlchemy has a transaction, too, if it ran a statement."""
+        try:
+            if kind is None:
+                await (self._conn if self._conn.in_transaction() else self._driver).commit()
+        finally:
+            if self._conn.in_transaction():
+                await self._conn.rollback()
+            elif kind is not None or self._driver.raw.in_transaction:
+                await self._driver.rollback()
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
@@ -73,6 +106,11 @@ def drive(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a database operation may await nothing but its connection")
 
 
+def json_text(value: Any) -> str:
+    """How JSON columns are written."""
+    return orjson.dumps(value).decode()
+
+
 def starts_with(begin: str) -> Callable[[Connection], None]:
     """A listener for the "begin" event."""
 
@@ -82,20 +120,21 @@ def starts_with(begin: str) -> Callable[[Connection], None]:
     return began
 
 
-def _engine(connection: Callable[[], "_Connection"], begin: str) -> AsyncEngine:
-    """No pool: who reads or writes keeps its connections."""
+def _driver(conn: AsyncConnection) -> "_Connection":
+    pooled = conn.sync_connection
+    assert pooled is not None
+    return cast(_Connection, pooled.connection.driver_connection)
+
+
+def _engine(connection: Callable[[], "_Connection"]) -> AsyncEngine:
+    """No pool: who reads or writes keeps its connections. Nothing begins but a `Transaction`."""
 
     async def connected() -> Any:
         return connection()
 
-    made = create_async_engine(
-        f"{DRIVER}://",
-        async_creator=connected,
-        poolclass=NullPool,
-        json_serializer=lambda value: orjson.dumps(value).decode(),
+    return create_async_engine(
+        f"{DRIVER}://", async_creator=connected, poolclass=NullPool, json_serializer=json_text
     )
-    event.listen(made.sync_engine, "begin", lambda conn: conn.connection.driver_connection.begin(begin))
-    return made
 
 
 class _Connection:
@@ -113,8 +152,11 @@ class _Connection:
     def cursor(self) -> "_Cursor":
         return _Cursor(self)
 
-    def begin(self, sql: str) -> None:
-        """SQLAlchemy's OperationalError, as of any statement: it does not wrap what its listeners raise."""
+    def begin(self) -> None:
+        self._execute(BEGIN_READ)
+
+    def _execute(self, sql: str) -> None:
+        """Raises SQLAlchemy's OperationalError, as any statement of its does."""
         try:
             self.raw.execute(sql)
         except sqlite3.OperationalError as error:
@@ -124,7 +166,7 @@ class _Connection:
         self.raw.create_function(*args, **kwargs)
 
     async def commit(self) -> None:
-        self.raw.commit()
+        self._execute("COMMIT")
 
     async def rollback(self) -> None:
         self.raw.rollback()
@@ -145,10 +187,10 @@ class _WritingConnection(_Connection):
         super().__init__(path)
         self._turn = turn
 
-    def begin(self, sql: str) -> None:
+    def begin(self) -> None:
         self._turn.take()
         try:
-            super().begin(sql)
+            self._execute(BEGIN_WRITE)
         except BaseException:  # no transaction has begun, and none will end it: the others go on
             self._turn.give()
             raise

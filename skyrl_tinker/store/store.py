@@ -61,7 +61,7 @@ class Store:
         """For rows: a connection that sees one consistent state of the database and must not write."""
         conn = self._idle.pop() if self._idle else await self._reading.connect()
         try:
-            async with conn.begin():
+            async with sqlite.Transaction(conn):
                 yield conn
         finally:
             self._idle.append(conn)

@@ -22,13 +22,13 @@ from skyrl_tinker.store.journal import (
 )
 from skyrl_tinker.store.models import NewModel
 from skyrl_tinker.store.owners import OWNED
+from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.tables import Future, Model, Request, Session, UploadedLoss
 from skyrl_tinker.wire.ids import ModelId, ModelState, OwnerId, RequestKind
 from skyrl_tinker.wire.values import Failure
 
-# Statements of the hot path are built once: making one costs more than running it.
 _OF_CREATE = select(*FIRST).where(Future.model_key == bindparam("model_key"), Future.seq_id == 0)
-_OF_MODEL = (
+_OF_MODEL = Prepared(
     select(Model.key, *SESSION, *FIRST)
     .join(Session, Session.session_id == Model.session_id)
     .outerjoin(Future, and_(Future.model_key == Model.key, Future.seq_id == bindparam("seq_id")))
@@ -39,8 +39,10 @@ _OF_LOSS = (
     .join(UploadedLoss, UploadedLoss.future_id == Future.id)
     .where(UploadedLoss.loss_id == bindparam("loss_id"))
 )
-_BUMP = update(Model).where(Model.key == bindparam("model_key")).values(last_request_at=bindparam("now"))
-_BODY = insert(Request)
+_BUMP = Prepared(
+    update(Model).where(Model.key == bindparam("model_key")).values(last_request_at=bindparam("now"))
+)
+_BODY = Prepared(insert(Request), ["future_id", "body"])
 
 
 async def submit_create(
@@ -88,14 +90,14 @@ async def submit_training(
     """
     check_seq_id("seq_id", seq_id, lowest=1)
     key = {"model_id": model_id, "seq_id": seq_id, "owner": owner}
-    row = (await conn.execute(_OF_MODEL, key)).one_or_none()
+    row = _OF_MODEL.row(conn, key)
     if row is None:
         raise NotFoundError(f"no model {model_id}")
     if row.request_id is not None:
         require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
         return again(row, model_id)
     sessions.check_live(row)
-    await conn.execute(_BUMP, {"model_key": row.key, "now": time.time()})
+    _BUMP.run(conn, {"model_key": row.key, "now": time.time()})
     new = New(kind, seq_id, digest, row.session_id, model_key=row.key)
     return await _record(conn, new, body, failure, model_id)
 
@@ -139,5 +141,5 @@ async def _record(
     if failure is not None:
         await finish.fail(conn, future_id, failure)
     else:
-        await conn.execute(_BODY, {"future_id": future_id, "body": body})
+        _BODY.run(conn, {"future_id": future_id, "body": body})
     return accepted

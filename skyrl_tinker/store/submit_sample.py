@@ -10,6 +10,7 @@ from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import sessions
 from skyrl_tinker.store.journal import FIRST, SESSION, Accepted, again, check_seq_id, require_same
 from skyrl_tinker.store.owners import OWNED
+from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.tables import Future, Request, SamplingSession, Session
 from skyrl_tinker.wire.ids import (
     FutureStatus,
@@ -20,7 +21,6 @@ from skyrl_tinker.wire.ids import (
     sequence_ids,
 )
 
-# Statements of the hot path are built once: making one costs more than running it.
 _SAME_KEY = and_(
     Future.sampling_session_id == bindparam("sampling_session_id"), Future.seq_id == bindparam("seq_id")
 )
@@ -36,7 +36,7 @@ _VALUES = {
     Future.status: literal(FutureStatus.PENDING, Future.status.type),
     Future.created_at: bindparam("now", type_=Future.created_at.type),
 }
-_SAMPLE = (
+_SAMPLE = Prepared(
     insert(Future)
     .from_select(
         list(_VALUES),
@@ -47,7 +47,7 @@ _SAMPLE = (
     )
     .returning(Future.id)
 )
-_BODY = insert(Request)
+_BODY = Prepared(insert(Request), ["future_id", "body"])
 _OF_SAMPLER = (
     select(*SESSION, *FIRST)
     .select_from(SamplingSession)
@@ -82,10 +82,10 @@ async def submit_sample(
     sequences = sequence_ids(request_id, num_samples)
     key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
     new = {"request_id": request_id, "digest": digest, "sequence_ids": sequences, "now": time.time()}
-    future_id = await conn.scalar(_SAMPLE, {**key, **new})
-    if future_id is None:
+    row = _SAMPLE.row(conn, {**key, **new})
+    if row is None:
         return await _again(conn, key, digest)
-    await conn.execute(_BODY, {"future_id": future_id, "body": body})
+    _BODY.run(conn, {"future_id": row.id, "body": body})
     return Accepted(request_id, sequences, None, created=True)
 
 

@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.store.sqlite import drive
+from skyrl_tinker.store.sqlite import Transaction, drive
 
 T = TypeVar("T")
 Op = Callable[[AsyncConnection], Coroutine[Any, Any, T]]
@@ -136,7 +136,7 @@ class Writer:
 
     async def _together(self, begun: list[_Write]) -> None:
         """Run what waits, and what arrives meanwhile. `begun` gets each write before it is run."""
-        async with self._connected.begin():
+        async with Transaction(self._connected):
             deadline = time.monotonic() + MAX_HOLD_S
             while self._queue and len(begun) < MAX_OPS and time.monotonic() < deadline:
                 write = self._queue.popleft()
@@ -145,7 +145,7 @@ class Writer:
                     write.value = await write.op(self._connected)
 
     async def _apart(self, begun: list[_Write]) -> None:
-        async with self._connected.begin():
+        async with Transaction(self._connected):
             for write in begun:
                 await _isolated(self._connected, write)
 

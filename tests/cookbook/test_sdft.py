@@ -16,22 +16,31 @@ def sdft(kitchen: Kitchen, taught: Run, name: str, *arguments: str) -> Run:
     return kitchen.cook("sdft.train", name, "dataset=toolalpaca", *student, *amounts, *cadence, *arguments)
 
 
+def divergences(service: tinker.ServiceClient, renderer: Renderer, taught: Run, run: Run) -> list[float]:
+    """From the teacher in what the student itself says: as it was taught, and after `run`."""
+    paths = (each.checkpoints[-1]["sampler_path"] for each in (taught, run))
+    teacher, *students = samplers(service, None, *paths)
+    return [divergence(teacher, each, each, renderer) for each in students]
+
+
 def test_forward_kl_brings_the_student_to_its_teacher(
     kitchen: Kitchen, service: tinker.ServiceClient, renderer: Renderer, taught: Run
 ) -> None:
     """Cross-entropy with [N, K] targets."""
     run = sdft(kitchen, taught, "sdft_forward", "num_substeps=4")
     assert run.column("optimizer_step") == [4, 8, 12, 16, 20, 24]
-    paths = (each.checkpoints[-1]["sampler_path"] for each in (taught, run))
-    teacher, *students = samplers(service, None, *paths)
-    before, after = (divergence(teacher, each, each, renderer) for each in students)
+    before, after = divergences(service, renderer, taught, run)
     assert after < before / 2
 
 
-def test_reverse_kl_brings_the_student_to_its_teacher(kitchen: Kitchen, taught: Run) -> None:
+def test_reverse_kl_brings_the_student_to_its_teacher(
+    kitchen: Kitchen, service: tinker.ServiceClient, renderer: Renderer, taught: Run
+) -> None:
     """`forward_backward_custom` with [N, K] targets, whose loss is what the server took a gradient of."""
     run = sdft(kitchen, taught, "sdft_reverse", "reverse=true")
     assert run.column("loss:sum") == run.column("sdft/reverse_kl_loss")
-    divergences = run.column("sdft/reverse_kl_mean")
-    assert divergences[0] > 1
-    assert np.mean(divergences[-2:]) < divergences[0] / 2
+    first, *later = run.column("sdft/reverse_kl_mean")
+    assert first > 1
+    assert np.median(later) < first / 2  # what it sampled: one odd answer moves the mean of its step
+    before, after = divergences(service, renderer, taught, run)
+    assert after < 0.7 * before

@@ -1,14 +1,14 @@
 """What is recorded of a sample stands and falls with its result. The samplers are scripted."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.overflow import Overflow
@@ -16,7 +16,7 @@ from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.store import futures, sampling, stability
+from skyrl_tinker.store import futures, sampling, sqlite, stability
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.stability import SequenceRecord
@@ -94,16 +94,15 @@ async def drawn(store: Store, bell: Doorbell) -> AsyncIterator[Sampling]:
 
 
 @pytest.fixture
-def statements() -> Iterator[list[str]]:
-    """All that is executed meanwhile."""
+async def statements(store: Store) -> list[str]:
+    """All that is written from now on."""
     seen: list[str] = []
 
-    def note(_conn: Connection, _cursor: Any, statement: str, *_: Any) -> None:
-        seen.append(statement)
+    async def watch(conn: AsyncConnection) -> None:
+        sqlite.raw(conn).set_trace_callback(seen.append)
 
-    event.listen(Engine, "before_cursor_execute", note)
-    yield seen
-    event.remove(Engine, "before_cursor_execute", note)
+    await store.write(watch)
+    return seen
 
 
 async def records_of(store: Store, accepted: Accepted) -> dict[stability.Key, SequenceRecord]:

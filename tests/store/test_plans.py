@@ -5,21 +5,22 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.store import Store, completions, futures, timeline, usage, waiting
+from skyrl_tinker.store import Store, completions, futures, sqlite, timeline, usage, waiting
 from skyrl_tinker.store.timeline import Track
 from skyrl_tinker.wire.ids import OwnerId, RequestId, SamplingSessionId
-from skyrl_tinker.wire.values import Usage
+from skyrl_tinker.wire.values import Failure, Usage
 from tests.store.rows import base_sampler, new_session, outcome, sample
 
 OWNER = OwnerId(1)
 SAMPLER = SamplingSessionId("s:sample:0")
 Query = Callable[[AsyncConnection], Awaitable[Any]]
-Statement = tuple[str, Any]
 
 QUERIES: dict[str, Query] = {
+    "new requests": lambda conn: futures.queued_after(conn, 1),
+    "new results": lambda conn: futures.finished_after(conn, 1),
+    "the end of a request": lambda conn: futures.fail(conn, 1, Failure("no", "server")),
     "outcome": lambda conn: futures.outcome(conn, RequestId("r")),
     "place": lambda conn: waiting.place(conn, RequestId("r")),
     "completions, near": lambda conn: completions.finished_since(conn, SAMPLER, 0, 0),
@@ -32,29 +33,24 @@ QUERIES: dict[str, Query] = {
 }
 
 
-async def statements_of(store: Store, query: Query) -> list[Statement]:
-    """What is executed, with its parameters."""
-    executed: list[Statement] = []
+async def statements_of(store: Store, query: Query) -> list[str]:
+    """What is executed, with its parameters filled in."""
+    executed: list[str] = []
 
     async def op(conn: AsyncConnection) -> None:
-        @event.listens_for(conn.sync_connection, "before_cursor_execute")
-        def before(conn: Any, cursor: Any, statement: str, parameters: Any, *others: Any) -> None:
-            executed.append((statement, parameters))
-
+        sqlite.raw(conn).set_trace_callback(executed.append)
         try:
             await query(conn)
         finally:
-            event.remove(conn.sync_connection, "before_cursor_execute", before)
+            sqlite.raw(conn).set_trace_callback(None)
 
     await store.write(op)
     return executed
 
 
-async def plan_of(store: Store, statement: Statement) -> list[str]:
-    sql, parameters = statement
+async def plan_of(store: Store, statement: str) -> list[str]:
     async with store.read() as conn:
-        rows = await conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}", parameters)
-        return [row.detail for row in rows]
+        return [row[3] for row in sqlite.raw(conn).execute(f"EXPLAIN QUERY PLAN {statement}")]
 
 
 @pytest.mark.parametrize("name", QUERIES)
