@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
-import psutil
 import pytest
 import tinker
+
+from tests.processes import below, command
 
 from .client import Array, Client, logprobs_of, prompt
 from .conftest import Server
@@ -75,11 +76,7 @@ def test_a_stream_of_requests_for_three_versions_does_not_starve_a_fourth(
 def test_a_replica_that_was_started_again_has_what_the_others_have(
     small: Server, samplers: dict[tinker.SamplingClient, Array]
 ) -> None:
-    victim = next(
-        each
-        for each in psutil.Process(small.process.pid).children(recursive=True)
-        if "VLLM::EngineCore" in " ".join(each.cmdline())
-    )
+    victim = next(each for each in below(small.process.pid) if "VLLM::EngineCore" in " ".join(command(each)))
     rollouts = [roll(sampler, 200, samples=2) for sampler in samplers]
     victim.kill()
     for rollout in rollouts:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import psutil
 from tinker import types
+
+from tests.processes import url_of, vllm_servers
 
 from .client import Client, prompt, random_tokens
 from .conftest import Server
@@ -35,10 +36,8 @@ class Vllm:
     """The shared server's, asked behind its back. Its CPU time tells what it does on any machine."""
 
     def __init__(self, server: Server) -> None:
-        processes = psutil.Process(server.process.pid).children(recursive=True)
-        lines = [(each, each.cmdline()) for each in processes]
-        self._process, line = next((each, line) for each, line in lines if _is_vllm(line))
-        self._url = f"http://127.0.0.1:{line[line.index('--port') + 1]}"
+        self._process, *_ = vllm_servers(server.process.pid)
+        self._url = url_of(self._process)
 
     def cpu_s(self) -> float:
         times = self._process.cpu_times()
@@ -52,10 +51,6 @@ class Vllm:
         """Until everything that it has is sampled to its end, or aborted."""
         httpx.post(f"{self._url}/pause?mode=wait", timeout=None).raise_for_status()
         httpx.post(f"{self._url}/resume", timeout=60).raise_for_status()
-
-
-def _is_vllm(line: list[str]) -> bool:
-    return "--port" in line and any("vllm" in word for word in line)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import tinker
 from tinker import types
+
+from tests.processes import vllm_servers
 
 from .client import Client, datum, logprobs_of, prompt, random_tokens, train
 from .conftest import Server
@@ -45,10 +46,6 @@ def samplers_awake(client: Client) -> bool:
     """No turn of the trainer has begun that has not ended."""
     counts = turns(client)
     return counts["turns_to_training"] == counts["turns_to_sampling"]
-
-
-def children_of(server: Server) -> list[psutil.Process]:
-    return psutil.Process(server.process.pid).children(recursive=True)
 
 
 def generate(sampler: tinker.SamplingClient, tokens: int, seed: int = 5):  # type: ignore[no-untyped-def]
@@ -127,7 +124,7 @@ def test_a_sampler_that_dies_asleep_is_replaced_and_its_requests_come_back(
     heavy = training.forward_backward([datum(random_tokens(500, seed=i)) for i in range(60)], "cross_entropy")
     while samplers_awake(colocated):
         time.sleep(0.02)
-    next(each for each in children_of(running) if "vllm.entrypoints" in " ".join(each.cmdline())).kill()
+    vllm_servers(running.process.pid)[0].kill()
     heavy.result()
     train(training, TOKENS)
     assert len(pending.result().sequences[0].tokens) == LONG

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import tinker
 import torch
@@ -20,6 +19,7 @@ from tinker_cookbook import weights
 from transformers import AutoModelForCausalLM
 
 from tests.peft_adapters import token_logprobs
+from tests.processes import url_of, vllm_servers
 
 from .client import Array, Client, logprobs_of, random_tokens, train
 from .conftest import Server
@@ -57,13 +57,7 @@ def peft_logprobs(base: str, adapter: Path) -> Array:
 
 def vllm_logprobs(server: Server, adapter: Path) -> Array:
     """Of the server's own replica, given the directory as it is."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    line = next(
-        each.cmdline()
-        for each in children
-        if "--port" in each.cmdline() and "vllm.entrypoints" in str(each.cmdline())
-    )
-    url = f"http://127.0.0.1:{line[line.index('--port') + 1]}/v1"
+    url = f"{url_of(vllm_servers(server.process.pid)[0])}/v1"
     name = {"lora_name": "downloaded"}
     httpx.post(f"{url}/load_lora_adapter", json={**name, "lora_path": str(adapter)}).raise_for_status()
     try:

@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.processes import command
+
 STOP_S, HEAL_S, START_S = 15, 120, 120
 KINDS = {  # part of the command line
     "API": "skyrl_tinker.api.main",
@@ -53,7 +55,7 @@ class Serve:
         return found
 
     def find(self, kind: str) -> psutil.Process | None:
-        return next((each for each in self.tree() if KINDS[kind] in command(each)), None)
+        return next((each for each in self.tree() if KINDS[kind] in " ".join(command(each))), None)
 
     def ready(self) -> bool:
         try:
@@ -63,9 +65,10 @@ class Serve:
 
     def left(self) -> list[str]:
         self.process.poll()  # or it stays a zombie
-        return [f"{each.pid} {command(each)}" for each in self.seen if each.is_running()]
+        return [f"{each.pid} {' '.join(command(each))}" for each in self.seen if each.is_running()]
 
     def stop(self) -> None:
+        self.tree()
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(STOP_S) == 0
         assert not self.left()
@@ -87,13 +90,6 @@ def running(home: Path, *options: str) -> Iterator[Serve]:
         served.stop()
     finally:
         served.close()
-
-
-def command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def wait_until(condition: Callable[[], bool], within_s: float) -> bool:

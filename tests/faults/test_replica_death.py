@@ -11,8 +11,9 @@ import tinker
 from tinker import types
 
 from tests.e2e.client import Client, prompt, random_tokens, train
+from tests.processes import url_of, vllm_servers
 
-from .serve import HEAL_S, KINDS, Serve, command, running, wait_until
+from .serve import HEAL_S, Serve, running, wait_until
 
 PROMPT = random_tokens(20, seed=3)
 LENGTH = 300
@@ -32,14 +33,8 @@ def client(server: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
         yield Client(server.url, service)
 
 
-def vllm_servers(server: Serve) -> list[psutil.Process]:
-    found = [each for each in server.tree() if KINDS["vLLM server"] in command(each)]
-    return [each for each in found if "--port" in each.cmdline()]
-
-
 def adapters_of(vllm: psutil.Process) -> set[str]:
-    line = vllm.cmdline()
-    models = httpx.get(f"http://127.0.0.1:{line[line.index('--port') + 1]}/v1/models").json()["data"]
+    models = httpx.get(f"{url_of(vllm)}/v1/models").json()["data"]
     return {model["id"] for model in models if model["parent"]}
 
 
@@ -85,7 +80,7 @@ def test_no_sample_is_lost_when_a_replica_is_killed_and_it_comes_back_with_all_a
     train(training, PROMPT)
     before = training.save_weights_and_get_sampling_client().result()
     pending = sample_many(server, before)
-    victim, survivor = vllm_servers(server)
+    victim, survivor = vllm_servers(server.process.pid)
     victim.kill()
     assert_right(before, [each.result(HEAL_S) for each in pending])
 
@@ -95,7 +90,7 @@ def test_no_sample_is_lost_when_a_replica_is_killed_and_it_comes_back_with_all_a
     assert_right(meanwhile, [each.result(HEAL_S) for each in sample_many(server, meanwhile)])
 
     assert wait_until(lambda: detail(server) == "", HEAL_S)
-    (newcomer,) = [each for each in vllm_servers(server) if each != survivor]
+    (newcomer,) = [each for each in vllm_servers(server.process.pid) if each != survivor]
     assert adapters_of(newcomer) == adapters_of(survivor)
     assert len(adapters_of(newcomer)) == 2
     assert_right(meanwhile, [each.result(HEAL_S) for each in sample_many(server, meanwhile)])
@@ -116,7 +111,7 @@ def test_no_sample_is_lost_when_the_router_is_killed(server: Serve, client: Clie
 def test_both_replicas_killed_at_once_come_back_and_samples_wait(server: Serve, client: Client) -> None:
     sampler = client.base_sampler()
     pending = sample_many(server, sampler)
-    for vllm in vllm_servers(server):
+    for vllm in vllm_servers(server.process.pid):
         vllm.kill()
     assert wait_until(lambda: not server.ready(), 10)
     assert_right(sampler, [each.result(HEAL_S) for each in pending])

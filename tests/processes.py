@@ -1,0 +1,28 @@
+"""The processes below one that a test started. Any of them may end while it is looked at."""
+
+import psutil
+
+
+def command(process: psutil.Process) -> list[str]:
+    """Its words, none once it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def vllm_servers(pid: int) -> list[psutil.Process]:
+    """Those that answer HTTP, below `pid`."""
+    lines = ((each, command(each)) for each in below(pid))
+    return [
+        each for each, line in lines if "--port" in line and any("vllm.entrypoints" in word for word in line)
+    ]
+
+
+def url_of(server: psutil.Process) -> str:
+    line = command(server)
+    return f"http://127.0.0.1:{line[line.index('--port') + 1]}"
