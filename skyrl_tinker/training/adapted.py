@@ -14,21 +14,35 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from skyrl_tinker.training.lora import LoraModel, Pair, Target
+from skyrl_tinker.training.lora import Factors, LoraModel, Target
 from skyrl_tinker.training.rows import Span
 
 Adapters = tuple[tuple[Span, LoraModel], ...]
 
 
+class Active(NamedTuple):
+    """Whose adapter applies to which tokens of a row."""
+
+    models: tuple[LoraModel, ...]  # of each request
+    sizes: list[int]  # tokens of each request and, if there are any, of nobody
+
+    @classmethod
+    def of(cls, adapters: Adapters, tokens: int) -> "Active":
+        """`tokens`: of the row. The spans tile it but for its end."""
+        sizes = [len(span) for span, _ in adapters]
+        rest = tokens - sum(sizes)
+        return cls(tuple(model for _, model in adapters), [*sizes, rest] if rest else sizes)
+
+
 @dataclass(slots=True)
 class Routing:
-    """Whose adapter applies to which tokens of the row that is in the network now."""
+    """What applies to the row that is in the network now."""
 
-    active: Adapters = field(default=())
+    active: Active = field(default_factory=lambda: Active((), []))
 
     @contextmanager
-    def of(self, adapters: Adapters) -> Iterator[None]:
-        before, self.active = self.active, adapters
+    def of(self, active: Active) -> Iterator[None]:
+        before, self.active = self.active, active
         try:
             yield
         finally:
@@ -62,22 +76,22 @@ class _Apart(torch.autograd.Function):
         ctx.leaf.grad += upstream[0]
 
 
-class _Part(NamedTuple):
-    tokens: slice
-    pair: Pair
-    scale: float
+_Part = tuple[int, Factors, float]
+"""The number of a request in the row, and what it adds there: (index, factors, scale)."""
 
 
 def _forward(module: nn.Linear, name: str, routing: Routing, x: torch.Tensor) -> torch.Tensor:
+    models, sizes = routing.active
     parts = [
-        _Part(span.part, pair, model.scale)
-        for span, model in routing.active
-        if (pair := model.pairs.get(name)) is not None
+        (index, model.factors[name], model.scale)
+        for index, model in enumerate(models)
+        if name in model.factors
     ]
     if not parts:
         return linear(x, module.weight, module.bias)
+    anchor = models[parts[0][0]].pairs[name].a
     y: torch.Tensor = _Adapted.apply(  # type: ignore[no-untyped-call]
-        x, module.weight, module.bias, parts[0].pair.a, parts
+        x, module.weight, module.bias, anchor, parts, sizes
     )
     return y
 
@@ -85,8 +99,9 @@ def _forward(module: nn.Linear, name: str, routing: Routing, x: torch.Tensor) ->
 class _Adapted(torch.autograd.Function):
     """y = x W^T + scale * (x A^T) B^T on each request's tokens; x [1, T, in], y [1, T, out], W frozen.
 
-    Backward adds to the .grad of A and B in place. `anchor` is a leaf: autograd would otherwise not call it
-    where x needs no gradient (the first layer).
+    Backward adds to the gradients of A and B in place. `anchor` is a leaf: autograd would otherwise not call
+    it where x needs no gradient (the first layer). Small tenants cost calls rather than arithmetic: each
+    tensor is cut for all of them in one, by `sizes`.
     """
 
     @staticmethod
@@ -97,12 +112,17 @@ class _Adapted(torch.autograd.Function):
         bias: torch.Tensor | None,
         anchor: torch.Tensor,
         parts: list[_Part],
+        sizes: list[int],
     ) -> torch.Tensor:
         y = linear(x, weight, bias)
-        inners = [x[0, tokens] @ pair.a.to(x.dtype).T for tokens, pair, _ in parts]
-        for (tokens, pair, scale), inner in zip(parts, inners, strict=True):
-            y[0, tokens].addmm_(inner, pair.b.to(x.dtype).T, alpha=scale)
-        ctx.parts = parts
+        xs, ys = x.squeeze(0).split_with_sizes(sizes), y.squeeze(0).split_with_sizes(sizes)
+        inners = []
+        for index, factors, scale in parts:
+            own = factors if factors.a.dtype == x.dtype else factors.to(x.dtype)
+            inner = xs[index].mm(own.a_t)
+            ys[index].addmm_(inner, own.b_t, alpha=scale)
+            inners.append(inner)
+        ctx.parts, ctx.sizes = parts, sizes
         ctx.save_for_backward(x, weight, *inners)
         return y
 
@@ -110,20 +130,23 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, *inners = ctx.saved_tensors
         dx = upstream[0] @ weight if ctx.needs_input_grad[0] else None
-        for (tokens, pair, scale), inner in zip(ctx.parts, inners, strict=True):
-            dy = upstream[0][0, tokens]
-            outer = dy @ pair.b.to(dy.dtype)  # [t, r]
-            _accumulate(pair.b, dy, inner, scale)
-            _accumulate(pair.a, outer, x[0, tokens], scale)
-            if dx is not None:
-                dx[0, tokens].addmm_(outer, pair.a.to(dy.dtype), alpha=scale)
-        return dx, None, None, None, None
+        dxs = () if dx is None else dx.squeeze(0).split_with_sizes(ctx.sizes)
+        dy = upstream[0].squeeze(0)
+        dys, dys_t = dy.split_with_sizes(ctx.sizes), dy.T.split_with_sizes(ctx.sizes, 1)
+        xs = x.squeeze(0).split_with_sizes(ctx.sizes)
+        for (index, factors, scale), inner in zip(ctx.parts, inners, strict=True):
+            own = factors if factors.a.dtype == dy.dtype else factors.to(dy.dtype)
+            outer = dys[index].mm(own.b)  # [t, r]
+            _accumulate(own.grad_b, dys_t[index], inner, scale)
+            _accumulate(own.grad_a, outer.T, xs[index], scale)
+            if dxs:
+                dxs[index].addmm_(outer, own.a, alpha=scale)
+        return dx, None, None, None, None, None
 
 
-def _accumulate(leaf: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
-    """leaf.grad += scale * left^T right."""
-    assert leaf.grad is not None
-    if left.dtype == leaf.grad.dtype:
-        leaf.grad.addmm_(left.T, right, alpha=scale)
+def _accumulate(gradient: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+    """gradient += scale * left right."""
+    if left.dtype == gradient.dtype:
+        gradient.addmm_(left, right, alpha=scale)
     else:
-        leaf.grad.add_(left.T @ right, alpha=scale)
+        gradient.add_(left @ right, alpha=scale)

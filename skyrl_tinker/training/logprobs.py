@@ -1,6 +1,6 @@
 """Log-probabilities of target tokens without the [T, V] matrix of all of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,11 @@ KEPT = 1 << 22
 
 KEPT_OF_ROW = 4 * KEPT
 """However many models share the row."""
+
+
+def shared_tokens(vocab: int) -> int:
+    """Tokens at most of several requests that share one call: one chunk, with logits that may be kept."""
+    return min(CHUNK, KEPT // vocab)
 
 
 class Head(NamedTuple):
@@ -31,11 +36,14 @@ def token_logprobs(
     *,
     keep: bool = True,
     dense: bool = False,
+    cuts: Sequence[int] = (),
 ) -> torch.Tensor:
     """hidden [T, D], targets [C] int64 -> [C] float32, differentiable in hidden, weight, inner and outer.
 
     `cell_tokens` [C] int64, not falling: which token each target is scored at; None: one each, C = T.
     `keep`: logits may wait for backward, if they are few. `dense`: most targets will have a gradient.
+    `cuts`: tokens of each of several requests, `shared_tokens` in all, that are multiplied apart: so that a
+    request's numbers are, to the last bit, what they are without the others.
     """
     few = len(hidden) * len(head.weight) <= KEPT
     frozen = head.outer is None and not head.weight.requires_grad
@@ -43,7 +51,7 @@ def token_logprobs(
         return frozen_logprobs(hidden, head.weight, targets, cell_tokens)
     keep = keep and few
     result: torch.Tensor = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.inner, head.outer, targets, cell_tokens, keep
+        hidden, head.weight, head.inner, head.outer, targets, cell_tokens, keep, cuts
     )
     return result
 
@@ -81,14 +89,16 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         cell_tokens: torch.Tensor | None,
         keep: bool,
+        cuts: Sequence[int],
     ) -> torch.Tensor:
         result = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         lse = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         keep = keep and any(ctx.needs_input_grad)
         ctx.kept = {}
+        ctx.cuts = cuts
         for part in _parts(len(hidden), targets, cell_tokens):
             tokens = part.tokens
-            logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer)
+            logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer, cuts)
             lse[tokens] = logits.logsumexp(-1)
             result[part.cells] = _pick(logits, part) - _per_cell(lse[tokens], part)
             if keep:
@@ -113,11 +123,11 @@ class _TokenLogprobs(torch.autograd.Function):
             if own.any():
                 logits = ctx.kept.pop(tokens.start, None)  # once: _delta overwrites it
                 if logits is None:
-                    logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer)
+                    logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer, ctx.cuts)
                 delta = _delta(logits, lse[tokens], part, own).to(hidden.dtype)
-                _accumulate(grads, tokens, delta, (hidden, weight, inner, outer))
+                _accumulate(grads, tokens, delta, (hidden, weight, inner, outer), ctx.cuts)
         _match(grads, (hidden, weight, inner, outer))
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 class _FrozenLogprobs(torch.autograd.Function):
@@ -174,11 +184,26 @@ def _cut(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, inner: torch.Tensor | None, outer: torch.Tensor | None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    inner: torch.Tensor | None,
+    outer: torch.Tensor | None,
+    cuts: Sequence[int] = (),
 ) -> torch.Tensor:
     """[n, V] float32."""
-    logits = (hidden @ weight.T).float()
+    logits = hidden.new_empty(len(hidden), len(weight))
+    _multiply(hidden, weight.T, logits, cuts)
+    logits = logits.float()
     return logits if inner is None or outer is None else logits.add_(inner @ outer.T)
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, cuts: Sequence[int]) -> None:
+    """out = left @ right, each cut of the rows by itself."""
+    if len(cuts) < 2:
+        torch.mm(left, right, out=out)
+        return
+    for own, result in zip(left.split_with_sizes(cuts), out.split_with_sizes(cuts), strict=True):
+        torch.mm(own, right, out=result)
 
 
 def _pick(logits: torch.Tensor, part: _Part) -> torch.Tensor:
@@ -207,11 +232,12 @@ def _accumulate(
     part: slice,
     delta: torch.Tensor,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    cuts: Sequence[int],
 ) -> None:
     hidden, weight, inner, outer = inputs
     of_hidden, of_weight, of_inner, of_outer = grads
     if of_hidden is not None:
-        torch.mm(delta, weight, out=of_hidden[part])
+        _multiply(delta, weight, of_hidden[part], cuts)
     if of_weight is not None:
         of_weight += delta.T @ hidden[part]
     if of_inner is not None and outer is not None:

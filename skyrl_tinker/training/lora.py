@@ -43,6 +43,29 @@ class Pair(NamedTuple):
     b: torch.Tensor  # [out, r], leaf
 
 
+class Factors(NamedTuple):
+    """A pair as plain tensors, for code that makes its gradients by itself."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_t: torch.Tensor  # the same, transposed
+    b_t: torch.Tensor
+    grad_a: torch.Tensor  # to be added to
+    grad_b: torch.Tensor
+
+    @classmethod
+    def of(cls, pair: Pair) -> "Factors":
+        assert pair.a.grad is not None
+        assert pair.b.grad is not None
+        a, b = pair.a.detach(), pair.b.detach()
+        return cls(a, b, a.T, b.T, pair.a.grad, pair.b.grad)
+
+    def to(self, dtype: torch.dtype) -> "Factors":
+        """All but the gradients."""
+        a, b = self.a.to(dtype), self.b.to(dtype)
+        return Factors(a, b, a.T, b.T, self.grad_a, self.grad_b)
+
+
 @dataclass(frozen=True, slots=True)
 class _Slot:
     offset: int
@@ -81,6 +104,7 @@ class LoraModel(TrainableModel):
         self.pairs: Mapping[str, Pair] = {
             target.name: Pair(*(self._leaf(key) for key in _keys(target))) for target in self.targets
         }
+        self.factors: Mapping[str, Factors] = {name: Factors.of(pair) for name, pair in self.pairs.items()}
 
     def _initialise(self) -> None:
         """A as PEFT does it (Kaiming-uniform, a = sqrt 5), B zero; depends on seed and layer names only."""

@@ -12,10 +12,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training import adapted, attention, lora, recompute
-from skyrl_tinker.training.adapted import Routing
-from skyrl_tinker.training.logprobs import KEPT_OF_ROW, Head, token_logprobs
+from skyrl_tinker.training.adapted import Active, Adapters, Routing
+from skyrl_tinker.training.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
 from skyrl_tinker.training.lora import LoraModel
-from skyrl_tinker.training.rows import Row, Span
+from skyrl_tinker.training.rows import Row
 from skyrl_tinker.training.spec import TrainerSpec
 
 _UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
@@ -49,9 +49,7 @@ class Network(nn.Module):
         logprobs: torch.Tensor = super().__call__(*args, **kwargs)
         return logprobs
 
-    def forward(
-        self, row: Row, adapters: tuple[tuple[Span, LoraModel], ...] = (), whole_backward: bool = False
-    ) -> torch.Tensor:
+    def forward(self, row: Row, adapters: Adapters = (), whole_backward: bool = False) -> torch.Tensor:
         """Target logprobs [C] float32. The adapters' spans tile the row's datums, or there are none.
 
         `whole_backward`: let gradients flow down to the first layer even if no adapter needs it there, so
@@ -60,7 +58,7 @@ class Network(nn.Module):
         embedded = self.causal_lm.get_input_embeddings()(row.tokens)
         if whole_backward and not embedded.requires_grad:
             embedded.requires_grad_()
-        with self.routing.of(adapters):
+        with self.routing.of(Active.of(adapters, row.tokens.shape[1])):
             hidden = self.causal_lm.base_model(
                 inputs_embeds=embedded,
                 position_ids=row.positions,
@@ -69,21 +67,51 @@ class Network(nn.Module):
                 segments=row.segments,
             ).last_hidden_state.squeeze(0)
         weight = self.causal_lm.get_output_embeddings().weight
-        if not adapters:
-            tokens = len(row.targets) if row.cell_tokens is None else len(hidden)
-            return token_logprobs(hidden[:tokens], Head(weight), row.targets, row.cell_tokens)
+        if adapters:
+            return self._logprobs(hidden, weight, row, adapters)
+        tokens = len(row.targets) if row.cell_tokens is None else len(hidden)
+        return token_logprobs(hidden[:tokens], Head(weight), row.targets, row.cell_tokens)
+
+    def _logprobs(
+        self, hidden: torch.Tensor, weight: torch.Tensor, row: Row, adapters: Adapters
+    ) -> torch.Tensor:
         parts, logits = [], 0
-        spans = list(zip(adapters, row.requests, row.dense, strict=True))
         # Backward comes to what was made last first: so gradients add up in the order of the row.
-        for (span, model), cells, dense in reversed(spans):
-            own = hidden[span.part]
-            cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells.part] - span.start
-            head = self._head(own, weight, model)
-            targets = row.targets[cells.part]
+        for group in reversed(self._groups(adapters, shared_tokens(len(weight)))):
+            first, last = group[0], group[-1]
+            start = adapters[first][0].start
+            own = hidden[start : adapters[last][0].stop]
+            cells = slice(row.requests[first].start, row.requests[last].stop)
+            cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells] - start
             logits += len(own) * len(weight)
-            keep = logits <= KEPT_OF_ROW
-            parts.append(token_logprobs(own, head, targets, cell_tokens, keep=keep, dense=dense))
+            parts.append(
+                token_logprobs(
+                    own,
+                    self._head(own, weight, adapters[first][1]),
+                    row.targets[cells],
+                    cell_tokens,
+                    keep=logits <= KEPT_OF_ROW,
+                    dense=row.dense[first],
+                    cuts=[len(adapters[index][0]) for index in group],
+                )
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts[::-1])
+
+    def _groups(self, adapters: Adapters, room: int) -> list[list[int]]:
+        """Which requests of the row have their logprobs made in one go: neighbours without a head of their
+        own, of at most `room` tokens together. Not a single token: several threads would sum up its logits
+        in another order than those of many."""
+        groups: list[list[int]] = []
+        left = 0
+        for index, (span, model) in enumerate(adapters):
+            fits = self._head_name not in model.pairs and len(span) > 1
+            if fits and len(span) <= left:
+                groups[-1].append(index)
+                left -= len(span)
+            else:
+                groups.append([index])
+                left = room - len(span) if fits else 0
+        return groups
 
     def _head(self, hidden: torch.Tensor, weight: torch.Tensor, model: LoraModel) -> Head:
         pair = model.pairs.get(self._head_name)

@@ -109,7 +109,8 @@ def _gradient(terms: LossTerms, leaf: torch.Tensor) -> torch.Tensor:
     """Zero where the loss does not depend on the logprobs."""
     if not terms.values.requires_grad:
         return torch.zeros_like(leaf)
-    (found,) = torch.autograd.grad(terms.values.sum(), leaf, materialize_grads=True)
+    ones = torch.ones_like(terms.values)
+    (found,) = torch.autograd.grad(terms.values, leaf, ones, materialize_grads=True)
     return found
 
 

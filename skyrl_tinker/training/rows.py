@@ -30,6 +30,9 @@ class Span:
     def part(self) -> slice:
         return slice(self.start, self.stop)
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -107,11 +110,11 @@ def _cell_tokens(batch: TrainingInputBatch, segments: list[int], device: torch.d
     return _tensor(np.repeat(np.arange(len(per_token)), per_token), device)
 
 
-def _dense(batch: TrainingInputBatch, cells: Int64, models: Iterable[Span]) -> tuple[bool, ...]:
+def _dense(batch: TrainingInputBatch, cells: Int64, requests: Iterable[Span]) -> tuple[bool, ...]:
     weighted = np.zeros(len(cells), bool)
     for name in batch.inputs.keys() & {"weights", "advantages"}:
         weighted |= batch.inputs[name][cells] != 0
-    return tuple(bool(weighted[span.part].mean() > 0.5) for span in models)
+    return tuple(2 * int(np.count_nonzero(weighted[span.part])) > len(span) for span in requests)
 
 
 def _segments(lengths: Int64, bounds: Int64, device: torch.device) -> Segments:

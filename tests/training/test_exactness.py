@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_tinker.training.lora import LoraModel, Target
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
+from skyrl_tinker.training.state import Part
 from skyrl_tinker.training.worker import Worker
 from skyrl_tinker.wire.ids import ModelKey
 from skyrl_tinker.wire.values import AdamParams, Datum, Failure, LoraSpec, PassItem, PassOutput
@@ -79,6 +81,34 @@ def test_a_mixed_pass_equals_each_tenant_alone_to_the_bit(
         _assert_same_output(output, run_one(alone, item))
         if item.backward:
             assert_equal(gradients_of(together, item.model), gradients_of(alone, item.model))
+
+
+PLAIN = {1: (2,), 2: (8, 3), 3: (1,), 4: (5, 1, 60), 5: (300,), 6: (7,), 7: (90,), 8: (120, 40)}
+"""Lengths of tenants that leave the head alone, some of them more than share one go at the logprobs."""
+
+
+@pytest.mark.parametrize("candidates", [0, 3])
+def test_tenants_without_a_head_of_their_own_equal_each_alone_to_the_bit(
+    make_worker: MakeWorker, model_directory: str, candidates: int
+) -> None:
+    def worker_of(*models: int) -> Worker:
+        worker = make_worker(model_directory)
+        for model in models:
+            worker.create_model(ModelKey(model), LoraSpec(4 * model, model, train_unembed=False))
+            perturb(worker, model)
+        return worker
+
+    items = []
+    for model, lengths in PLAIN.items():
+        data = make_data(lengths, model, candidates=candidates if model % 2 else 0)
+        items.append(make_item(model, data))
+    items[3].data[0].inputs["weights"][:] = 0.0
+    items[5].data[0].inputs["weights"][:] = 0.0
+    together = worker_of(*PLAIN)
+    for item, output in zip(items, run_pass(together, *items), strict=True):
+        alone = worker_of(item.model)
+        _assert_same_output(output, run_one(alone, item))
+        assert_equal(gradients_of(together, item.model), gradients_of(alone, item.model))
 
 
 @pytest.mark.parametrize("budget", [16, 4096])
@@ -178,6 +208,18 @@ def test_gradients_that_overflow_fail_their_request_and_leave_the_others_bit_equ
         _assert_same_output(output, other)
     for model in (1, 2):
         assert_equal(gradients_of(workers[0], model), gradients_of(workers[1], model))
+
+
+def test_gradients_whose_sum_overflows_are_finite() -> None:
+    target = Target("model.layers.0.mlp.up_proj", 8, 8, is_head=False)
+    model = LoraModel(LoraSpec(4, 1), [target], torch.device("cpu"))
+    (gradients,) = model.local(Part.GRADIENT)
+    gradients.fill_(3e38)
+    assert not gradients.sum().isfinite()
+    assert model.gradients_finite()
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        gradients.zero_()[5] = wrong
+        assert not model.gradients_finite()
 
 
 def test_a_pass_that_breaks_leaves_all_gradients_as_they_were(worker: Worker) -> None:

@@ -123,6 +123,33 @@ def test_however_many_models_share_a_row_few_logits_wait_for_backward(
     assert_equal(gradients[2], gradients[0])
 
 
+@pytest.mark.parametrize("candidates", [1, 3])
+@pytest.mark.parametrize("vocab", [90, 2501])
+def test_logprobs_made_in_one_go_are_those_made_apart_to_the_bit(vocab: int, candidates: int) -> None:
+    """Some of so few tokens that BLAS multiplies them in an order of its own; the first without gradient."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [2, 3, 8, 40, 5]
+    weight = torch.randn(vocab, 48, generator=generator)
+    hidden = torch.randn(sum(lengths), 48, generator=generator).requires_grad_()
+    tokens = torch.arange(sum(lengths)).repeat_interleave(candidates)
+    targets = torch.randint(0, vocab, (len(tokens),), generator=generator)
+    upstream = torch.randn(len(tokens), generator=generator)
+    upstream[tokens < lengths[0]] = 0.0
+    where = None if candidates == 1 else tokens
+    together = token_logprobs(hidden, Head(weight), targets, where, cuts=lengths)
+    parts, start = [], 0
+    for length in lengths:
+        own = (tokens >= start) & (tokens < start + length)
+        of_own = None if where is None else where[own] - start
+        parts.append(token_logprobs(hidden[start : start + length], Head(weight), targets[own], of_own))
+        start += length
+    apart = torch.cat(parts)
+    assert torch.equal(together, apart)
+    (found,) = torch.autograd.grad(together, hidden, upstream)
+    (expected,) = torch.autograd.grad(apart, hidden, upstream)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("candidates", [None, (0, 1, 5)])
 def test_a_frozen_head_needs_no_logits_in_backward(candidates: tuple[int, ...] | None) -> None:
     generator = torch.Generator().manual_seed(0)
