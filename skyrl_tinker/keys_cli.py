@@ -12,6 +12,8 @@ from skyrl_tinker.cli_options import Config, DatabaseUrl, Home, one_line_errors
 from skyrl_tinker.errors import StartupError
 
 if TYPE_CHECKING:  # the other commands need none of its imports
+    from sqlalchemy.ext.asyncio import AsyncConnection
+
     from skyrl_tinker.store.writer import Op, T
 
 app = typer.Typer(no_args_is_help=True, help="API keys.", rich_markup_mode=None)
@@ -20,6 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="API keys.", rich_markup_mode=None)
 @app.command()
 def create(
     name: Annotated[str, typer.Option(help="Whose key it is; `tinker auth whoami` says it")],
+    adopt: Annotated[bool, typer.Option("--adopt", help="Give it all that was made without a key")] = False,
     home: Home = None,
     database_url: DatabaseUrl = None,
     config_file: Config = None,
@@ -28,20 +31,32 @@ def create(
 
     From the first key on, the server asks everybody for one, also when all are revoked; a server that runs
     does so within a second. Each key sees only the sessions, training runs and checkpoints that were made
-    with it. What was made before there were keys belongs to nobody who has one: no key sees it.
+    with it. What was made before there were keys is seen by no key but the one that adopts it.
     """
     from skyrl_tinker.places import Places
-    from skyrl_tinker.store import keys
+    from skyrl_tinker.store import keys, owners
     from skyrl_tinker.store.migrate import migrate
     from skyrl_tinker.store.store import once
+
+    async def made(conn: "AsyncConnection") -> tuple[str, int, int]:
+        key = await keys.create(conn, name)
+        adopted = await owners.adopt(conn, await keys.id_of(conn, name)) if adopt else 0
+        return key, adopted, await owners.ownerless(conn)
 
     with one_line_errors():
         settings = config.load(config_file, home=home, database_url=database_url)
         Places(settings).make()
         migrate(settings.store_url)
-        key = once(settings.store_url, lambda conn: keys.create(conn, name))
+        key, adopted, left = once(settings.store_url, made)
     print(key)
     print("shown only now: keep it, as TINKER_API_KEY for example", file=sys.stderr)
+    if adopt:
+        print(f"it has the {adopted} session(s) that were made without a key", file=sys.stderr)
+    elif left:
+        print(
+            f"no key sees the {left} session(s) that were made without one: a key made with --adopt would",
+            file=sys.stderr,
+        )
 
 
 @app.command(name="list")

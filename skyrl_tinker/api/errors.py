@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 def install(app: FastAPI) -> None:
     app.add_exception_handler(SkyrlTinkerError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_parameters)
+    app.add_exception_handler(404, _no_route)
     app.add_exception_handler(Exception, _apologise)
 
 
@@ -38,6 +39,17 @@ def refusal(request: Request, error: SkyrlTinkerError) -> JSONResponse:
         _log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, OverloadedError) else None
     return JSONResponse({"detail": str(error)}, error.status, headers)
+
+
+async def _no_route(request: Request, _: Exception) -> JSONResponse:
+    """The router's own 404; ours are SkyrlTinkerErrors."""
+    return JSONResponse(
+        {
+            "detail": f"no route {request.method} {request.url.path}: TINKER_BASE_URL is this server's root, "
+            "without /api/v1, and /docs lists its routes"
+        },
+        404,
+    )
 
 
 async def _apologise(request: Request, error: Exception) -> JSONResponse:

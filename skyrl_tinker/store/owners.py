@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, bindparam, func, select
+from sqlalchemy import ColumnElement, bindparam, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import NotFoundError
@@ -33,3 +33,15 @@ async def require_session(conn: AsyncConnection, owner: OwnerId | None, session_
     """Raises NotFoundError if this owner has no such session."""
     if await conn.scalar(_SESSION, {"session_id": session_id, "owner": owner}) is None:
         raise NotFoundError(f"no session {session_id}")
+
+
+async def ownerless(conn: AsyncConnection) -> int:
+    """How many sessions were made without a key."""
+    return await conn.scalar(select(func.count()).where(Session.owner_id.is_(None))) or 0
+
+
+async def adopt(conn: AsyncConnection, owner: OwnerId) -> int:
+    """Give this owner what was made without a key. Returns how many sessions that were."""
+    return (
+        await conn.execute(update(Session).where(Session.owner_id.is_(None)).values(owner_id=owner))
+    ).rowcount

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store import keys, owners, sessions
 from skyrl_tinker.store.migrate import migrate
-from skyrl_tinker.store.store import Store
+from skyrl_tinker.store.store import Store, once
+from skyrl_tinker.wire.ids import OwnerId, SessionId
 
 from .process import Api, launched
 from .world import settings_for, write_facts
@@ -119,3 +123,23 @@ def test_keys_are_shown_once_listed_and_revoked(tmp_path: Path) -> None:
     (line,) = listed.splitlines()
     assert line.split()[:2] == ["1", "alice"]
     assert "revoked 2" in line
+
+
+def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "home")
+    ours(settings, "keys", "create", "--name", "first")
+
+    async def keyless(conn: AsyncConnection) -> SessionId:
+        about = {"project_id": None, "display_name": None, "sdk_version": "0.38.0"}
+        return await sessions.create(conn, owner=None, tags=[], user_metadata={}, **about)
+
+    async def owned(conn: AsyncConnection) -> None:
+        await owners.require_session(conn, await keys.id_of(conn, "carol"), session)
+
+    session = once(settings.store_url, keyless)
+    assert "no key sees the 1 session(s)" in ours(settings, "keys", "create", "--name", "alice").stderr
+    with pytest.raises(NotFoundError):
+        once(settings.store_url, lambda conn: owners.require_session(conn, OwnerId(2), session))
+    assert "it has the 1 session(s)" in ours(settings, "keys", "create", "--name", "carol", "--adopt").stderr
+    once(settings.store_url, owned)
+    assert "session(s)" not in ours(settings, "keys", "create", "--name", "dave").stderr

@@ -110,3 +110,11 @@ async def test_the_docs_need_nothing_from_elsewhere(world: World) -> None:
     assert "/api/v1/openapi.json" in page
     assert "X-API-Key" in document["info"]["description"]
     assert document["components"]["securitySchemes"]["key"]["name"] == "X-API-Key"
+
+
+async def test_a_path_that_is_no_route_says_where_the_routes_are(world: World) -> None:
+    """As from a TINKER_BASE_URL that ends in /api/v1."""
+    answer = await world.http.get("api/v1/get_server_capabilities")
+    assert answer.status_code == 404
+    assert "no route GET /api/v1/api/v1/get_server_capabilities" in answer.json()["detail"]
+    assert "/docs" in answer.json()["detail"]

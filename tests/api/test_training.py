@@ -120,7 +120,9 @@ async def test_a_bad_pass_is_accepted_takes_its_seq_id_and_fails(world: World, c
 )
 async def test_a_bad_step_is_accepted_and_fails(world: World, change: dict[str, Any], message: str) -> None:
     request = {**step(await world.model(), 1), **change}
-    assert message in await world.failure((await world.ok("optim_step", request))["request_id"])
+    failure = await world.failure((await world.ok("optim_step", request))["request_id"])
+    assert message in failure
+    assert "the gradients accumulated for this step are dropped" in failure
 
 
 async def test_a_step_of_an_old_sdk_needs_no_defaults_and_no_type(world: World) -> None:

@@ -1,5 +1,8 @@
 """Work on a model's lane: passes and optimizer steps."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.bodies import json_object, off_loop, read_json
@@ -7,8 +10,9 @@ from skyrl_tinker.api.deps import Deps, owner_of
 from skyrl_tinker.api.documents import takes, takes_pass
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
-from skyrl_tinker.errors import TooLargeError
+from skyrl_tinker.errors import TooLargeError, UserError
 from skyrl_tinker.wire import codec
+from skyrl_tinker.wire.bodies import OptimStepBody
 from skyrl_tinker.wire.codec import RawForwardBackward
 from skyrl_tinker.wire.ids import RequestKind
 from skyrl_tinker.wire.models import AcceptedFuture, OptimStepRequest, parse
@@ -45,9 +49,18 @@ async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
     wanted = from_json(
         RequestKind.OPTIM_STEP,
         await read_json(request),
-        lambda payload: validate_optim_step(parse(OptimStepRequest, payload)),
+        _checked_step,
     )
     return await submit_training(deps, owner_of(request), wanted)
+
+
+def _checked_step(payload: Mapping[str, Any]) -> OptimStepBody:
+    try:
+        return validate_optim_step(parse(OptimStepRequest, payload))
+    except UserError as error:
+        raise UserError(
+            f"{error}; the gradients accumulated for this step are dropped, as those of any step that fails"
+        ) from error
 
 
 def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: str | None) -> Submission:
