@@ -21,6 +21,7 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=heed_ctrl_c,
     ) as demo:
         started = started_processes(demo.pid)
         places = Places(Settings(home=next((tmp_path / "tmp").glob("skyrl-tinker-demo-*"))))
@@ -32,6 +33,11 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
     assert not list((tmp_path / "tmp").iterdir())
     assert not places.bell_dir.exists()
     assert not places.ephemeral_dir.exists()
+
+
+def heed_ctrl_c() -> None:
+    """Also where the tests run in the background of a shell, which has its children ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def started_processes(pid: int) -> list[psutil.Process]:
