@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.errors import SeqIdReusedError, UserError
 from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.rows import AnyRow
-from skyrl_tinker.store.tables import Future, Session
+from skyrl_tinker.store.tables import Future, Request, Session
 from skyrl_tinker.wire.ids import (
     FutureStatus,
     ModelId,
@@ -36,6 +36,7 @@ _COLUMNS = (
     "created_at",
 )
 _FUTURE = Prepared(insert(Future).returning(Future.id), _COLUMNS)
+_BODY = Prepared(insert(Request), ("future_id", "body"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,11 @@ async def journal(conn: AsyncConnection, new: New, model_id: ModelId | None) -> 
         },
     )
     return row.id, Accepted(request_id, (), model_id, created=True)
+
+
+def keep_body(conn: AsyncConnection, future_id: int, body: bytes) -> None:
+    """What the engine reads of a request that is pending."""
+    _BODY.run(conn, {"future_id": future_id, "body": body})
 
 
 def again(row: AnyRow, model_id: ModelId | None) -> Accepted:

@@ -4,7 +4,7 @@ key or writes the new one, so that duplicates, however they race, get the same a
 
 import time
 
-from sqlalchemy import and_, bindparam, insert, select, update
+from sqlalchemy import and_, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import NotFoundError
@@ -18,12 +18,13 @@ from skyrl_tinker.store.journal import (
     again,
     check_seq_id,
     journal,
+    keep_body,
     require_same,
 )
 from skyrl_tinker.store.models import NewModel
 from skyrl_tinker.store.owners import OWNED
 from skyrl_tinker.store.prepared import Prepared
-from skyrl_tinker.store.tables import Future, Model, Request, Session, UploadedLoss
+from skyrl_tinker.store.tables import Future, Model, Session, UploadedLoss
 from skyrl_tinker.wire.ids import ModelId, ModelState, OwnerId, RequestKind
 from skyrl_tinker.wire.values import Failure
 
@@ -42,7 +43,6 @@ _OF_LOSS = (
 _BUMP = Prepared(
     update(Model).where(Model.key == bindparam("model_key")).values(last_request_at=bindparam("now"))
 )
-_BODY = Prepared(insert(Request), ["future_id", "body"])
 
 
 async def submit_create(
@@ -141,5 +141,5 @@ async def _record(
     if failure is not None:
         await finish.fail(conn, future_id, failure)
     else:
-        _BODY.run(conn, {"future_id": future_id, "body": body})
+        keep_body(conn, future_id, body)
     return accepted

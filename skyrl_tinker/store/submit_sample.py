@@ -8,10 +8,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import sessions
-from skyrl_tinker.store.journal import FIRST, SESSION, Accepted, again, check_seq_id, require_same
+from skyrl_tinker.store.journal import FIRST, SESSION, Accepted, again, check_seq_id, keep_body, require_same
 from skyrl_tinker.store.owners import OWNED
 from skyrl_tinker.store.prepared import Prepared
-from skyrl_tinker.store.tables import Future, Request, SamplingSession, Session
+from skyrl_tinker.store.tables import Future, SamplingSession, Session
 from skyrl_tinker.wire.ids import (
     FutureStatus,
     OwnerId,
@@ -47,7 +47,6 @@ _SAMPLE = Prepared(
     )
     .returning(Future.id)
 )
-_BODY = Prepared(insert(Request), ["future_id", "body"])
 _OF_SAMPLER = (
     select(*SESSION, *FIRST)
     .select_from(SamplingSession)
@@ -85,7 +84,7 @@ async def submit_sample(
     row = _SAMPLE.row(conn, {**key, **new})
     if row is None:
         return await _again(conn, key, digest)
-    _BODY.run(conn, {"future_id": row.id, "body": body})
+    keep_body(conn, row.id, body)
     return Accepted(request_id, sequences, None, created=True)
 
 

@@ -5,14 +5,14 @@ To cancel and to unload enters the journal behind what it is about, and so reach
 
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, insert, literal, select
+from sqlalchemy import bindparam, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import sessions
-from skyrl_tinker.store.journal import SESSION, Accepted, New, again, journal
+from skyrl_tinker.store.journal import SESSION, Accepted, New, again, journal, keep_body
 from skyrl_tinker.store.owners import OWNED
-from skyrl_tinker.store.tables import Future, Model, Request, Session
+from skyrl_tinker.store.tables import Future, Model, Session
 from skyrl_tinker.wire.ids import (
     FutureStatus,
     ModelId,
@@ -51,7 +51,6 @@ _UNLOADING = select(Future.request_id, Future.sequence_ids).where(
     Future.seq_id.is_(None),
     Future.kind == literal(RequestKind.UNLOAD_MODEL, Future.kind.type),
 )
-_BODY = insert(Request)
 
 
 async def place(conn: AsyncConnection, request_id: RequestId) -> Place | None:
@@ -76,7 +75,7 @@ async def cancel_sample(conn: AsyncConnection, owner: OwnerId | None, request_id
         return False
     new = New(RequestKind.CANCEL_SAMPLE, None, b"", row.session_id)
     future_id, _ = await journal(conn, new, None)
-    await conn.execute(_BODY, {"future_id": future_id, "body": str(row.id).encode()})
+    keep_body(conn, future_id, str(row.id).encode())
     return True
 
 
@@ -94,5 +93,5 @@ async def submit_unload(conn: AsyncConnection, owner: OwnerId | None, model_id: 
     sessions.check_live(row)
     new = New(RequestKind.UNLOAD_MODEL, None, b"", row.session_id, model_key=row.key)
     future_id, accepted = await journal(conn, new, model_id)
-    await conn.execute(_BODY, {"future_id": future_id, "body": b""})
+    keep_body(conn, future_id, b"")
     return accepted
