@@ -11,6 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker import base_model
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import CheckpointKind, ModelState, OwnerId
+from skyrl_tinker.domain.tinker_path import TinkerPath, validate_checkpoint_name
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError, StorageError, UserError
 from skyrl_tinker.places import Places
 from skyrl_tinker.store import checkpoints, keys, models, sessions, sqlite, state
@@ -18,9 +21,6 @@ from skyrl_tinker.store.checkpoints import NewCheckpoint
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.models import NewModel
 from skyrl_tinker.store.store import once
-from skyrl_tinker.wire.ids import CheckpointKind, ModelState, OwnerId
-from skyrl_tinker.wire.paths import TinkerPath, validate_checkpoint_name
-from skyrl_tinker.wire.values import LoraSpec
 
 _OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
 _WHY_RELEASED = "imported: it has a checkpoint to create models from, and is not trained itself"

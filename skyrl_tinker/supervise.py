@@ -18,12 +18,12 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import base_model, preflight, processes
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.places import Places
 from skyrl_tinker.store import futures, state
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.values import BaseModelFacts
 
 _STOP_S = 10.0  # children end themselves within this, or are killed; the promise for everything is 15 s
 _KILL_GRACE_S = 2.0

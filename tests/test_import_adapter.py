@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 from skyrl_tinker import base_model, config, tiny_model
 from skyrl_tinker.cli import app
 from skyrl_tinker.config import Settings
-from skyrl_tinker.manifest import read_manifest
+from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.ids import ModelState
+from skyrl_tinker.domain.manifest import read_manifest
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.places import Places
 from skyrl_tinker.store import checkpoints, keys, models, sessions, state
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store, once
-from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.ids import ModelState
-from skyrl_tinker.wire.values import LoraSpec
 from tests.peft_adapters import save_adapter
 
 SPEC = LoraSpec(4, 0, train_mlp=False, train_unembed=False)
@@ -59,7 +59,7 @@ def look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
 
 
 async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
-    where = paths.parse(path)
+    where = tinker_path.parse(path)
     store = await Store.open(settings.store_url)
     async with store.read() as conn:
         row = await checkpoints.find(conn, None, where.model_id, where.kind, where.name)
@@ -129,7 +129,7 @@ def test_where_there_are_keys_one_of_them_finds_it(settings: Settings, base: str
     once(settings.store_url, lambda conn: keys.create(conn, "alice"))
     assert "--key is missing" in fail(settings, str(adapter), "--base-model", base)
     assert "no live key 'bob'" in fail(settings, str(adapter), "--base-model", base, "--key", "bob")
-    path = paths.parse(run(settings, str(adapter), "--base-model", base, "--key", "alice").strip())
+    path = tinker_path.parse(run(settings, str(adapter), "--base-model", base, "--key", "alice").strip())
 
     async def owner(conn: AsyncConnection) -> int | None:
         run = await models.by_id(conn, path.model_id)

@@ -35,7 +35,7 @@ import aiohttp
 import numpy as np
 from serving import served
 
-from skyrl_tinker.wire.pb import skyrl_tinker_wire_pb2 as pb
+from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 
 MODELS = 16
 BEAT_EVERY_S = 0.05

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from skyrl_tinker.wire.values import Datum
+from skyrl_tinker.domain.values import Datum
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 IGNORED = -100

@@ -32,13 +32,13 @@ from naive import NaiveLoop
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, PassItem, StepItem
 from skyrl_tinker.training import distributed, memory
 from skyrl_tinker.training.batch import build_batch
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import AdamParams, Datum, LoraSpec, PassItem, StepItem
 
 RANK = 32
 MiB = 1 << 20

@@ -27,6 +27,8 @@ import ray
 
 from skyrl_tinker import config
 from skyrl_tinker.base_model import resolve
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.group import ServerGroup
 from skyrl_tinker.inference.spec import SamplerSpec
@@ -34,8 +36,6 @@ from skyrl_tinker.tiny_model import make_model
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.base import sync_weights
 from skyrl_tinker.weight_sync.choice import TransportName, make_transport
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import BaseModelFacts, LoraSpec
 
 MiB = 1 << 20
 MODEL = ModelKey(1)

@@ -3,9 +3,9 @@
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
+from skyrl_tinker.protocol.schemas.base import Message
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.writer import Op
-from skyrl_tinker.wire.models.base import Message
 
 
 async def from_rows(store: Store, read: Op[Message]) -> Response:

@@ -47,10 +47,10 @@ from skyrl_tinker.api.routes import (
 )
 from skyrl_tinker.api.signing import Signer
 from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.places import Places
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.values import BaseModelFacts
 
 LARGE_AT_ONCE = 2
 """One is parsed while one is written down."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import anyio
 
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.wire.ids import CheckpointKind
-from skyrl_tinker.wire.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 COMPLETE_FILE = "checkpoint_complete"
 """`tinker checkpoint push-hf` of those SDKs refuses an archive without it."""

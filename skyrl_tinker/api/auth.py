@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from skyrl_tinker.api.keyring import KeyRing
 from skyrl_tinker.api.tokens import InvalidTokenError
 from skyrl_tinker.errors import UnauthenticatedError
-from skyrl_tinker.wire.models.openai import error_body
+from skyrl_tinker.protocol.schemas.openai import error_body
 
 OPEN = frozenset(
     {

@@ -8,13 +8,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api.runs import as_strings
 from skyrl_tinker.api.tokens import user_urn
-from skyrl_tinker.store import keys, session_list, storage, usage
-from skyrl_tinker.store.session_list import Labels
-from skyrl_tinker.store.storage import Stored
-from skyrl_tinker.store.usage import HOUR_S, Hourly
-from skyrl_tinker.wire.ids import OwnerId, RequestKind
-from skyrl_tinker.wire.models import utc
-from skyrl_tinker.wire.models.usage import (
+from skyrl_tinker.domain.ids import OwnerId, RequestKind
+from skyrl_tinker.protocol.schemas import utc
+from skyrl_tinker.protocol.schemas.usage import (
     CheckpointUsage,
     EventInfo,
     PrefillUsage,
@@ -25,6 +21,10 @@ from skyrl_tinker.wire.models.usage import (
     UsageResponse,
     UsageSession,
 )
+from skyrl_tinker.store import keys, session_list, storage, usage
+from skyrl_tinker.store.session_list import Labels
+from skyrl_tinker.store.storage import Stored
+from skyrl_tinker.store.usage import HOUR_S, Hourly
 
 GIGABYTE = 1e9
 

@@ -9,7 +9,7 @@ from fastapi import Request
 
 from skyrl_tinker.api.json_text import parse_json
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.wire.models import Message, parse
+from skyrl_tinker.protocol.schemas import Message, parse
 
 OFF_LOOP_BYTES = 64 * 1024
 

@@ -13,17 +13,17 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api.creation import find_checkpoint
 from skyrl_tinker.api.deps import Services
+from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.ids import OwnerId, RequestKind, SessionId
+from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.errors import NotFoundError, StorageError, UserError
+from skyrl_tinker.protocol.schemas import parse
+from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest
+from skyrl_tinker.protocol.stored_requests import payload_digest
+from skyrl_tinker.protocol.validation import refuse_access_token, validate_ttl
 from skyrl_tinker.store import copies
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.copies import Destination, NewCopy
-from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.bodies import payload_digest
-from skyrl_tinker.wire.ids import OwnerId, RequestKind, SessionId
-from skyrl_tinker.wire.models import parse
-from skyrl_tinker.wire.models.runs import CopyWeightsRequest
-from skyrl_tinker.wire.paths import TinkerPath
-from skyrl_tinker.wire.validate import refuse_access_token, validate_ttl
 
 _SESSIONS = uuid5(NAMESPACE_URL, "copy_weights")
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -39,7 +39,7 @@ async def copy_weights(
     """
     wanted = parse(CopyWeightsRequest, payload)
     refuse_access_token(wanted.weights_access_token or token)
-    source, ttl = paths.parse(wanted.source_path), validate_ttl(wanted.ttl_seconds)
+    source, ttl = tinker_path.parse(wanted.source_path), validate_ttl(wanted.ttl_seconds)
     where = _destination(wanted, owner, key)
     digest = payload_digest(RequestKind.COPY_WEIGHTS, payload)
     path = TinkerPath(where.model_id, source.kind, source.name)

@@ -6,23 +6,23 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.ids import CheckpointKind, OwnerId, RequestKind, SessionId
+from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
-from skyrl_tinker.store import checkpoints, futures
-from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.store.models import NewModel
-from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.bodies import CreateModelBody, payload_digest
-from skyrl_tinker.wire.ids import CheckpointKind, OwnerId, RequestKind, SessionId
-from skyrl_tinker.wire.models import CreateModelRequest, CreateViaLoadRequest
-from skyrl_tinker.wire.validate import (
+from skyrl_tinker.protocol.schemas import CreateModelRequest, CreateViaLoadRequest
+from skyrl_tinker.protocol.stored_requests import CreateModelBody, payload_digest
+from skyrl_tinker.protocol.validation import (
     Limits,
     validate_base_model,
     validate_create_via_load,
     validate_lora_config,
     validate_optimizer_config,
 )
-from skyrl_tinker.wire.values import Failure, LoraSpec
+from skyrl_tinker.store import checkpoints, futures
+from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store.models import NewModel
 
 _ADAMW = {"type": "adamw"}
 _NO_SPEC = LoraSpec(rank=0, seed=0)  # of a model that will never be
@@ -85,7 +85,7 @@ async def from_checkpoint(
 
 async def find_checkpoint(conn: AsyncConnection, owner: OwnerId | None, path: str) -> CheckpointRow:
     """This owner's, or a published one. UserError for a malformed path, NotFoundError when there is none."""
-    where = paths.parse(path)
+    where = tinker_path.parse(path)
     row = await checkpoints.find(conn, owner, where.model_id, where.kind, where.name)
     if row is None:
         raise NotFoundError(f"path: found {path!r}, expected a checkpoint that exists and has not expired")

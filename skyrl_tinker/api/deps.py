@@ -14,11 +14,11 @@ from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.queues import EngineQueues
 from skyrl_tinker.api.signing import Signer
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.protocol.validation import Limits
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import OwnerId
-from skyrl_tinker.wire.validate import Limits
-from skyrl_tinker.wire.values import BaseModelFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from skyrl_tinker.api.description import DESCRIPTION, TAGS
 from skyrl_tinker.api.examples import EXAMPLES, FORWARD_PASS, PASS, TELEMETRY
-from skyrl_tinker.wire.models import (
+from skyrl_tinker.protocol.schemas import (
     CreateCustomLossResult,
     CreateModelResult,
     ErrorResponse,
@@ -22,7 +22,7 @@ from skyrl_tinker.wire.models import (
     SaveWeightsResult,
     UnloadModelResult,
 )
-from skyrl_tinker.wire.models.base import MAX_INT32
+from skyrl_tinker.protocol.schemas.base import MAX_INT32
 
 Json = dict[str, Any]
 

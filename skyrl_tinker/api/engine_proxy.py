@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.wire.models.openai import OWNER_HEADER, error_body
+from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER, error_body
 
 EVENTS = "text/event-stream"
 GET_S = 5.0

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse
 
 from skyrl_tinker.errors import OverloadedError, SkyrlTinkerError
-from skyrl_tinker.wire.models.base import describe
+from skyrl_tinker.protocol.schemas.base import describe
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tinker.wire.models import (
+from skyrl_tinker.protocol.schemas import (
     AsampleRequest,
     CancelFutureRequest,
     ClientConfigRequest,
@@ -27,9 +27,9 @@ from skyrl_tinker.wire.models import (
     UnloadModelRequest,
     WeightsInfoRequest,
 )
-from skyrl_tinker.wire.models.openai import ChatCompletionRequest, CompletionRequest
-from skyrl_tinker.wire.models.runs import CopyWeightsRequest, SetTtlRequest
-from skyrl_tinker.wire.models.session_list import SessionSearchRequest, SetProjectRequest
+from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, CompletionRequest
+from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest, SetTtlRequest
+from skyrl_tinker.protocol.schemas.session_list import SessionSearchRequest, SetProjectRequest
 
 Json = dict[str, Any]
 

@@ -8,10 +8,10 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.api import tokens
 from skyrl_tinker.api.tokens import Caller, InvalidTokenError
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import UnauthenticatedError
 from skyrl_tinker.store import keys, state
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import OwnerId
 
 REFRESH_S = 0.5
 """What is created or revoked elsewhere, by the command line or another process, counts within this."""

@@ -20,12 +20,12 @@ from pydantic import TypeAdapter
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.deps import Services
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.processes import die_with_parent, raise_open_files_limit, spare_the_collector
 from skyrl_tinker.store import state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.values import BaseModelFacts
 
 FACTS_WITHIN_S = 60.0
 _FACTS_POLL_S = 0.1

@@ -6,10 +6,10 @@ being worked on.
 
 from dataclasses import dataclass
 
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.queue_views import LaneView, QueuesView, SamplingView, TrainingView
+from skyrl_tinker.protocol.schemas import QueueState
 from skyrl_tinker.store.waiting import Place
-from skyrl_tinker.wire.ids import RequestKind
-from skyrl_tinker.wire.models import QueueState
-from skyrl_tinker.wire.queues import LaneView, QueuesView, SamplingView, TrainingView
 
 CREATED = "the model is being created"
 _AT_WORK = {

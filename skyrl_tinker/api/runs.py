@@ -4,11 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from skyrl_tinker.domain.ids import CheckpointKind, ModelState
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.protocol.schemas import Checkpoint, TrainingRun, utc
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.runs import Run
-from skyrl_tinker.wire.ids import CheckpointKind, ModelState
-from skyrl_tinker.wire.models import Checkpoint, TrainingRun, utc
-from skyrl_tinker.wire.paths import TinkerPath
 
 _TYPES: Mapping[CheckpointKind, Literal["training", "sampler", "external"]] = {
     CheckpointKind.WEIGHTS: "training",

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyrl_tinker.api.deps import Services
+from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.schemas import AcceptedFuture, TrainingEnvelope, parse
+from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.store import futures
 from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.wire.bodies import payload_digest
-from skyrl_tinker.wire.ids import ModelId, OwnerId, RequestKind
-from skyrl_tinker.wire.models import AcceptedFuture, TrainingEnvelope, parse
-from skyrl_tinker.wire.values import Failure
 
 
 class Body(Protocol):

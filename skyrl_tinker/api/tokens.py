@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import jwt
 
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import UnauthenticatedError
-from skyrl_tinker.wire.ids import OwnerId
 
 PREFIX = "eyJ"
 """Of every JWT: its header is JSON, an object, in base64 (RFC 7519)."""

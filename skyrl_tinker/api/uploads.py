@@ -6,15 +6,15 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import OwnerId, RequestKind, SessionId
+from skyrl_tinker.domain.values import CustomLoss, Failure
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.custom_loss import check_custom_loss
+from skyrl_tinker.protocol.schemas import CreateCustomLossRequest, CreateCustomLossResult, parse
+from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.store import futures
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.wire.bodies import payload_digest
-from skyrl_tinker.wire.custom_loss import check_custom_loss
-from skyrl_tinker.wire.ids import OwnerId, RequestKind, SessionId
-from skyrl_tinker.wire.models import CreateCustomLossRequest, CreateCustomLossResult, parse
-from skyrl_tinker.wire.values import CustomLoss, Failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import orjson
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store import futures, stability
@@ -19,7 +20,6 @@ from skyrl_tinker.store.finish import NO_USAGE
 from skyrl_tinker.store.stability import SequenceRecord
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.writer import Op, T
-from skyrl_tinker.wire.values import Failure, Usage
 
 JSON_TYPE = "application/json"
 RETRY_S = 1.0

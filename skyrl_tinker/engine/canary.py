@@ -5,6 +5,17 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId, VersionId
+from skyrl_tinker.domain.values import (
+    AdamParams,
+    AdapterWeights,
+    BaseModelFacts,
+    Failure,
+    Float32,
+    LoraSpec,
+    StepItem,
+    WeightVersion,
+)
 from skyrl_tinker.engine.probe import (
     largest_difference,
     probe_tokens,
@@ -15,17 +26,6 @@ from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.weight_sync.adapters import publish_adapter
-from skyrl_tinker.wire.ids import ModelKey, RequestId, VersionId
-from skyrl_tinker.wire.values import (
-    AdamParams,
-    AdapterWeights,
-    BaseModelFacts,
-    Failure,
-    Float32,
-    LoraSpec,
-    StepItem,
-    WeightVersion,
-)
 
 MODEL = ModelKey(-1)
 VERSION = VersionId(0)  # the store counts from 1

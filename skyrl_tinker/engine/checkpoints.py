@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import CheckpointKind
-from skyrl_tinker.wire.paths import TinkerPath
 
 
 def free_directory(root: Path, model: ModelRow, path: TinkerPath, request: int) -> Path:

@@ -5,14 +5,14 @@ import time
 from datetime import UTC, datetime
 from itertools import takewhile
 
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.lanes import Stand
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import RequestKind
-from skyrl_tinker.wire.values import Failure
 
 
 class Deadlines:

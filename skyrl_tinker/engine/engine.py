@@ -7,6 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.domain.queue_views import QueuesView
+from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine import canary, recovery
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -40,8 +42,6 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.base import WeightTransport
 from skyrl_tinker.weight_sync.choice import TransportName, backend_of, choose, make_transport
-from skyrl_tinker.wire.queues import QueuesView
-from skyrl_tinker.wire.values import BaseModelFacts, Gpu
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be built for
 PING_S, PING_TIMEOUT_S = 2.0, 30.0

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_tinker.manifest import FILE_NAME, Manifest, entry_of, read_manifest, write_manifest
+from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, read_manifest, write_manifest
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
+from skyrl_tinker.protocol import age_encryption
 from skyrl_tinker.weight_sync.adapters import flush
-from skyrl_tinker.wire import age
-from skyrl_tinker.wire.peft import ADAPTER_CONFIG_FILE
-from skyrl_tinker.wire.values import BaseModelFacts, LoraSpec
 
 CONFIG_FILE = "config.json"
 _SMALL = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
@@ -40,7 +40,7 @@ def finish_export(export: Export, staging: Path, directory: Path) -> int:
         _add_base_files(Path(export.facts.directory), staging, export.dtype)
     if export.recipients:
         for file in _files(staging):
-            age.encrypt(file, export.recipients)
+            age_encryption.encrypt(file, export.recipients)
     size = _describe(export, staging, written)
     staging.rename(directory)
     flush(directory.parent)

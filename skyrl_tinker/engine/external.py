@@ -13,20 +13,20 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.answers import Outbox, failure_of, json_answer
 from skyrl_tinker.engine.checkpoints import free_directory, require_free
 from skyrl_tinker.engine.export_files import Export, finish_export
 from skyrl_tinker.errors import StorageError
+from skyrl_tinker.protocol.stored_requests import SaveExternalBody
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.checkpoints import NewCheckpoint, expiry
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import CapturedState, TrainerGroup
-from skyrl_tinker.wire.bodies import SaveExternalBody
-from skyrl_tinker.wire.ids import CheckpointKind
-from skyrl_tinker.wire.paths import TinkerPath
-from skyrl_tinker.wire.values import BaseModelFacts
 
 SHARD_BYTES = 5 * 10**9
 """About the size of a file of a full-parameter model, as the hub has them."""

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from skyrl_tinker.domain.ids import ModelId, ModelKey
+from skyrl_tinker.domain.values import BaseModelFacts, Failure, Float32, WeightVersion
 from skyrl_tinker.engine.answers import persistently
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.probe import (
@@ -18,8 +20,6 @@ from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store import state
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
-from skyrl_tinker.wire.ids import ModelId, ModelKey
-from skyrl_tinker.wire.values import BaseModelFacts, Failure, Float32, WeightVersion
 
 METRIC = "sampler_logprob_gap"
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from aiohttp import web
 
+from skyrl_tinker.domain.queue_views import QueuesView
 from skyrl_tinker.engine.metrics import CONTENT_TYPE, Metrics
 from skyrl_tinker.engine.openai import OpenAIServer
-from skyrl_tinker.wire.queues import QueuesView
 
 SHUTDOWN_S = 1.0
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import WeightVersion
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import WeightVersion
 
 
 @dataclass(eq=False)

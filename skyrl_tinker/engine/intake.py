@@ -4,13 +4,13 @@ import logging
 
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.store import futures
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import RequestKind
 
 FALLBACK_POLL_S = 1.0
 PAGE = 1000

@@ -7,19 +7,19 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.ids import CheckpointKind, ModelState
+from skyrl_tinker.domain.values import BaseModelFacts, OptimizerFamily
 from skyrl_tinker.engine.answers import Outcome, json_answer
 from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
 from skyrl_tinker.store import checkpoints, models, sessions
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.writer import Op
 from skyrl_tinker.training.group import TrainerGroup
-from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.bodies import CreateViaLoadBody, LoadWeightsBody
-from skyrl_tinker.wire.ids import CheckpointKind, ModelState
-from skyrl_tinker.wire.values import BaseModelFacts, OptimizerFamily
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Models:
             self._reading = None
 
     async def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
-        wanted = paths.parse(path)
+        wanted = tinker_path.parse(path)
         async with self._store.read() as conn:
             owner = await sessions.owner_of(conn, model.session_id)
             found = await checkpoints.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)

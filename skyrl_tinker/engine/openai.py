@@ -11,17 +11,16 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.openai_requests import Wanted, longest_prompt, texts_to_count, upstream_body
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.spec import BASE_MODEL
-from skyrl_tinker.store import checkpoints, sampling
-from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.ids import CheckpointKind, OwnerId
-from skyrl_tinker.wire.models.openai import (
+from skyrl_tinker.protocol.schemas.openai import (
     OWNER_HEADER,
     ChatCompletionRequest,
     CompletionRequest,
@@ -29,7 +28,8 @@ from skyrl_tinker.wire.models.openai import (
     error_body,
     parse_openai,
 )
-from skyrl_tinker.wire.values import BaseModelFacts, WeightVersion
+from skyrl_tinker.store import checkpoints, sampling
+from skyrl_tinker.store.store import Store
 
 PREFIX = "/oai/api/v1"
 _AFFINITY_BYTES = 512
@@ -109,11 +109,11 @@ class OpenAIServer:
         """None: the base model. NotFoundError; FieldError for another kind of checkpoint."""
         if model in self._facts.names:
             return None
-        if not model.startswith(paths.SCHEME):
+        if not model.startswith(tinker_path.SCHEME):
             raise NotFoundError(
                 f"no model {model!r}: expected {' or '.join(self._facts.names)}, or a tinker:// path"
             )
-        wanted = paths.parse(model)
+        wanted = tinker_path.parse(model)
         if wanted.kind is not CheckpointKind.SAMPLER_WEIGHTS:
             raise FieldError(f"{model} has no weights for sampling: use save_weights_for_sampler", "model")
         async with self._store.read() as conn:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from skyrl_tinker.wire.models.openai import (
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.protocol.schemas.openai import (
     COMPLETION_MAX_TOKENS,
     ChatCompletionRequest,
     CompletionRequest,
     FieldError,
 )
-from skyrl_tinker.wire.values import BaseModelFacts
 
 Wanted = CompletionRequest | ChatCompletionRequest
 _OURS = {"model", "user", "max_tokens", "max_completion_tokens", "stream_options"}

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from skyrl_tinker.wire.values import WeightVersion
+from skyrl_tinker.domain.values import WeightVersion
 
 SPARE = 0.5  # of the tmpfs stays free: what lies in it is memory that processes lack
 

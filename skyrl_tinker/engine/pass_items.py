@@ -9,16 +9,16 @@ from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
+from skyrl_tinker.domain.loss_specs import LOSSES
+from skyrl_tinker.domain.values import CustomLoss, Datum, Failure, ForwardBackward, PassItem
 from skyrl_tinker.engine.answers import failure_of
 from skyrl_tinker.engine.provenance import Records, shown, with_records
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.custom_loss import check_custom_inputs
+from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store import custom_losses
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.custom_loss import check_custom_inputs
-from skyrl_tinker.wire.ids import ModelKey, RequestKind, SessionId
-from skyrl_tinker.wire.losses import LOSSES
-from skyrl_tinker.wire.values import CustomLoss, Datum, Failure, ForwardBackward, PassItem
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class ReadRow:
         assert row.model_key is not None, "training requests have a model"
         if row.id not in bodies:
             raise UserError("its time was over before its turn")
-        return cls(row, row.model_key, codec.from_canonical(bodies[row.id]))
+        return cls(row, row.model_key, pass_requests.from_canonical(bodies[row.id]))
 
     @property
     def sequences(self) -> set[str]:

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, Usage
 from skyrl_tinker.engine.answers import Answer, Outcome, failure_of, persistently
 from skyrl_tinker.engine.pass_items import Known, ReadRow, attempt
 from skyrl_tinker.engine.planner import Pass
+from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store import futures, stability
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.writer import Op
 from skyrl_tinker.training.group import PreparedPass, TrainerGroup
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.values import Failure, PassItem, PassOutput, Usage
 
 SMALL_BYTES = 64 << 10
 T = TypeVar("T")
@@ -100,7 +100,9 @@ def _encode(output: PassOutput | Failure) -> Outcome:
     if isinstance(output, Failure):
         return output
     tokens = sum(len(each) for each in output.logprobs)
-    return Answer(codec.PROTOBUF, codec.encode_forward_backward_output(output), usage=Usage(tokens))
+    return Answer(
+        pass_requests.PROTOBUF, pass_requests.encode_forward_backward_output(output), usage=Usage(tokens)
+    )
 
 
 def _read(

@@ -8,10 +8,10 @@ it, whatever they sent and with however many models, and passes and barriers nev
 from dataclasses import dataclass
 from itertools import chain
 
+from skyrl_tinker.domain.ids import RequestKind, SessionId
 from skyrl_tinker.engine.lanes import PASSES, Lanes, cost
 from skyrl_tinker.engine.turns import Ledger, Waiting
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import RequestKind, SessionId
 
 MERGING = frozenset({RequestKind.OPTIM_STEP, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER})
 """Barriers that the workers take for several models at once."""

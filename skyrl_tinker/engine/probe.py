@@ -4,11 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from skyrl_tinker.engine.inflight import Wanted
-from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.training.group import TrainerGroup
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import (
     BaseModelFacts,
     Datum,
     Failure,
@@ -18,6 +15,9 @@ from skyrl_tinker.wire.values import (
     SampleRequest,
     SamplingParams,
 )
+from skyrl_tinker.engine.inflight import Wanted
+from skyrl_tinker.engine.samplers import Samplers
+from skyrl_tinker.training.group import TrainerGroup
 
 
 def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:

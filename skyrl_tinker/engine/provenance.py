@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, SessionId
+from skyrl_tinker.domain.values import Datum, ProvenanceSpan
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import stability
 from skyrl_tinker.store.stability import Key, SequenceRecord
-from skyrl_tinker.wire.ids import FutureStatus, SessionId
-from skyrl_tinker.wire.values import Datum, ProvenanceSpan
 
 SHOWN = 100
 """Most characters of a client's text in a message."""

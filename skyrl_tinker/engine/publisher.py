@@ -12,12 +12,16 @@ from typing import Any, Literal, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind, ModelKey
+from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, WeightVersion
 from skyrl_tinker.engine.answers import Outbox, failure_of, finish_all, json_answer, persistently
 from skyrl_tinker.engine.checkpoints import free_directory, require_free
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError, UserError
-from skyrl_tinker.manifest import Manifest, entry_of, write_manifest
+from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import checkpoints, sampling
 from skyrl_tinker.store.checkpoints import NewCheckpoint, expiry
 from skyrl_tinker.store.futures import QueuedRow
@@ -25,10 +29,6 @@ from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.weight_sync.adapters import flush, publish_adapter
-from skyrl_tinker.wire.bodies import SaveSamplerBody
-from skyrl_tinker.wire.ids import CheckpointKind, ModelKey
-from skyrl_tinker.wire.paths import TinkerPath
-from skyrl_tinker.wire.values import AdapterWeights, BaseModelFacts, Failure, WeightVersion
 
 TYPE = "save_weights_for_sampler"
 T = TypeVar("T")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelKey, ModelState
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store import checkpoints, futures, models
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, ModelKey, ModelState
-from skyrl_tinker.wire.paths import TinkerPath
-from skyrl_tinker.wire.values import Failure
 
 PAGE = 1000
 PARTIAL = (".*.partial", ".*.tmp")  # directories that were being written

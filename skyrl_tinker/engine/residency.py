@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.inflight import Target, Wanted, newest
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.spec import BASE_MODEL
-from skyrl_tinker.wire.values import WeightVersion
 
 Swap = Callable[[WeightVersion | None, WeightVersion | None], Awaitable[None]]
 

@@ -5,9 +5,9 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Sequence
 from itertools import islice
 
+from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.domain.queue_views import SHOWN, QueueView
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import SessionId
-from skyrl_tinker.wire.queues import SHOWN, QueueView
 
 
 class SampleQueue:

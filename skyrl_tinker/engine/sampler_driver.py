@@ -8,6 +8,9 @@ from types import MappingProxyType
 import numpy as np
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import SamplingSessionId, sequence_ids
+from skyrl_tinker.domain.queue_views import SamplingView
+from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 from skyrl_tinker.engine.answers import Answer, Outbox, Outcome, failure_of, json_answer, persistently
 from skyrl_tinker.engine.inflight import Wanted
 from skyrl_tinker.engine.metrics import Metrics
@@ -15,16 +18,13 @@ from skyrl_tinker.engine.pace import Ends
 from skyrl_tinker.engine.sample_queue import SampleQueue
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.stored_samples import sample_from_body
 from skyrl_tinker.store import futures, sampling
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.sampling import SamplingSessionRow
 from skyrl_tinker.store.stability import SequenceRecord
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.ids import SamplingSessionId, sequence_ids
-from skyrl_tinker.wire.queues import SamplingView
-from skyrl_tinker.wire.sample_codec import sample_from_body
-from skyrl_tinker.wire.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
@@ -151,7 +151,9 @@ class SamplerDriver:
             usage = Usage(
                 len(request.prompt), output.cached_tokens, sum(len(each.tokens) for each in output.sequences)
             )
-            return Answer(codec.PROTOBUF, codec.encode_sample_response(output), records, usage)
+            return Answer(
+                pass_requests.PROTOBUF, pass_requests.encode_sample_response(output), records, usage
+            )
         except Exception as error:  # becomes the result of this request
             return failure_of(error)
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from skyrl_tinker.domain.ids import ModelKey, VersionId
+from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
 from skyrl_tinker.engine.adapters import Adapters
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.inflight import Target, Targets, Wanted, newest
@@ -16,8 +18,6 @@ from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.spec import BASE_MODEL
 from skyrl_tinker.weight_sync.base import WeightSyncError, WeightTransport, sync_weights
-from skyrl_tinker.wire.ids import ModelKey, VersionId
-from skyrl_tinker.wire.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
 
 AFFINITY_TOKENS = 128
 UNSYNCED = "default"

@@ -10,6 +10,8 @@ from pathlib import Path
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import ModelState, SessionId
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
@@ -27,8 +29,6 @@ from skyrl_tinker.store import (
 )
 from skyrl_tinker.store.checkpoints import CheckpointRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import ModelState, SessionId
-from skyrl_tinker.wire.values import WeightVersion
 
 SWEEP_S = 3.0
 ASLEEP_S = 30.0

@@ -4,15 +4,15 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
 from skyrl_tinker.engine.answers import Outbox, Outcome, json_answer
 from skyrl_tinker.engine.gap import GapMonitor
 from skyrl_tinker.engine.lanes import Lanes, model_of
+from skyrl_tinker.protocol.stored_requests import OptimStepBody
 from skyrl_tinker.store import futures
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
-from skyrl_tinker.wire.bodies import OptimStepBody
-from skyrl_tinker.wire.values import Failure, StepItem, StepOutput
 
 
 class Steps:

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.gap import GapMonitor, Scored
 from skyrl_tinker.engine.lanes import model_of
 from skyrl_tinker.engine.publisher import Capture, Publisher, Save
+from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import futures, models
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.bodies import SaveSamplerBody
-from skyrl_tinker.wire.values import Failure
 
 
 class Syncs:

@@ -7,6 +7,9 @@ from typing import Any
 import orjson
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState, RequestKind
+from skyrl_tinker.domain.queue_views import LaneView, TrainingView
+from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine import recovery
 from skyrl_tinker.engine.answers import Outbox, Outcome, failure_of, json_answer
 from skyrl_tinker.engine.external import Exporter
@@ -23,20 +26,17 @@ from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.engine.steps import Steps
 from skyrl_tinker.engine.syncs import Syncs
 from skyrl_tinker.errors import TrainerError
-from skyrl_tinker.store import futures, models
-from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup
-from skyrl_tinker.wire.bodies import (
+from skyrl_tinker.protocol.stored_requests import (
     CreateViaLoadBody,
     LoadWeightsBody,
     SaveExternalBody,
     SaveWeightsBody,
 )
-from skyrl_tinker.wire.ids import FutureStatus, ModelKey, ModelState, RequestKind
-from skyrl_tinker.wire.queues import LaneView, TrainingView
-from skyrl_tinker.wire.values import Failure, PassOutput
+from skyrl_tinker.store import futures, models
+from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.group import TrainerGroup
 
 OVER = Failure("the session of this model is finished; its training state is released", "user")
 UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from heapq import merge
 from typing import NamedTuple, TypeVar
 
+from skyrl_tinker.domain.ids import ModelKey, SessionId
 from skyrl_tinker.engine.lanes import PASSES, cost, model_of
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import ModelKey, SessionId
 
 Waiting = Mapping[ModelKey, Sequence[QueuedRow]]
 """What each model may run, in order; never nothing."""

@@ -5,11 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from skyrl_tinker.errors import SamplerError, UserError
-from skyrl_tinker.inference import prompt_scores
-from skyrl_tinker.inference.prompt_scores import PromptScores
-from skyrl_tinker.inference.spec import BASE_MODEL
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.values import (
     AltTokens,
     SampledSequence,
     SampleOutput,
@@ -18,6 +14,10 @@ from skyrl_tinker.wire.values import (
     TopkRow,
     VersionSpan,
 )
+from skyrl_tinker.errors import SamplerError, UserError
+from skyrl_tinker.inference import prompt_scores
+from skyrl_tinker.inference.prompt_scores import PromptScores
+from skyrl_tinker.inference.spec import BASE_MODEL
 
 VLLM_START_VERSION = "default"
 """How vLLM calls the weights with which it started: those of the base model."""

@@ -6,13 +6,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference import answers, resume, sampling
 from skyrl_tinker.inference.answers import Answer, Generated
 from skyrl_tinker.inference.http import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.running import Running
 from skyrl_tinker.inference.spec import BASE_MODEL
-from skyrl_tinker.wire.values import SampleOutput, SampleRequest
 
 ABORT_PAUSE_S = 0.05
 """Between tries of a sequence that is aborted again and again while samplers are paused."""

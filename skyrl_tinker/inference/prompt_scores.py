@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_tinker.wire.values import AltTokens, Float32, SampleRequest, TargetTokens
+from skyrl_tinker.domain.values import AltTokens, Float32, SampleRequest, TargetTokens
 
 KEY = "skyrl_tinker_scores"
 Int32 = npt.NDArray[np.int32]

@@ -14,9 +14,9 @@ It continues after its last token, with the logprobs it has. Three things make t
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.inference.answers import Generated
 from skyrl_tinker.inference.sampling import max_tokens, seed_of, stop_strings, without_scores
-from skyrl_tinker.wire.values import SampleRequest
 
 TextOf = Callable[[tuple[int, ...]], Awaitable[str]]
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference import prompt_scores
 from skyrl_tinker.inference.spec import MAX_SEQUENCES
-from skyrl_tinker.wire.values import SampleRequest, SamplingParams
 
 SEEDS = 1 << 63
 """Seeds are taken modulo this."""

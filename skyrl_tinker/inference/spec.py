@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 
+from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.vllm_plugin import ENABLED_BY
-from skyrl_tinker.wire.values import BaseModelFacts, Gpu
 
 MiB = 1 << 20
 BASE_MODEL = "base"

@@ -8,9 +8,9 @@ from typing import Any
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.tables import AuditEvent, Session
-from skyrl_tinker.wire.ids import OwnerId
 
 _EVENT = insert(AuditEvent)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import models
 from skyrl_tinker.store.checkpoints import WITH_MODEL, CheckpointRow, checkpoint_of, live
 from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.tables import Checkpoint, Model, Session
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, OwnerId
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, insert, or_, select, true, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, OwnerId, SessionId, VersionId
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit
 from skyrl_tinker.store.models import spec_columns, spec_of
@@ -15,8 +17,6 @@ from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.rows import AnyRow, insert_id
 from skyrl_tinker.store.sampling import held
 from skyrl_tinker.store.tables import Checkpoint, Model, Session
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, ModelKey, OwnerId, SessionId, VersionId
-from skyrl_tinker.wire.values import LoraSpec
 
 WITH_MODEL = (
     select(Checkpoint.__table__, Model.model_id, Model.session_id)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from sqlalchemy import bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestId, SamplingSessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store.owners import OWNED
 from skyrl_tinker.store.tables import Future, Result, SamplingSession, Session
-from skyrl_tinker.wire.ids import FutureStatus, OwnerId, RequestId, SamplingSessionId
 
 CLONE_SEQ_IDS = 1_000_000_000
 """So many seq ids of a sampling session each of its clients has; the original one the first."""

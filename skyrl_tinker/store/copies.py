@@ -5,13 +5,21 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import (
+    ModelId,
+    ModelKey,
+    ModelState,
+    OwnerId,
+    RequestKind,
+    SessionId,
+    VersionId,
+)
+from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.store import audit, checkpoints, finish, journal, models, owners, sampling, sessions
 from skyrl_tinker.store.checkpoints import CheckpointRow, NewCheckpoint, expiry
 from skyrl_tinker.store.models import NewModel
 from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.tables import Future, Model, Session
-from skyrl_tinker.wire.ids import ModelId, ModelKey, ModelState, OwnerId, RequestKind, SessionId, VersionId
-from skyrl_tinker.wire.paths import TinkerPath
 
 _WHY_RELEASED = "this run holds a copied checkpoint, it cannot be trained: make a new model from its path"
 _ADAMW = {"type": "adamw"}

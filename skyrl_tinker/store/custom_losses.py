@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from sqlalchemy import delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol import custom_loss
 from skyrl_tinker.store.tables import Session, UploadedLoss
-from skyrl_tinker.wire import custom_loss
-from skyrl_tinker.wire.ids import SessionId
-from skyrl_tinker.wire.values import CustomLoss
 
 MAX_PER_SESSION = 1000
 

@@ -8,11 +8,11 @@ import orjson
 from sqlalchemy import bindparam, delete, insert, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus
+from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store import usage as usages
 from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.tables import Future, Request, Result
-from skyrl_tinker.wire.ids import FutureStatus
-from skyrl_tinker.wire.values import Failure, Usage
 
 JSON_TYPE = "application/json"
 NO_USAGE = Usage()

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 from sqlalchemy import and_, bindparam, case, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import (
+    FutureStatus,
+    ModelId,
+    ModelKey,
+    OwnerId,
+    RequestId,
+    RequestKind,
+    SamplingSessionId,
+    SessionId,
+)
 from skyrl_tinker.store.finish import (
     fail,
     fail_pending,
@@ -19,16 +29,6 @@ from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.submit import submit_create, submit_custom_loss, submit_training
 from skyrl_tinker.store.submit_sample import submit_sample
 from skyrl_tinker.store.tables import Future, Model, Request, Result, Session
-from skyrl_tinker.wire.ids import (
-    FutureStatus,
-    ModelId,
-    ModelKey,
-    OwnerId,
-    RequestId,
-    RequestKind,
-    SamplingSessionId,
-    SessionId,
-)
 
 __all__ = [
     "Accepted",

@@ -7,17 +7,11 @@ from uuid import uuid4
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestId, RequestKind
 from skyrl_tinker.errors import SeqIdReusedError, UserError
 from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.rows import AnyRow
 from skyrl_tinker.store.tables import Future, Request, Session
-from skyrl_tinker.wire.ids import (
-    FutureStatus,
-    ModelId,
-    ModelKey,
-    RequestId,
-    RequestKind,
-)
 
 MAX_SEQ_ID = 2**63 - 1
 

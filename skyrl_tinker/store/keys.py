@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from sqlalchemy import func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store.rows import insert_id
 from skyrl_tinker.store.tables import ApiKey
-from skyrl_tinker.wire.ids import OwnerId
 
 PREFIX = "tml-"
 """The SDK refuses anything else, but for JWTs."""

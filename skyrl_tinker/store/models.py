@@ -8,11 +8,11 @@ from typing import Any
 from sqlalchemy import Select, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, OwnerId, SessionId
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.rows import AnyRow, insert_id
 from skyrl_tinker.store.tables import Model, Session
-from skyrl_tinker.wire.ids import ModelId, ModelKey, ModelState, OwnerId, SessionId
-from skyrl_tinker.wire.values import LoraSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from sqlalchemy import ColumnElement, bindparam, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store.tables import Session
-from skyrl_tinker.wire.ids import OwnerId, SessionId
 
 
 def owned_by(owner: OwnerId | None) -> ColumnElement[bool]:

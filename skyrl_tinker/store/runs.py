@@ -7,12 +7,12 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, OwnerId
 from skyrl_tinker.store.checkpoints import WITH_MODEL, CheckpointRow, checkpoint_of, live
 from skyrl_tinker.store.keys import LOCAL
 from skyrl_tinker.store.owners import in_project, owned_by
 from skyrl_tinker.store.rows import AnyRow
 from skyrl_tinker.store.tables import ApiKey, Checkpoint, Model, Session
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, ModelKey, ModelState, OwnerId
 
 Scope = Literal["owned", "accessible"]
 """`accessible` adds the runs of others that have a published checkpoint, with nothing but those."""

@@ -13,13 +13,13 @@ from sqlalchemy import ColumnElement, and_, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import aliased
 
+from skyrl_tinker.domain.ids import ModelKey, OwnerId, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import sessions
 from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.rows import AnyRow, insert_id
 from skyrl_tinker.store.tables import AdapterVersion, Model, SamplingSession, Session
-from skyrl_tinker.wire.ids import ModelKey, OwnerId, SamplingSessionId, SessionId, VersionId
-from skyrl_tinker.wire.values import WeightVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from typing import Any
 from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import audit
 from skyrl_tinker.store.owners import owned_by, require_session
 from skyrl_tinker.store.tables import Model, SamplingSession, Session
-from skyrl_tinker.wire.ids import OwnerId, SessionId
 
 
 @dataclass(frozen=True, slots=True)

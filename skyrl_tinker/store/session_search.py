@@ -7,10 +7,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, String, and_, case, cast, false, func, or_, select, true, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.store.checkpoints import live
 from skyrl_tinker.store.owners import NO_PROJECT, in_project, owned_by
 from skyrl_tinker.store.tables import Checkpoint, Model, Session
-from skyrl_tinker.wire.ids import OwnerId
 
 ACTIVE = "active"
 CLIENT_FINISHED = "client_finished"

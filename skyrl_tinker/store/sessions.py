@@ -8,11 +8,11 @@ from uuid import uuid4
 from sqlalchemy import and_, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import audit
 from skyrl_tinker.store.rows import AnyRow
 from skyrl_tinker.store.tables import Model, Session
-from skyrl_tinker.wire.ids import ModelState, OwnerId, SessionId
 
 
 async def create(

@@ -11,10 +11,10 @@ import numpy as np
 from sqlalchemy import bindparam, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, SessionId, request_of
+from skyrl_tinker.domain.values import Float32, Int32
 from skyrl_tinker.store.rows import AnyRow
 from skyrl_tinker.store.tables import Future, StabilityRecord
-from skyrl_tinker.wire.ids import FutureStatus, SessionId, request_of
-from skyrl_tinker.wire.values import Float32, Int32
 
 MAX_IDS = 10_000
 """In one statement: SQLite binds at most 32766 values."""

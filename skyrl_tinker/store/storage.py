@@ -6,11 +6,11 @@ from typing import Any
 from sqlalchemy import Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.store.checkpoints import live
 from skyrl_tinker.store.owners import in_project, owned_by
 from skyrl_tinker.store.rows import AnyRow
 from skyrl_tinker.store.tables import Checkpoint, Model, Session
-from skyrl_tinker.wire.ids import OwnerId
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import time
 from sqlalchemy import and_, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import ModelId, ModelState, OwnerId, RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import custom_losses, finish, models, owners, sessions
 from skyrl_tinker.store.custom_losses import NewLoss
@@ -25,8 +27,6 @@ from skyrl_tinker.store.models import NewModel
 from skyrl_tinker.store.owners import OWNED
 from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.tables import Future, Model, Session, UploadedLoss
-from skyrl_tinker.wire.ids import ModelId, ModelState, OwnerId, RequestKind
-from skyrl_tinker.wire.values import Failure
 
 _OF_CREATE = select(*FIRST).where(Future.model_key == bindparam("model_key"), Future.seq_id == 0)
 _OF_MODEL = Prepared(

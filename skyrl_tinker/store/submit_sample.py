@@ -6,13 +6,7 @@ from uuid import uuid4
 from sqlalchemy import and_, bindparam, insert, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.store import sessions
-from skyrl_tinker.store.journal import FIRST, SESSION, Accepted, again, check_seq_id, keep_body, require_same
-from skyrl_tinker.store.owners import OWNED
-from skyrl_tinker.store.prepared import Prepared
-from skyrl_tinker.store.tables import Future, SamplingSession, Session
-from skyrl_tinker.wire.ids import (
+from skyrl_tinker.domain.ids import (
     FutureStatus,
     OwnerId,
     RequestId,
@@ -20,6 +14,12 @@ from skyrl_tinker.wire.ids import (
     SamplingSessionId,
     sequence_ids,
 )
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store import sessions
+from skyrl_tinker.store.journal import FIRST, SESSION, Accepted, again, check_seq_id, keep_body, require_same
+from skyrl_tinker.store.owners import OWNED
+from skyrl_tinker.store.prepared import Prepared
+from skyrl_tinker.store.tables import Future, SamplingSession, Session
 
 _SAME_KEY = and_(
     Future.sampling_session_id == bindparam("sampling_session_id"), Future.seq_id == bindparam("seq_id")

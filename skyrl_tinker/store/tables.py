@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, ModelState, RequestKind
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelState, RequestKind
 
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, RequestKind, SessionId
 from skyrl_tinker.store.rows import AnyRow
 from skyrl_tinker.store.tables import Future, Model, SamplingSession
-from skyrl_tinker.wire.ids import FutureStatus, RequestKind, SessionId
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from sqlalchemy import BigInteger, ColumnElement, Select, cast, func, select
 from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import OwnerId, RequestKind
+from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import state
 from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.tables import Future, Model, Result, SamplingSession, Session, UsageRecord
-from skyrl_tinker.wire.ids import OwnerId, RequestKind
-from skyrl_tinker.wire.values import Usage
 
 HOUR_S = 3600
 KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)

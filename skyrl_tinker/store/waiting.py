@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from sqlalchemy import bindparam, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, RequestKind
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import sessions
 from skyrl_tinker.store.journal import SESSION, Accepted, New, again, journal, keep_body
 from skyrl_tinker.store.owners import OWNED
 from skyrl_tinker.store.tables import Future, Model, Session
-from skyrl_tinker.wire.ids import (
-    FutureStatus,
-    ModelId,
-    OwnerId,
-    RequestId,
-    RequestKind,
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from itertools import groupby
 
 import numpy as np
 
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.losses import LOSSES, LossSpec
-from skyrl_tinker.wire.values import CustomLoss, Datum, Float32, Int32, Int64, Number, PassItem
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.loss_specs import LOSSES, LossSpec
+from skyrl_tinker.domain.values import CustomLoss, Datum, Float32, Int32, Int64, Number, PassItem
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 import psutil
 import torch
 
+from skyrl_tinker.domain.values import OptimizerFamily
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training import memory
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.full import FullModel
 from skyrl_tinker.training.offload import storages
 from skyrl_tinker.training.state import MOMENTS, TrainableModel
-from skyrl_tinker.wire.values import OptimizerFamily
 
 _FLOAT32 = 4  # bytes
 _GB = 1e9

@@ -16,20 +16,13 @@ from pathlib import Path
 
 import torch
 
+from skyrl_tinker.domain.manifest import FILE_NAME, Contents, FileEntry, Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.manifest import (
-    FILE_NAME,
-    Contents,
-    FileEntry,
-    Manifest,
-    entry_of,
-    write_manifest,
-)
 from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.shards import deal, shard_name
 from skyrl_tinker.training.state import Part, TrainableModel
 from skyrl_tinker.training.tensor_file import sync, write_tensors
-from skyrl_tinker.wire.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
 
 FULL_STEM, OPTIMIZER_STEM = "model", "optimizer"
 INDEX_FILE = "model.safetensors.index.json"

@@ -11,11 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALPHA, KEY_PREFIX
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.lora import ATTENTION, MLP, LoraModel, Target, find_targets
 from skyrl_tinker.training.state import Part
-from skyrl_tinker.wire.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALPHA, KEY_PREFIX
-from skyrl_tinker.wire.values import LoraSpec
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.model import Network, trainable_network
 from skyrl_tinker.training.offload import network_tensors
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.state import Kind, TrainableModel
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec, OptimizerFamily
 
 _PREFIX = "causal_lm."
 

@@ -12,16 +12,9 @@ from typing import Any, TypeVar
 
 import ray
 
-from skyrl_tinker.errors import SkyrlTinkerError, TrainerError, UnitFailedError
-from skyrl_tinker.manifest import Contents, FileEntry
-from skyrl_tinker.training.actors import Actors
-from skyrl_tinker.training.batch import TrainingInputBatch, build_batch
-from skyrl_tinker.training.ledger import Ledger
-from skyrl_tinker.training.lives import Lives
-from skyrl_tinker.training.outputs import RankOutput, assemble
-from skyrl_tinker.training.spec import TrainerSpec
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.manifest import Contents, FileEntry
+from skyrl_tinker.domain.values import (
     AdapterWeights,
     Failure,
     Gpu,
@@ -32,6 +25,13 @@ from skyrl_tinker.wire.values import (
     StepItem,
     StepOutput,
 )
+from skyrl_tinker.errors import SkyrlTinkerError, TrainerError, UnitFailedError
+from skyrl_tinker.training.actors import Actors
+from skyrl_tinker.training.batch import TrainingInputBatch, build_batch
+from skyrl_tinker.training.ledger import Ledger
+from skyrl_tinker.training.lives import Lives
+from skyrl_tinker.training.outputs import RankOutput, assemble
+from skyrl_tinker.training.spec import TrainerSpec
 
 __all__ = ["CapturedState", "PreparedPass", "TrainerGroup", "TrainerSpec"]
 

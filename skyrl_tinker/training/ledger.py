@@ -8,8 +8,8 @@ counts. So a unit is done on all ranks or on none, without a word between them.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec, OptimizerFamily
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 
 GRADIENT = "gradient"
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from skyrl_tinker.domain.peft_config import ALPHA, KEY_PREFIX
+from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.state import Kind, TrainableModel
-from skyrl_tinker.wire.peft import ALPHA, KEY_PREFIX
-from skyrl_tinker.wire.values import LoraSpec, OptimizerFamily
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 MLP = frozenset({"gate_proj", "up_proj", "down_proj"})

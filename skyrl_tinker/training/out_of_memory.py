@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.training.batch import TrainingInputBatch
 from skyrl_tinker.training.outputs import RankOutput
-from skyrl_tinker.wire.values import Failure
 
 _log = logging.getLogger(__name__)
 _OF_THE_CPU = ("can't allocate memory", "std::bad_alloc")

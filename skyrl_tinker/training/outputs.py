@@ -5,8 +5,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from skyrl_tinker.domain.values import Failure, Float32, PassOutput
 from skyrl_tinker.training.batch import TrainingInputBatch
-from skyrl_tinker.wire.values import Failure, Float32, PassOutput
 
 Metrics = Mapping[str, float]
 """Keys are `name:sum`, `name:min`, `name:max` or `name:mean`. On the ranks, :mean is a sum over datums."""

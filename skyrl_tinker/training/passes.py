@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import Failure, Float32
 from skyrl_tinker.training.batch import MicroBatch, RequestInfo, TrainingInputBatch, micro_batches
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.full import FullModel
@@ -18,8 +20,6 @@ from skyrl_tinker.training.outputs import Metrics, RankOutput, merge_metrics
 from skyrl_tinker.training.request_losses import Scored, row_loss, whole_loss
 from skyrl_tinker.training.rows import Row, Span, idle_row, make_row, model_key
 from skyrl_tinker.training.state import TrainableModel
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import Failure, Float32
 
 _OVERFLOW = Failure(
     "the loss is finite, but its gradients overflow on their way through the network; the request left no "

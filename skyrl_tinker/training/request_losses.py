@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.batch import RequestInfo, TrainingInputBatch
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
 from skyrl_tinker.training.losses.base import LossContext, LossTerms
 from skyrl_tinker.training.outputs import Metrics
 from skyrl_tinker.training.rows import Row, Span
-from skyrl_tinker.wire.values import Failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.offload import Aside
 from skyrl_tinker.training.state import TrainableModel
-from skyrl_tinker.wire.ids import ModelKey
 
 
 class Residents:

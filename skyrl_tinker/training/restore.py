@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from skyrl_tinker.domain.manifest import Manifest, read_manifest, verify_files
 from skyrl_tinker.errors import StorageError, UserError
-from skyrl_tinker.manifest import Manifest, read_manifest, verify_files
 from skyrl_tinker.training.checkpoint import OPTIMIZER_STEM, key_of
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.shards import SUFFIX

@@ -8,10 +8,10 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import Int64
 from skyrl_tinker.training.attention import Segments
 from skyrl_tinker.training.batch import TrainingInputBatch
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import Int64
 
 SMALLEST = 8
 """Tokens of a row at least. For fewer than 4, BLAS multiplies in another order (gemv), so a datum that is all

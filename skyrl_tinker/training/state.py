@@ -6,10 +6,10 @@ from enum import StrEnum
 
 import torch
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.ledger import GRADIENT
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec, OptimizerFamily
 
 
 class Part(StrEnum):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.training.full import FullModel
 from skyrl_tinker.training.ledger import Changes, Kept
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.state import Part, TrainableModel
 from skyrl_tinker.training.state_files import StateFiles
-from skyrl_tinker.wire.ids import ModelKey
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.manifest import Contents, FileEntry
+from skyrl_tinker.domain.values import AdapterWeights, LoraSpec, OptimizerFamily, StepItem, StepOutput
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError, UserError
-from skyrl_tinker.manifest import Contents, FileEntry
 from skyrl_tinker.processes import spare_the_collector
 from skyrl_tinker.training import (
     budget,
@@ -36,8 +38,6 @@ from skyrl_tinker.training.residents import Residents
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.state import Part, TrainableModel
 from skyrl_tinker.training.vault import Vault
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import AdapterWeights, LoraSpec, OptimizerFamily, StepItem, StepOutput
 
 
 class Worker:

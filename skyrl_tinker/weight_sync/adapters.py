@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from skyrl_tinker.wire.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
-from skyrl_tinker.wire.values import AdapterWeights
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
+from skyrl_tinker.domain.values import AdapterWeights
 
 
 def publish_adapter(weights: AdapterWeights, directory: Path, base_model: str) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import httpx
 import orjson
 
-from .passes import datum, protobuf
-from .plans import BIRTHS, Event, Plan
-from .test_losses import upload
-from .world import BASE, Json, World, sample, step
+from tests.api.passes import datum, protobuf
+from tests.api.plans import BIRTHS, Event, Plan
+from tests.api.test_losses import upload
+from tests.api.world import BASE, Json, World, sample, step
 
 PROTOBUF = "application/x-protobuf"
 LOSS = upload("")

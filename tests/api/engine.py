@@ -6,16 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from skyrl_tinker.domain.ids import FutureStatus, RequestKind
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.stored_samples import sample_from_body
 from skyrl_tinker.store import futures, models, sampling
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.ids import FutureStatus, RequestKind
-from skyrl_tinker.wire.sample_codec import sample_from_body
-
-from .world import pass_output, sample_output
+from tests.api.world import pass_output, sample_output
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
@@ -51,7 +50,7 @@ class Engine:
 
     async def _result(self, row: QueuedRow, body: bytes) -> tuple[str, bytes]:
         if row.kind in (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD):
-            data = codec.from_canonical(body).data
+            data = pass_requests.from_canonical(body).data
             return PROTOBUF, pass_output(*([float(datum.tokens[0])] * len(datum.tokens) for datum in data))
         if row.kind is RequestKind.SAMPLE:
             request = sample_from_body(body)

@@ -8,9 +8,9 @@ import httpx
 import numpy as np
 import zstandard
 
-from skyrl_tinker.wire.losses import LOSSES
-from skyrl_tinker.wire.pb import skyrl_tinker_wire_pb2 as pb
-from tests.wire.messages import csr, request
+from skyrl_tinker.domain.loss_specs import LOSSES
+from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
+from tests.protocol.support.messages import csr, request
 
 NUMBERS = range(1, 5000)
 ODD = (0, 1, -1, 2, 3, 2**31 - 1, 2**31, -(2**31), 2**62, 2**63 - 1, -(2**63))

@@ -8,7 +8,7 @@ import numpy as np
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
-from .world import Json, World
+from tests.api.world import Json, World
 
 
 def datum(tokens: Sequence[int], weights: Sequence[float] | None = None) -> types.Datum:

@@ -8,8 +8,8 @@ import sys
 import pytest
 import tinker
 
-from .passes import datum
-from .world import BASE, CONTEXT, FACTS
+from tests.api.passes import datum
+from tests.api.world import BASE, CONTEXT, FACTS
 
 
 def train_and_sample(service: tinker.ServiceClient) -> None:

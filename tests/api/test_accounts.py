@@ -15,14 +15,13 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import keys, owners, sessions
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store, once
-from skyrl_tinker.wire.ids import OwnerId, SessionId
-
-from .process import Api, launched
-from .world import settings_for, write_facts
+from tests.api.process import Api, launched
+from tests.api.world import settings_for, write_facts
 
 TINKER = Path(sys.executable).with_name("tinker")
 

@@ -9,9 +9,8 @@ from urllib.parse import urlencode
 import pytest
 from sqlalchemy import Engine, event
 
-from skyrl_tinker.wire.ids import CheckpointKind
-
-from .world import World
+from skyrl_tinker.domain.ids import CheckpointKind
+from tests.api.world import World
 
 HOUR = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
 HOURS = urlencode(

@@ -11,11 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_tinker.wire.ids import CheckpointKind
-from skyrl_tinker.wire.values import LoraSpec
-
-from .test_downloads import record
-from .world import BASE, World
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.values import LoraSpec
+from tests.api.test_downloads import record
+from tests.api.world import BASE, World
 
 WEIGHTS, SAMPLER, EXTERNAL = CheckpointKind
 CONTENT = bytes(range(256)) * 12345 + b"odd"

@@ -4,11 +4,10 @@ from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import update
 
+from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.store.tables import AuditEvent
-from skyrl_tinker.wire.ids import CheckpointKind
-
-from .users import get, new_user, speak_as
-from .world import World
+from tests.api.users import get, new_user, speak_as
+from tests.api.world import World
 
 
 async def events(world: World, **query: object) -> list[str]:

@@ -16,8 +16,7 @@ from skyrl_tinker.api.auth import AuthMiddleware
 from skyrl_tinker.api.keyring import KeyRing
 from skyrl_tinker.api.tokens import Caller
 from skyrl_tinker.store import keys
-
-from .world import BASE, World
+from tests.api.world import BASE, World
 
 SESSION = {"sdk_version": "0.38.0"}
 

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import checkpoints, futures, usage
 from skyrl_tinker.store.tables import Checkpoint, Future
-from skyrl_tinker.wire.ids import CheckpointKind
-from skyrl_tinker.wire.values import Usage
-
-from .passes import old_json
-from .users import get, new_user, speak_as
-from .world import BASE, Json, World, sample
+from tests.api.passes import old_json
+from tests.api.users import get, new_user, speak_as
+from tests.api.world import BASE, Json, World, sample
 
 NOW = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
 SEQ = count(1)

@@ -6,14 +6,13 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import SamplingSessionId
+from skyrl_tinker.domain.values import SampleRequest, SamplingParams
+from skyrl_tinker.protocol.stored_samples import sample_body
 from skyrl_tinker.store import futures
 from skyrl_tinker.store.waiting import cancel_sample
-from skyrl_tinker.wire.ids import SamplingSessionId
-from skyrl_tinker.wire.sample_codec import sample_body
-from skyrl_tinker.wire.values import SampleRequest, SamplingParams
-
-from .waiting import Waiting, holds, ready_model, submit, until, waiting
-from .world import PROTOBUF, World, sample, step
+from tests.api.waiting import Waiting, holds, ready_model, submit, until, waiting
+from tests.api.world import PROTOBUF, World, sample, step
 
 
 @pytest.fixture

@@ -6,11 +6,10 @@ from datetime import datetime
 import pytest
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.wire.ids import CheckpointKind
-
-from .users import get, new_user, speak_as
-from .whole import whole
-from .world import BASE, Json, World
+from skyrl_tinker.domain.ids import CheckpointKind
+from tests.api.users import get, new_user, speak_as
+from tests.api.whole import whole
+from tests.api.world import BASE, Json, World
 
 WEIGHTS, SAMPLER, EXTERNAL = CheckpointKind
 YEAR = 365 * 86400

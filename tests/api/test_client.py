@@ -3,8 +3,7 @@
 import pytest
 
 from skyrl_tinker.config import Settings
-
-from .world import BASE, CONTEXT, World, running
+from tests.api.world import BASE, CONTEXT, World, running
 
 
 @pytest.mark.parametrize("body", [b'{"sdk_version": "0.38.0"}', b"{}", b""])

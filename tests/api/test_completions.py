@@ -15,15 +15,14 @@ from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.deps import Services
 from skyrl_tinker.api.main import ApiServer
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.store import completions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import RequestKind
-
-from .engine import Engine
-from .waiting import submit, until
-from .world import FACTS, Json, World, running, sample, sample_output
+from tests.api.engine import Engine
+from tests.api.waiting import submit, until
+from tests.api.world import FACTS, Json, World, running, sample, sample_output
 
 ROOT = Path(__file__).parents[2]
 PROTOBUF_TYPE = "application/x-protobuf"

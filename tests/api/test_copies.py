@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.store import checkpoints, sampling
-from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.ids import CheckpointKind
-from skyrl_tinker.wire.values import WeightVersion
-
-from .users import get, new_user, speak_as
-from .world import BASE, Json, World, step
+from tests.api.users import get, new_user, speak_as
+from tests.api.world import BASE, Json, World, step
 
 WEIGHTS, SAMPLER, EXTERNAL = CheckpointKind
 PROJECT = {"destination_project_id": "archive"}
@@ -37,7 +36,7 @@ async def copy(world: World, source: str, where: Json = PROJECT, key: str = "k",
 
 
 async def row(world: World, path: str) -> checkpoints.CheckpointRow:
-    where = paths.parse(path)
+    where = tinker_path.parse(path)
     async with world.store.read() as conn:
         found = await checkpoints.find(conn, None, where.model_id, where.kind, where.name)
     assert found is not None
@@ -94,7 +93,7 @@ async def test_a_copy_lies_in_its_project_in_a_finished_session_and_cannot_be_tr
 async def test_the_same_request_again_gives_the_same_copy(world: World) -> None:
     source = await saved(world)
     together = await asyncio.gather(*(copy(world, source) for _ in range(4)))
-    where = paths.parse(source)
+    where = tinker_path.parse(source)
     await world.http.delete(f"training_runs/{where.model_id}/checkpoints/{where.checkpoint_id}")
     assert {*together, await copy(world, source)} == {together[0]}
     assert len(left(world)) == 1
@@ -161,7 +160,7 @@ async def test_others_copy_what_is_published(world: World) -> None:
     speak_as(world, bob)
     assert (await world.post("copy_weights", {"source_path": source, **PROJECT})).status_code == 404
     speak_as(world, alice)
-    where = paths.parse(source)
+    where = tinker_path.parse(source)
     await world.http.post(f"training_runs/{where.model_id}/checkpoints/{where.checkpoint_id}/publish")
     mine = await copy(world, source)
     speak_as(world, bob)

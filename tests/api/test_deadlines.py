@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.placement import Separate
-from skyrl_tinker.wire.ids import ModelKey
-
-from .passes import old_json
-from .waiting import Waiting, holds, ready_model, submit, until, waiting
-from .world import PROTOBUF, STEP, Json, sample, step
+from tests.api.passes import old_json
+from tests.api.waiting import Waiting, holds, ready_model, submit, until, waiting
+from tests.api.world import PROTOBUF, STEP, Json, sample, step
 
 DAY = 86400.0
 

@@ -16,14 +16,13 @@ from tinker.types import ExternalWeightsUrlsResponse
 from skyrl_tinker.api import signing
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.config import Settings
-from skyrl_tinker.manifest import Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.checkpoints import NewCheckpoint
 from skyrl_tinker.store.tables import Checkpoint
-from skyrl_tinker.wire.ids import CheckpointKind
-from skyrl_tinker.wire.values import LoraSpec
-
-from .world import BASE, FACTS, World, running
+from tests.api.world import BASE, FACTS, World, running
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
 LARGE = "model.safetensors"

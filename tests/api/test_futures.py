@@ -6,9 +6,18 @@ import time
 import pytest
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.wire.ids import RequestId
-
-from .world import PROTOBUF, STEP, World, pass_output, running, sample, sample_output, settings_for, step
+from skyrl_tinker.domain.ids import RequestId
+from tests.api.world import (
+    PROTOBUF,
+    STEP,
+    World,
+    pass_output,
+    running,
+    sample,
+    sample_output,
+    settings_for,
+    step,
+)
 
 STEP_BYTES = b'{"metrics":{"grad_norm":1.0}}'
 

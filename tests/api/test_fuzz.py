@@ -20,10 +20,9 @@ from schemathesis import Case, GenerationMode
 from skyrl_tinker.store import state
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store
-
-from . import fuzzing
-from .process import Api, launched
-from .world import BASE, Json, settings_for, write_facts
+from tests.api import fuzzing
+from tests.api.process import Api, launched
+from tests.api.world import BASE, Json, settings_for, write_facts
 
 SEED = 20260
 NO_ENGINE = ("/readyz", "/oai/api/v1/completions", "/oai/api/v1/chat/completions")

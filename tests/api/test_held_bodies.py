@@ -14,9 +14,8 @@ import zstandard
 from skyrl_tinker.config import MiB
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store
-
-from .process import Api, launched
-from .world import settings_for, write_facts
+from tests.api.process import Api, launched
+from tests.api.world import settings_for, write_facts
 
 WIRE, EXPANDED, HELD = 4, 16, 16
 AT_ONCE = 60

@@ -19,14 +19,13 @@ import orjson
 import pytest
 from hypothesis import given, settings
 
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, RequestId
 from skyrl_tinker.store import futures, models
 from skyrl_tinker.store.migrate import migrate
-from skyrl_tinker.wire.ids import FutureStatus, ModelId, RequestId
-
-from .clients import Clients, Key
-from .plans import APIS, SESSIONS, Event, Plan, computed, drawn, plain, plans, rounds
-from .whole import Ran, Whole, whole
-from .world import PROTOBUF, settings_for
+from tests.api.clients import Clients, Key
+from tests.api.plans import APIS, SESSIONS, Event, Plan, computed, drawn, plain, plans, rounds
+from tests.api.whole import Ran, Whole, whole
+from tests.api.world import PROTOBUF, settings_for
 
 LONG = settings.get_current_profile_name() == "long"
 FEW = settings(max_examples=40, deadline=None, derandomize=True)

@@ -17,8 +17,7 @@ from skyrl_tinker.api.compression import decompress, most_expanded
 from skyrl_tinker.api.json_text import MAX_PARTS, parse_json
 from skyrl_tinker.api.limits import LARGE_BYTES, BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.errors import TooLargeError, UserError
-
-from .world import World
+from tests.api.world import World
 
 CAP = 1 << 20
 

@@ -8,12 +8,11 @@ import torch
 from tinker import types
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
+from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.store import custom_losses
 from skyrl_tinker.store.migrate import migrate
-from skyrl_tinker.wire.ids import SessionId
-from skyrl_tinker.wire.values import CustomLoss
-
-from .world import Json, World, running, settings_for
+from tests.api.world import Json, World, running, settings_for
 
 
 def weighted(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -17,16 +17,15 @@ from sqlalchemy import select
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.main import ApiServer, read_facts
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.tables import Session
-from skyrl_tinker.wire.ids import RequestKind
-
-from .engine import Engine, working
-from .process import Api, launched
-from .world import BASE, FACTS, settings_for, write_facts
+from tests.api.engine import Engine, working
+from tests.api.process import Api, launched
+from tests.api.world import BASE, FACTS, settings_for, write_facts
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "ray", "transformers", "vllm", "peft"}

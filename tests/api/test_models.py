@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, RequestKind
-
-from .world import BASE, World, step
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, RequestKind
+from tests.api.world import BASE, World, step
 
 
 async def test_a_model_id_is_made_of_session_and_number(world: World) -> None:

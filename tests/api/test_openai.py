@@ -9,8 +9,7 @@ import pytest
 from aiohttp import web
 
 from skyrl_tinker.places import Places
-
-from .world import BASE, World
+from tests.api.world import BASE, World
 
 COMPLETION = {"model": BASE, "prompt": "a"}
 

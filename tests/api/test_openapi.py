@@ -10,12 +10,11 @@ from fastapi.routing import APIRoute
 
 from skyrl_tinker.api.description import TAGS
 from skyrl_tinker.api.examples import EXAMPLES, FORWARD_PASS, PASS
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.custom_loss import check_custom_loss
-from skyrl_tinker.wire.models import CreateCustomLossRequest, Message, parse
-from skyrl_tinker.wire.validate import Limits, validate_forward_backward
-
-from .world import BASE, World
+from skyrl_tinker.protocol.custom_loss import check_custom_loss
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.schemas import CreateCustomLossRequest, Message, parse
+from skyrl_tinker.protocol.validation import Limits, validate_forward_backward
+from tests.api.world import BASE, World
 
 Operation = dict[str, Any]
 
@@ -81,7 +80,7 @@ def test_the_examples_of_passes_pass(example: dict[str, Any]) -> None:
     limits = Limits(
         vocab_size=151936, context_length=4096, max_datums=1, base_models=("tiny",), max_lora_rank=64
     )
-    validate_forward_backward(codec.decode_forward_backward_json(example), limits)
+    validate_forward_backward(pass_requests.decode_forward_backward_json(example), limits)
 
 
 async def test_an_example_works_as_it_stands_but_for_its_ids(world: World) -> None:

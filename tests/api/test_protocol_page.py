@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fastapi.routing import APIRoute
 
-from .world import World
+from tests.api.world import World
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| `([A-Z]+) (\S+)` \| [SF] \| (.+?) \| `(\S+?)::(\w+)` \|$", re.MULTILINE)

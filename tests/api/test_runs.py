@@ -2,10 +2,9 @@
 
 from datetime import datetime
 
-from skyrl_tinker.wire.ids import CheckpointKind
-
-from .users import get, new_user, speak_as
-from .world import World, step
+from skyrl_tinker.domain.ids import CheckpointKind
+from tests.api.users import get, new_user, speak_as
+from tests.api.world import World, step
 
 WEIGHTS, SAMPLER = CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS
 

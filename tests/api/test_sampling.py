@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.protocol.stored_samples import sample_from_body
 from skyrl_tinker.store import futures
-from skyrl_tinker.wire.ids import CheckpointKind
-from skyrl_tinker.wire.sample_codec import sample_from_body
-
-from .world import BASE, CONTEXT, World, sample
+from tests.api.world import BASE, CONTEXT, World, sample
 
 
 async def test_a_session_of_the_base_model_says_what_it_samples(world: World) -> None:

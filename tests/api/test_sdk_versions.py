@@ -4,13 +4,12 @@ from collections.abc import Mapping
 
 import pytest
 
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestKind
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.schemas.usage import StorageUsage
+from skyrl_tinker.protocol.stored_requests import LoadWeightsBody
 from skyrl_tinker.store import futures, models
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.bodies import LoadWeightsBody
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, RequestKind
-from skyrl_tinker.wire.models.usage import StorageUsage
-
-from .world import BASE, Json, World, step
+from tests.api.world import BASE, Json, World, step
 
 LORA = {"rank": 8, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}
 TARGETS = {"data": [3, 4], "dtype": "int64", "shape": [2]}
@@ -87,7 +86,7 @@ async def test_a_training_request_is_the_same_from_every_sdk(world: World, path:
         bodies.append(await stored(world, answer["request_id"]))
     assert b"" not in bodies  # that of a refused request
     if path.startswith("forward"):
-        first, second = (codec.from_canonical(body) for body in bodies)
+        first, second = (pass_requests.from_canonical(body) for body in bodies)
         assert first.forward_only == second.forward_only == (path == "forward")
         assert first.data[0].tokens.tolist() == second.data[0].tokens.tolist() == [2, 3]
         assert first.data[0].target_tokens.tolist() == second.data[0].target_tokens.tolist() == [3, 4]

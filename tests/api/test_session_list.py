@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from skyrl_tinker.wire.ids import CheckpointKind
-
-from .users import get, new_user, speak_as
-from .world import BASE, Json, World
+from skyrl_tinker.domain.ids import CheckpointKind
+from tests.api.users import get, new_user, speak_as
+from tests.api.world import BASE, Json, World
 
 
 async def opened(world: World, **fields: Any) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from .world import BASE, World, sample, step
+from tests.api.world import BASE, World, sample, step
 
 
 @pytest.mark.parametrize(

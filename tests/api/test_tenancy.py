@@ -15,13 +15,12 @@ from aiohttp import web
 from starlette.routing import BaseRoute, Mount, Route
 
 from skyrl_tinker.api import auth
+from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.store import keys
-from skyrl_tinker.wire.ids import CheckpointKind
-
-from .passes import datum, protobuf
-from .test_losses import upload
-from .test_openai import engine
-from .world import BASE, Json, World, sample, step
+from tests.api.passes import datum, protobuf
+from tests.api.test_losses import upload
+from tests.api.test_openai import engine
+from tests.api.world import BASE, Json, World, sample, step
 
 PASS = {"Content-Type": "application/x-protobuf"}
 

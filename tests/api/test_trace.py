@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.api import trace
-from skyrl_tinker.wire.ids import SessionId
-
-from .world import World, sample, step
+from skyrl_tinker.domain.ids import SessionId
+from tests.api.world import World, sample, step
 
 Event = dict[str, Any]
 

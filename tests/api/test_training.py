@@ -8,12 +8,11 @@ import pytest
 import zstandard
 from tinker import types
 
+from skyrl_tinker.domain.ids import FutureStatus, RequestKind
+from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store import futures
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.ids import FutureStatus, RequestKind
-
-from .passes import datum, old_json, post_pass, protobuf
-from .world import VOCABULARY, World, step
+from tests.api.passes import datum, old_json, post_pass, protobuf
+from tests.api.world import VOCABULARY, World, step
 
 
 async def test_chunks_arriving_2_3_1_are_all_accepted_at_once(world: World) -> None:
@@ -54,7 +53,7 @@ async def test_a_pass_is_stored_as_the_engine_reads_it(world: World) -> None:
     async with world.store.read() as conn:
         body = (await futures.bodies(conn, [row.id]))[row.id]
     assert row.kind is RequestKind.FORWARD
-    value = codec.from_canonical(body)
+    value = pass_requests.from_canonical(body)
     assert value.data[0].tokens.tolist() == [4, 5]
     np.testing.assert_array_equal(value.data[0].inputs["weights"], np.array([0.5, -1.0], np.float32))
 

@@ -10,12 +10,11 @@ from pydantic import ValidationError
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.protocol import schemas as wire
+from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store import finish
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire import models as wire
-
-from .passes import datum, old_json, post_pass, protobuf
-from .world import VOCABULARY, World, pass_output, running, sample, sample_output, step
+from tests.api.passes import datum, old_json, post_pass, protobuf
+from tests.api.world import VOCABULARY, World, pass_output, running, sample, sample_output, step
 
 PAUSES_FOR_AN_HOUR, RETRIED_FOR_MINUTES = 402, 409
 RESULTS = [
@@ -63,7 +62,10 @@ def test_no_result_has_a_key_that_means_something_else_to_the_sdk(result: wire.M
 
 @pytest.mark.parametrize(
     "fields",
-    [codec.forward_backward_output_json(pass_output([-1.0])), codec.sample_response_json(sample_output([1]))],
+    [
+        pass_requests.forward_backward_output_json(pass_output([-1.0])),
+        pass_requests.sample_response_json(sample_output([1])),
+    ],
 )
 def test_no_converted_result_has_one_either(fields: dict[str, object]) -> None:
     assert not {"error", "status"} & set(fields)

@@ -14,12 +14,11 @@ import httpx
 import pytest
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.store import models
-from skyrl_tinker.wire.ids import ModelId
-
-from .passes import datum, protobuf
-from .whole import Ran, Whole, whole
-from .world import BASE, Json, sample, step, write_facts
+from tests.api.passes import datum, protobuf
+from tests.api.whole import Ran, Whole, whole
+from tests.api.world import BASE, Json, sample, step, write_facts
 
 MODELS, REQUESTS, SAMPLES = 2, 20, 20
 

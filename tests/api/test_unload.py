@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from skyrl_tinker.config import Settings
-
-from .waiting import Waiting, ready_model, submit, waiting
-from .world import STEP, Json, step
+from tests.api.waiting import Waiting, ready_model, submit, waiting
+from tests.api.world import STEP, Json, step
 
 
 @pytest.fixture

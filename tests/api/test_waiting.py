@@ -10,9 +10,8 @@ import pytest
 from skyrl_tinker.api.queues import EVERY_S
 from skyrl_tinker.api.reasons import Reason, reason
 from skyrl_tinker.config import Settings
-from skyrl_tinker.store.waiting import Place
-from skyrl_tinker.wire.ids import RequestKind
-from skyrl_tinker.wire.queues import (
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.queue_views import (
     LaneView,
     QueuesView,
     QueueView,
@@ -20,10 +19,10 @@ from skyrl_tinker.wire.queues import (
     TrainingView,
     queues_from_bytes,
 )
-
-from .passes import old_json
-from .waiting import Waiting, holds, is_told, ready_model, submit, told, until, waiting
-from .world import sample, step
+from skyrl_tinker.store.waiting import Place
+from tests.api.passes import old_json
+from tests.api.waiting import Waiting, holds, is_told, ready_model, submit, told, until, waiting
+from tests.api.world import sample, step
 
 IDLE = TrainingView({})
 ASKED = {"X-Tinker-Sampling-Backpressure": "1"}

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus
-
-from .world import World
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus
+from tests.api.world import World
 
 WEIGHTS, SAMPLER = CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS
 YEAR = 365 * 86400

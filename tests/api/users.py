@@ -1,8 +1,7 @@
 """People with API keys, who speak one after another."""
 
 from skyrl_tinker.store import keys
-
-from .world import Json, World
+from tests.api.world import Json, World
 
 
 async def new_user(world: World, name: str) -> str:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.queue_views import QueuesView
+from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.external import Exporter
@@ -23,12 +26,8 @@ from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.places import Places
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import RequestKind
-from skyrl_tinker.wire.queues import QueuesView
-from skyrl_tinker.wire.values import SampleOutput, SampleRequest
-
-from .whole import Samplers, Trainer
-from .world import FACTS, Json, World, running
+from tests.api.whole import Samplers, Trainer
+from tests.api.world import FACTS, Json, World, running
 
 
 class SlowSamplers(Samplers):

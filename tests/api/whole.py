@@ -6,6 +6,19 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import (
+    AdapterWeights,
+    Failure,
+    LoraSpec,
+    PassItem,
+    PassOutput,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    StepItem,
+    StepOutput,
+)
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.external import Exporter
 from skyrl_tinker.engine.gap import GapMonitor
@@ -18,22 +31,8 @@ from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import (
-    AdapterWeights,
-    Failure,
-    LoraSpec,
-    PassItem,
-    PassOutput,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-    StepItem,
-    StepOutput,
-)
+from tests.api.world import FACTS, World, running
 from tests.engine.world import Workers
-
-from .world import FACTS, World, running
 
 Ran = tuple[str, Any]
 

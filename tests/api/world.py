@@ -13,14 +13,14 @@ from fastapi import FastAPI
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.deps import Services
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId
+from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
+from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store import checkpoints, futures, models, sampling, state
 from skyrl_tinker.store.checkpoints import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, RequestId
-from skyrl_tinker.wire.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
 
 BASE = "org/tiny"
 VOCABULARY = 512
@@ -172,14 +172,14 @@ async def write_facts(store: Store) -> None:
 
 def pass_output(*logprobs: Sequence[float]) -> bytes:
     arrays = tuple(np.asarray(values, np.float32) for values in logprobs)
-    return codec.encode_forward_backward_output(PassOutput(RequestId("r"), arrays, {"loss:sum": 1.5}))
+    return pass_requests.encode_forward_backward_output(PassOutput(RequestId("r"), arrays, {"loss:sum": 1.5}))
 
 
 def sample_output(*tokens: Sequence[int]) -> bytes:
     sequences = tuple(
         SampledSequence(tuple(values), tuple(-0.5 for _ in values), "length") for values in tokens
     )
-    return codec.encode_sample_response(SampleOutput(sequences))
+    return pass_requests.encode_sample_response(SampleOutput(sequences))
 
 
 def step(model_id: str, seq_id: int, **adam: Any) -> Json:

@@ -6,8 +6,8 @@ import torch
 from tinker import types
 from tinker_cookbook.renderers import Renderer
 
-from . import data
-from .kitchen import MODEL
+from tests.cookbook import data
+from tests.cookbook.kitchen import MODEL
 
 LIKELIEST, ANSWERS, LENGTH = 8, 16, 12
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from .kitchen import MODEL, RENDERER, Kitchen, Run
-from .test_rl import ON_POLICY, SMALL
+from tests.cookbook.kitchen import MODEL, RENDERER, Kitchen, Run
+from tests.cookbook.test_rl import ON_POLICY, SMALL
 
 
 def test_the_student_comes_nearer_to_its_teacher(kitchen: Kitchen, taught: Run) -> None:

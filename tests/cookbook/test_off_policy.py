@@ -4,9 +4,9 @@ import numpy as np
 import tinker
 from tinker_cookbook.renderers import Renderer
 
-from . import data
-from .divergence import divergence, samplers
-from .kitchen import Kitchen, Run
+from tests.cookbook import data
+from tests.cookbook.divergence import divergence, samplers
+from tests.cookbook.kitchen import Kitchen, Run
 
 
 def test_the_student_learns_what_its_teacher_would_say(

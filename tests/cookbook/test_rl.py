@@ -3,9 +3,8 @@
 import numpy as np
 import tinker
 
+from tests.cookbook.kitchen import RENDERER, Kitchen, Run
 from tests.e2e.client import prompt
-
-from .kitchen import RENDERER, Kitchen, Run
 
 ON_POLICY = 1e-4  # mean difference of sampled and trained log-probabilities, in nats
 SMALL = ("group_size=8", "max_tokens=24")

@@ -4,8 +4,8 @@ import numpy as np
 import tinker
 from tinker_cookbook.renderers import Renderer
 
-from .divergence import divergence, samplers
-from .kitchen import RENDERER, Kitchen, Run
+from tests.cookbook.divergence import divergence, samplers
+from tests.cookbook.kitchen import RENDERER, Kitchen, Run
 
 
 def sdft(kitchen: Kitchen, taught: Run, name: str, *arguments: str) -> Run:

@@ -3,10 +3,9 @@
 import numpy as np
 import tinker
 
+from tests.cookbook import data
+from tests.cookbook.kitchen import RENDERER, Kitchen, Row, Run
 from tests.e2e.client import logprobs_of, prompt, random_tokens
-
-from . import data
-from .kitchen import RENDERER, Kitchen, Row, Run
 
 
 def test_sl_loop_learns(taught: Run) -> None:

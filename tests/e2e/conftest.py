@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from .client import Client
+from tests.e2e.client import Client
 
 READY = "skyrl-tinker ready: "
 

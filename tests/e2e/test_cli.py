@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from .client import Client, random_tokens, train
+from tests.e2e.client import Client, random_tokens, train
 
 ROOT = Path(__file__).parents[2]
 

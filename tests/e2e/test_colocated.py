@@ -10,10 +10,9 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.e2e.client import Client, datum, logprobs_of, prompt, random_tokens, train
+from tests.e2e.conftest import Server
 from tests.processes import vllm_servers
-
-from .client import Client, datum, logprobs_of, prompt, random_tokens, train
-from .conftest import Server
 
 TOKENS = random_tokens(40, seed=3)
 LONG = 400

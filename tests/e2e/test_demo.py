@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker import demo
-
-from .conftest import Server
+from tests.e2e.conftest import Server
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

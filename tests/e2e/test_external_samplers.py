@@ -9,10 +9,9 @@ import pytest
 import tinker
 
 from skyrl_tinker.inference.client import RemoteInferenceClient
+from tests.e2e.client import Client, logprobs_of, prompt, random_tokens, train
+from tests.e2e.conftest import Server
 from tests.inference.samplers import CONTEXT, Served
-
-from .client import Client, logprobs_of, prompt, random_tokens, train
-from .conftest import Server
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import time
 
 import tinker
 
-from .client import Client, datum, random_tokens
-from .test_metrics import scraped
+from tests.e2e.client import Client, datum, random_tokens
+from tests.e2e.test_metrics import scraped
 
 UNIT = [datum(random_tokens(500, seed=seed)) for seed in range(32)]
 """About as many tokens as one unit of work takes."""

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import tinker
 
+from tests.e2e.client import Client, logprobs_of, random_tokens, train
+from tests.e2e.conftest import Server
 from tests.peft_adapters import save_adapter, token_logprobs
-
-from .client import Client, logprobs_of, random_tokens, train
-from .conftest import Server
 
 TOKENS = random_tokens(40, seed=5)
 

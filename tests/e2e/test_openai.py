@@ -12,10 +12,9 @@ import pytest
 
 from skyrl_tinker import config
 from skyrl_tinker.places import Places
-from skyrl_tinker.wire.models.openai import OWNER_HEADER
-
-from .client import Client, logprobs_of, random_tokens, train
-from .conftest import Server
+from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER
+from tests.e2e.client import Client, logprobs_of, random_tokens, train
+from tests.e2e.conftest import Server
 
 PROMPT = random_tokens(12, seed=21)
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which letter?"}]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tinker
 
-from .client import Client, logprobs_of, prompt, random_tokens, train
-from .conftest import Server
-from .test_exactness import TOKENS, hugging_face_logprobs, sampled_and_trained_logprobs
+from tests.e2e.client import Client, logprobs_of, prompt, random_tokens, train
+from tests.e2e.conftest import Server
+from tests.e2e.test_exactness import TOKENS, hugging_face_logprobs, sampled_and_trained_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Server
+from tests.e2e.conftest import Server
 
 ROOT = Path(__file__).parents[2]
 TOO_NEW = ["scores", "external", "storage", "search", "copy", "finish"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from .conftest import Server
+from tests.e2e.conftest import Server
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,7 @@ import pytest
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store
-
-from .world import World
+from tests.engine.world import World
 
 
 @pytest.fixture

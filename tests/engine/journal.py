@@ -5,14 +5,14 @@ from typing import Any
 
 import orjson
 
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind, SessionId
+from skyrl_tinker.domain.values import AdamParams, Failure, LoraSpec
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.stored_requests import CreateModelBody, OptimStepBody
 from skyrl_tinker.store import futures, models, sessions
 from skyrl_tinker.store.futures import Accepted, Outcome
 from skyrl_tinker.store.models import ModelRow, NewModel
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.bodies import CreateModelBody, OptimStepBody
-from skyrl_tinker.wire.ids import FutureStatus, ModelId, ModelKey, RequestKind, SessionId
-from skyrl_tinker.wire.values import AdamParams, Failure, LoraSpec
 
 _digests = itertools.count()
 
@@ -77,7 +77,7 @@ async def submit_pass(store: Store, model: ModelId, seq_id: int, *, forward_only
         field: {"data": [datum], "loss_fn": "cross_entropy"},
     }
     kind = RequestKind.FORWARD if forward_only else RequestKind.FORWARD_BACKWARD
-    body = codec.canonical(codec.decode_forward_backward_json(payload))
+    body = pass_requests.canonical(pass_requests.decode_forward_backward_json(payload))
     return await submit(store, model, seq_id, kind, body)
 
 

@@ -6,18 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_tinker.domain.ids import ModelId, RequestKind, SessionId
+from skyrl_tinker.domain.values import CustomLoss, Failure, ProvenanceSpan
 from skyrl_tinker.engine.answers import Answer, finish_all
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.store import futures, sampling
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.futures import Accepted, QueuedRow
 from skyrl_tinker.store.stability import SequenceRecord
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.ids import ModelId, RequestKind, SessionId
-from skyrl_tinker.wire.pb import skyrl_tinker_wire_pb2 as pb
-from skyrl_tinker.wire.values import CustomLoss, Failure, ProvenanceSpan
-
-from . import journal
+from tests.engine import journal
 
 
 async def submit_sample(store: Store, session: SessionId, number: int = 0) -> Accepted:
@@ -83,7 +82,7 @@ def request(model: ModelId, seq_id: int, loss_fn: str, *data: Example, loss_id: 
     message.data.extend(example.message() for example in data)
     if loss_id is not None:
         message.loss_fn_config_v2["loss_id"].text = loss_id
-    return codec.canonical(codec.RawForwardBackward(message))
+    return pass_requests.canonical(pass_requests.RawForwardBackward(message))
 
 
 async def row_of(

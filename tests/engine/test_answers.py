@@ -4,14 +4,13 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.engine import answers
 from skyrl_tinker.engine.answers import Outbox, json_answer
 from skyrl_tinker.store import futures
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import FutureStatus
-
-from . import journal
+from tests.engine import journal
 
 
 async def test_a_result_waits_for_a_database_that_fails_for_a_moment(

@@ -10,16 +10,15 @@ import orjson
 import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import StorageError, UnitFailedError
+from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.checkpoints import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.wire.bodies import SaveExternalBody, SaveWeightsBody
-from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
-from skyrl_tinker.wire.values import Failure
-
-from . import journal
-from .world import World
+from tests.engine import journal
+from tests.engine.world import World
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.engine.lanes import Lanes
 from skyrl_tinker.engine.planner import Pass, Planner, Unit
-from skyrl_tinker.wire.ids import ModelKey, RequestKind
-
-from .rows import queued
-from .simulation import now, simulate
+from tests.engine.rows import queued
+from tests.engine.simulation import now, simulate
 
 BUDGET, UNIT_S = 1000, 1.0
 FORWARD, FB, STEP = RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.OPTIM_STEP

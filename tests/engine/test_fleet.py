@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.domain.values import SampleOutput
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.status import Status
@@ -20,7 +21,6 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.weight_sync.adapters import publish_adapter
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
-from skyrl_tinker.wire.values import SampleOutput
 from tests.inference.samplers import CONTEXT, Served, ask, prompt_of, random_adapter, unique
 
 SAMPLES = 16

@@ -6,14 +6,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from skyrl_tinker.engine.gap import METRIC, GapMonitor, Scored
-from skyrl_tinker.engine.inflight import Target, Wanted
-from skyrl_tinker.engine.metrics import Metrics
-from skyrl_tinker.errors import SamplerError, StateLostError, UserError
-from skyrl_tinker.store import state
-from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import ModelId, ModelKey, VersionId
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelId, ModelKey, VersionId
+from skyrl_tinker.domain.values import (
     BaseModelFacts,
     Failure,
     PassItem,
@@ -24,6 +18,12 @@ from skyrl_tinker.wire.values import (
     VersionSpan,
     WeightVersion,
 )
+from skyrl_tinker.engine.gap import METRIC, GapMonitor, Scored
+from skyrl_tinker.engine.inflight import Target, Wanted
+from skyrl_tinker.engine.metrics import Metrics
+from skyrl_tinker.errors import SamplerError, StateLostError, UserError
+from skyrl_tinker.store import state
+from skyrl_tinker.store.store import Store
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 MODEL = ModelKey(1)

@@ -2,12 +2,11 @@
 
 import pytest
 
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.lanes import Lanes
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import FutureStatus, ModelKey, RequestKind
-from skyrl_tinker.wire.values import Failure
-
-from .rows import queued
+from tests.engine.rows import queued
 
 MODEL = ModelKey(1)
 BUDGET = 1000

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.domain.ids import VersionId
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.overflow import Overflow
-from skyrl_tinker.wire.ids import VersionId
-from skyrl_tinker.wire.values import WeightVersion
 
 FILE = "adapter_model.safetensors"
 

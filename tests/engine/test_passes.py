@@ -9,6 +9,8 @@ import pytest
 import torch
 from sqlalchemy import select
 
+from skyrl_tinker.domain.ids import ModelId, ModelKey, SessionId
+from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem, PassOutput, ProvenanceSpan
 from skyrl_tinker.engine.answers import Answer
 from skyrl_tinker.engine.passes import PassRunner, ReadyPass
 from skyrl_tinker.engine.planner import Pass
@@ -17,12 +19,9 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.tables import StabilityRecord
 from skyrl_tinker.tiny_model import make_model
 from skyrl_tinker.training.group import PreparedPass, TrainerGroup, TrainerSpec
-from skyrl_tinker.wire.ids import ModelId, ModelKey, SessionId
-from skyrl_tinker.wire.values import Failure, LoraSpec, PassItem, PassOutput, ProvenanceSpan
+from tests.engine import journal, recorded
+from tests.engine.recorded import Example
 from tests.training.losses.uploads import upload
-
-from . import journal, recorded
-from .recorded import Example
 
 SAMPLED = (10, 11, 12, 13)
 PROMPT = (1, 2, 3)

@@ -3,17 +3,16 @@
 import asyncio
 from typing import Any, cast
 
+from skyrl_tinker.domain.ids import VersionId
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.pace import Ends, Pace
 from skyrl_tinker.engine.placement import SEPARATE, Placement
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.wire.ids import VersionId
-from skyrl_tinker.wire.values import WeightVersion
-
-from .simulation import simulate
-from .test_placement import Devices
-from .test_sampler_driver import FACTS
+from tests.engine.simulation import simulate
+from tests.engine.test_placement import Devices
+from tests.engine.test_sampler_driver import FACTS
 
 NOTHING = cast(Any, None)
 FULL = WeightVersion(VersionId(1), "full", "/nowhere")

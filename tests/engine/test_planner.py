@@ -6,12 +6,11 @@ from itertools import islice
 
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.engine.planner import Barriers, Pass, Unit, next_unit
 from skyrl_tinker.engine.turns import Ledger
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import ModelKey, RequestKind
-
-from .rows import queued
+from tests.engine.rows import queued
 
 A, B, C = ModelKey(1), ModelKey(2), ModelKey(3)
 FB, FORWARD, STEP = RequestKind.FORWARD_BACKWARD, RequestKind.FORWARD, RequestKind.OPTIM_STEP

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.engine.lanes import PASSES, Lanes, cost, model_of
 from skyrl_tinker.engine.planner import MERGING, Barriers, Planner, Unit
 from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.wire.ids import ModelKey, RequestKind, SessionId
-
-from .rows import queued
+from tests.engine.rows import queued
 
 BUDGET = 100
 TENANTS, MODELS = 4, 3  # models of one tenant

@@ -6,18 +6,17 @@ from typing import Any, cast
 
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey, RequestKind
+from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, LoraSpec
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.publisher import Capture, Publisher, Save
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError
+from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import futures, models
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.bodies import SaveSamplerBody
-from skyrl_tinker.wire.ids import ModelKey, RequestKind
-from skyrl_tinker.wire.values import AdapterWeights, BaseModelFacts, Failure, LoraSpec
-
-from . import journal
+from tests.engine import journal
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 FULL = LoraSpec(0, 1)

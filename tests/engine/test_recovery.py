@@ -2,16 +2,15 @@
 
 from pathlib import Path
 
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.recovery import recover, sweep_partial
 from skyrl_tinker.engine.status import KEY, Status
 from skyrl_tinker.store import checkpoints, futures, models, state
 from skyrl_tinker.store.checkpoints import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, ModelId, ModelState
-from skyrl_tinker.wire.values import LoraSpec
-
-from . import journal
+from tests.engine import journal
 
 
 async def ready_model(store: Store) -> ModelId:

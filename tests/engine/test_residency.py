@@ -5,12 +5,12 @@ from contextlib import suppress
 
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey, VersionId
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.inflight import Target, Wanted, newest
 from skyrl_tinker.engine.residency import Residency
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.spec import BASE_MODEL
-from skyrl_tinker.wire.ids import ModelKey, VersionId
-from skyrl_tinker.wire.values import WeightVersion
 
 A, B, C = (WeightVersion(VersionId(number), "full", f"/weights/{number}") for number in (1, 2, 3))
 

@@ -4,20 +4,19 @@ import asyncio
 from contextlib import suppress
 from typing import Any, cast
 
+from skyrl_tinker.domain.ids import FutureStatus, SessionId
+from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.inference.client import RemoteInferenceClient
+from skyrl_tinker.protocol.stored_samples import sample_body
 from skyrl_tinker.store import futures, sampling
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import FutureStatus, SessionId
-from skyrl_tinker.wire.sample_codec import sample_body
-from skyrl_tinker.wire.values import BaseModelFacts, SampleRequest, SamplingParams
-
-from . import journal
+from tests.engine import journal
 
 FACTS = BaseModelFacts("/nowhere", ("new",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 

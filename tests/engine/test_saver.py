@@ -10,20 +10,19 @@ from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
+from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.errors import StorageError, UnitFailedError
+from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoints, futures
 from skyrl_tinker.store.checkpoints import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.models import NewModel
 from skyrl_tinker.store.tables import Session
-from skyrl_tinker.wire.bodies import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
-from skyrl_tinker.wire.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
-from skyrl_tinker.wire.values import Failure, LoraSpec
-
-from . import journal
-from .world import World
+from tests.engine import journal
+from tests.engine.world import World
 
 WEIGHTS = CheckpointKind.WEIGHTS
 

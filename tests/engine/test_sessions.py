@@ -10,6 +10,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind, SessionId
+from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.errors import GoneError
@@ -17,10 +19,7 @@ from skyrl_tinker.store import checkpoints, sampling, sessions
 from skyrl_tinker.store.checkpoints import NewCheckpoint
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import CheckpointKind, SessionId
-from skyrl_tinker.wire.values import LoraSpec, WeightVersion
-
-from . import journal
+from tests.engine import journal
 
 
 class Parts:

@@ -10,22 +10,21 @@ import numpy as np
 import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, SessionId
+from skyrl_tinker.domain.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
 from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.protocol.stored_samples import sample_body
 from skyrl_tinker.store import futures, sampling, sqlite, stability
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.stability import SequenceRecord
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.ids import FutureStatus, SessionId
-from skyrl_tinker.wire.sample_codec import sample_body
-from skyrl_tinker.wire.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
-
-from . import journal
+from tests.engine import journal
 
 SEQUENCES = (
     SampledSequence((5, 6, 7), (-0.5, -1.5, -0.25), "length"),

@@ -11,21 +11,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.engine import answers
-from skyrl_tinker.engine.answers import Outbox
-from skyrl_tinker.engine.gap import METRIC, GapMonitor
-from skyrl_tinker.engine.inflight import Wanted
-from skyrl_tinker.engine.metrics import Metrics
-from skyrl_tinker.engine.publisher import Publisher
-from skyrl_tinker.engine.syncs import Syncs
-from skyrl_tinker.errors import SamplerError, StorageError
-from skyrl_tinker.store import futures, models, sampling
-from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.store.store import Store
-from skyrl_tinker.wire.bodies import SaveSamplerBody
-from skyrl_tinker.wire.ids import ModelKey, RequestKind, VersionId
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelKey, RequestKind, VersionId
+from skyrl_tinker.domain.values import (
     AdapterWeights,
     BaseModelFacts,
     Failure,
@@ -37,8 +24,20 @@ from skyrl_tinker.wire.values import (
     SampleRequest,
     WeightVersion,
 )
-
-from . import journal
+from skyrl_tinker.engine import answers
+from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.gap import METRIC, GapMonitor
+from skyrl_tinker.engine.inflight import Wanted
+from skyrl_tinker.engine.metrics import Metrics
+from skyrl_tinker.engine.publisher import Publisher
+from skyrl_tinker.engine.syncs import Syncs
+from skyrl_tinker.errors import SamplerError, StorageError
+from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
+from skyrl_tinker.store import futures, models, sampling
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store.store import Store
+from tests.engine import journal
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 TOKENS = 4

@@ -7,17 +7,14 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState, RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import answers
 from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.store import models
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.wire.ids import FutureStatus, ModelKey, ModelState, RequestKind
-from skyrl_tinker.wire.values import (
-    Failure,
-)
-
-from . import journal
-from .world import World
+from tests.engine import journal
+from tests.engine.world import World
 
 
 async def test_requests_arriving_3_2_1_run_as_1_2_3(world: World) -> None:

@@ -8,23 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from skyrl_tinker.engine.answers import Outbox
-from skyrl_tinker.engine.external import Exporter
-from skyrl_tinker.engine.gap import GapMonitor
-from skyrl_tinker.engine.intake import Intake
-from skyrl_tinker.engine.metrics import Metrics
-from skyrl_tinker.engine.models import Models
-from skyrl_tinker.engine.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.saver import Saver
-from skyrl_tinker.engine.trainer_driver import TrainerDriver
-from skyrl_tinker.manifest import Manifest, entry_of, write_manifest
-from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Accepted, Outcome
-from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup
-from skyrl_tinker.wire.ids import FutureStatus, ModelId, ModelKey
-from skyrl_tinker.wire.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey
+from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from skyrl_tinker.domain.values import (
     BaseModelFacts,
     Failure,
     LoraSpec,
@@ -34,8 +21,20 @@ from skyrl_tinker.wire.values import (
     StepItem,
     StepOutput,
 )
-
-from . import journal
+from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.external import Exporter
+from skyrl_tinker.engine.gap import GapMonitor
+from skyrl_tinker.engine.intake import Intake
+from skyrl_tinker.engine.metrics import Metrics
+from skyrl_tinker.engine.models import Models
+from skyrl_tinker.engine.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.saver import Saver
+from skyrl_tinker.engine.trainer_driver import TrainerDriver
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import Accepted, Outcome
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.group import TrainerGroup
+from tests.engine import journal
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 

@@ -8,8 +8,7 @@ import tinker
 
 from tests.e2e.client import Client, logprobs_of, prompt
 from tests.e2e.policies import ATOL, TOKENS, policy, roll, scores, step
-
-from .serve import HEAL_S, Serve, wait_until
+from tests.faults.serve import HEAL_S, Serve, wait_until
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .serve import HEAL_S, KINDS, START_S, STOP_S, Serve, running, wait_until
+from tests.faults.serve import HEAL_S, KINDS, START_S, STOP_S, Serve, running, wait_until
 
 
 @pytest.fixture(scope="module")

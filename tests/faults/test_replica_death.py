@@ -11,9 +11,8 @@ import tinker
 from tinker import types
 
 from tests.e2e.client import Client, prompt, random_tokens, train
+from tests.faults.serve import HEAL_S, Serve, running, wait_until
 from tests.processes import url_of, vllm_servers
-
-from .serve import HEAL_S, Serve, running, wait_until
 
 PROMPT = random_tokens(20, seed=3)
 LENGTH = 300

@@ -14,13 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_tinker import config
 from skyrl_tinker.base_model import resolve
-from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.data_plane import fixed
-from skyrl_tinker.inference.group import SamplerSpec, ServerGroup
-from skyrl_tinker.tiny_model import make_model
-from skyrl_tinker.weight_sync.adapters import publish_adapter
-from skyrl_tinker.wire.peft import ALPHA
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.peft_config import ALPHA
+from skyrl_tinker.domain.values import (
     AdapterWeights,
     BaseModelFacts,
     LoraSpec,
@@ -28,6 +23,11 @@ from skyrl_tinker.wire.values import (
     SampleRequest,
     SamplingParams,
 )
+from skyrl_tinker.inference.client import RemoteInferenceClient
+from skyrl_tinker.inference.data_plane import fixed
+from skyrl_tinker.inference.group import SamplerSpec, ServerGroup
+from skyrl_tinker.tiny_model import make_model
+from skyrl_tinker.weight_sync.adapters import publish_adapter
 
 CONTEXT = 256
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

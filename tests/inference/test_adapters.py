@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.domain.ids import VersionId
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.errors import NotFoundError, SamplerError
-from skyrl_tinker.wire.ids import VersionId
-from skyrl_tinker.wire.values import WeightVersion
 from tests.inference.samplers import (
     Sampler,
     ask,

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_tinker.domain.values import VersionSpan
 from skyrl_tinker.inference.answers import Generated
 from skyrl_tinker.inference.resume import INCOMPLETE, kept, remainder
-from skyrl_tinker.wire.values import VersionSpan
 from tests.inference.samplers import ask
 
 PIECES = ("", "x", "ab", "c", "<e", "nd", ">", "d", INCOMPLETE, "é")

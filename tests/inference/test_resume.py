@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.inference.data_plane import ModelSource, fixed
-from skyrl_tinker.wire.values import SampleOutput, SampleRequest
 from tests.inference.samplers import (
     CONTEXT,
     Sampler,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.domain.values import SampleOutput
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.data_plane import fixed
 from skyrl_tinker.inference.group import ServerGroup
 from skyrl_tinker.inference.router import Router, RouterSpec
-from skyrl_tinker.wire.values import SampleOutput
 from tests.inference.samplers import CONTEXT, Served, ask, prompt_of, spec_of
 
 SESSIONS = 24

@@ -2,11 +2,11 @@
 
 import pytest
 
+from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.answers import parse
 from skyrl_tinker.inference.sampling import body, scores_prompt, split
 from skyrl_tinker.inference.spec import MiB, kv_bytes, require_memory
-from skyrl_tinker.wire.values import BaseModelFacts, SampleRequest, SamplingParams
 from tests.inference.samplers import ask, spec_of
 
 EOS = (2, 1)

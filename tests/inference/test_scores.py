@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_tinker.domain.values import SampleOutput, SampleRequest, TargetTokens, TopkRow
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.wire.values import SampleOutput, SampleRequest, TargetTokens, TopkRow
 from tests.inference.samplers import (
     Sampler,
     all_logprobs,

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.inference.spec import SamplerSpec, flags, visible_gpus
-from skyrl_tinker.wire.values import BaseModelFacts, Gpu
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 OWN = SamplerSpec(FACTS, 129, "cuda", "bfloat16", 8, 1, 1, "/nowhere", 1.0, replicas=2)

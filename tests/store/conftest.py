@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.domain.ids import SamplingSessionId, SessionId
 from skyrl_tinker.store import Store, migrate
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.wire.ids import SamplingSessionId, SessionId
 from tests.store.rows import base_sampler, create, new_session
 
 

@@ -1,9 +1,16 @@
 """Rows in one line each."""
 
+from skyrl_tinker.domain.ids import (
+    ModelKey,
+    RequestId,
+    RequestKind,
+    SamplingSessionId,
+    SessionId,
+    VersionId,
+)
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import Store, futures, models, sampling, sessions
 from skyrl_tinker.store.models import ModelRow, NewModel
-from skyrl_tinker.wire.ids import ModelKey, RequestId, RequestKind, SamplingSessionId, SessionId, VersionId
-from skyrl_tinker.wire.values import LoraSpec
 
 SPEC = LoraSpec(rank=8, seed=2**62, train_unembed=False)
 

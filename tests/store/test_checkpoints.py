@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import CheckpointKind, SessionId
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import Store, checkpoints, sampling
 from skyrl_tinker.store.checkpoints import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.wire.ids import CheckpointKind, SessionId
 from tests.store.rows import finish_session
 
 WEIGHTS, SAMPLER = CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS

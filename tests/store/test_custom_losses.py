@@ -5,12 +5,12 @@ import time
 
 import pytest
 
+from skyrl_tinker.domain.ids import FutureStatus, SessionId
+from skyrl_tinker.domain.values import CustomLoss, Failure
 from skyrl_tinker.errors import GoneError, NotFoundError, SeqIdReusedError, UserError
 from skyrl_tinker.store import Store, custom_losses, futures
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.wire.ids import FutureStatus, SessionId
-from skyrl_tinker.wire.values import CustomLoss, Failure
 from tests.store.rows import finish_session, new_session, outcome, queued
 
 LOSS = CustomLoss(

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from skyrl_tinker.domain.ids import ModelId, RequestKind, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import GoneError, NotFoundError, SeqIdReusedError, UserError
 from skyrl_tinker.store import Store, futures, sampling
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.wire.ids import ModelId, RequestKind, SamplingSessionId, SessionId, VersionId
-from skyrl_tinker.wire.values import Failure
 from tests.store.rows import (
     base_sampler,
     create,

@@ -2,10 +2,10 @@
 
 import time
 
+from skyrl_tinker.domain.ids import ModelState, RequestKind, SamplingSessionId, SessionId
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store import Store, futures, models
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.wire.ids import ModelState, RequestKind, SamplingSessionId, SessionId
-from skyrl_tinker.wire.values import Failure
 from tests.store.rows import create, new_session, outcome, queued, sample, step
 
 LOST = Failure("the engine died", "server")

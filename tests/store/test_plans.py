@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import OwnerId, RequestId, SamplingSessionId
+from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store import Store, completions, futures, sqlite, timeline, usage, waiting
 from skyrl_tinker.store.timeline import Track
-from skyrl_tinker.wire.ids import OwnerId, RequestId, SamplingSessionId
-from skyrl_tinker.wire.values import Failure, Usage
 from tests.store.rows import base_sampler, new_session, outcome, sample
 
 OWNER = OwnerId(1)

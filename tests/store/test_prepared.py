@@ -5,10 +5,10 @@ from sqlalchemy import bindparam, insert, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.store import Store, futures, state
 from skyrl_tinker.store.prepared import Prepared
 from skyrl_tinker.store.tables import Future, Request, ServerState
-from skyrl_tinker.wire.ids import FutureStatus, RequestKind
 from tests.store.rows import base_sampler, new_session, sample
 
 PENDING = select(Future.id, Future.kind, Future.sequence_ids, Future.digest, Future.status).where(

@@ -5,11 +5,11 @@ import time
 import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import ModelState, SessionId, VersionId
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import Store, models, sampling, sessions
 from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.wire.ids import ModelState, SessionId, VersionId
-from skyrl_tinker.wire.values import WeightVersion
 from tests.store.rows import create, ephemeral, finish_session, new_session
 
 NOBODY = SessionId("nobody")

@@ -5,12 +5,12 @@ import time
 import numpy as np
 import pytest
 
+from skyrl_tinker.domain.ids import FutureStatus, SamplingSessionId, SessionId
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store import Store, futures, stability
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.stability import SequenceRecord
-from skyrl_tinker.wire.ids import FutureStatus, SamplingSessionId, SessionId
-from skyrl_tinker.wire.values import Failure
 from tests.store.rows import outcome, sample
 
 

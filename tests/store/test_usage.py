@@ -4,12 +4,12 @@ import time
 
 from sqlalchemy import update
 
+from skyrl_tinker.domain.ids import RequestKind, SamplingSessionId, SessionId
+from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store import Store, futures, usage
 from skyrl_tinker.store.models import ModelRow
 from skyrl_tinker.store.tables import Future
 from skyrl_tinker.store.usage import HOUR_S, Hourly
-from skyrl_tinker.wire.ids import RequestKind, SamplingSessionId, SessionId
-from skyrl_tinker.wire.values import Failure, Usage
 from tests.store.rows import sample
 
 HOUR = int(time.time() // HOUR_S)

@@ -12,9 +12,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
 from skyrl_tinker.store import Store, sqlite, state
-from skyrl_tinker.wire.ids import SessionId
 from tests.store.rows import new_session
 
 

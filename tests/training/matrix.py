@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind
+from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, OptimizerFamily, StepItem
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf.pass_results import forward_backward_output_json
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import Accepted
 from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.ids import FutureStatus, ModelId, ModelKey, RequestKind
-from skyrl_tinker.wire.results import forward_backward_output_json
-from skyrl_tinker.wire.values import AdamParams, Datum, LoraSpec, OptimizerFamily, StepItem
 from tests.engine import journal
 from tests.engine.world import World
 from tests.training.naive import TENANTS, Pass, Trained, schedule
@@ -165,7 +165,7 @@ def body(asked: Pass, model: ModelId, seq_id: int) -> bytes:
     field = "forward_backward_input" if asked.backward else "forward_input"
     data = [_json(datum) for datum in asked.data]
     payload = {"model_id": model, "seq_id": seq_id, field: {"data": data, "loss_fn": asked.loss_fn}}
-    return codec.canonical(codec.decode_forward_backward_json(payload))
+    return pass_requests.canonical(pass_requests.decode_forward_backward_json(payload))
 
 
 def _json(datum: Datum) -> dict[str, Any]:

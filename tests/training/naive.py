@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from skyrl_tinker.wire.values import AdamParams, Datum, LoraSpec
+from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec
 from tests.training import reference
 from tests.training.passes import make_data
 

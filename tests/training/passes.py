@@ -5,13 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from skyrl_tinker.training.batch import build_batch
-from skyrl_tinker.training.outputs import assemble
-from skyrl_tinker.training.state import Part
-from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.losses import LOSSES
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.loss_specs import LOSSES
+from skyrl_tinker.domain.values import (
     AdamParams,
     Datum,
     DimuonParams,
@@ -21,6 +17,10 @@ from skyrl_tinker.wire.values import (
     StepItem,
     StepOutput,
 )
+from skyrl_tinker.training.batch import build_batch
+from skyrl_tinker.training.outputs import assemble
+from skyrl_tinker.training.state import Part
+from skyrl_tinker.training.worker import Worker
 
 VOCAB = 512
 

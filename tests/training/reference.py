@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from skyrl_tinker.wire.values import Datum
+from skyrl_tinker.domain.values import Datum
 
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey
 
 
 def save(worker: Worker, model: int, directory: Path, *, optimizer: bool = True) -> int:

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import Datum, PassItem
 from skyrl_tinker.training.batch import build_batch, micro_batches
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import Datum, PassItem
 from tests.training.passes import make_data, make_item
 
 FULL = ModelKey(4)

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.budget import bytes_held
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.offload import network_tensors
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec
 from tests.training.passes import make_data, make_item, run_one, step
 
 FULL = LoraSpec(0, 0)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from peft import PeftModel
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.manifest import read_manifest
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StorageError, UserError
-from skyrl_tinker.manifest import read_manifest
 from skyrl_tinker.training.full import FullModel
 from skyrl_tinker.training.state import Part
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec
 from tests.training import reference
 from tests.training.conftest import MakeWorker
 from tests.training.passes import assert_equal, make_data, make_item, perturb, run_one, step, weights_of

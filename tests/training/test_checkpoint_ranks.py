@@ -12,11 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_tinker.errors import StorageError, UserError
-from skyrl_tinker.manifest import read_manifest
-from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.manifest import read_manifest
+from skyrl_tinker.domain.values import (
     AdamParams,
     DimuonParams,
     LoraSpec,
@@ -24,6 +22,8 @@ from skyrl_tinker.wire.values import (
     PassOutput,
     StepItem,
 )
+from skyrl_tinker.errors import StorageError, UserError
+from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from tests.training import reference
 from tests.training.passes import assert_close, assert_equal, make_data, make_item
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec, PassOutput
 from skyrl_tinker.training.attention import choose
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.lora import LoraModel
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec, PassOutput
 from tests.training.passes import make_data, make_item, perturb, run_pass, step
 
 MODELS = (1, 2)

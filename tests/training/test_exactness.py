@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import AdamParams, Datum, Failure, LoraSpec, PassItem, PassOutput
 from skyrl_tinker.training.lora import LoraModel, Target
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
 from skyrl_tinker.training.state import Part
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import AdamParams, Datum, Failure, LoraSpec, PassItem, PassOutput
 from tests.training import reference
 from tests.training.conftest import MakeWorker
 from tests.training.passes import (

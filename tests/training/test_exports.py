@@ -14,12 +14,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.manifest import read_manifest, verify_files
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.export_files import Export, finish_export
-from skyrl_tinker.manifest import read_manifest, verify_files
+from skyrl_tinker.protocol import age_encryption
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire import age
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import BaseModelFacts, LoraSpec
 from tests.peft_adapters import token_logprobs
 from tests.training.conftest import MakeWorker
 from tests.training.passes import make_data, make_item, perturb, run_one
@@ -137,7 +137,7 @@ def test_an_encrypted_export_has_nothing_that_can_be_read_and_any_recipient_decr
     worker = make_worker(base)
     size = export(worker, spec, tmp_path / "e", [str(each.to_public()) for each in identities])
     found = names(tmp_path / "e") - {"manifest.json"}
-    assert all(name.endswith(age.SUFFIX) for name in found)
+    assert all(name.endswith(age_encryption.SUFFIX) for name in found)
     manifest = read_manifest(tmp_path / "e")
     assert set(manifest.files) == found
     assert size == sum(entry.size for entry in manifest.files.values())
@@ -146,7 +146,7 @@ def test_an_encrypted_export_has_nothing_that_can_be_read_and_any_recipient_decr
         plain = tmp_path / str(identities.index(identity))
         plain.mkdir()
         for name in found:
-            source, target = tmp_path / "e" / name, plain / name.removesuffix(age.SUFFIX)
+            source, target = tmp_path / "e" / name, plain / name.removesuffix(age_encryption.SUFFIX)
             pyrage.decrypt_file(str(source), str(target), [identity])
     if spec is FULL:
         assert_same(AutoModelForCausalLM.from_pretrained(plain), worker)
@@ -162,5 +162,5 @@ def test_a_disk_that_is_full_at_the_last_byte_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.age").symlink_to("/dev/full")
     recipient = str(pyrage.x25519.Identity.generate().to_public())
     with pytest.raises(OSError, match="No space left on device"):
-        age.encrypt(plain, [recipient])
+        age_encryption.encrypt(plain, [recipient])
     assert plain.exists()

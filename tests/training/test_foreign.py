@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training import checkpoint
 from skyrl_tinker.training.foreign import convert, read_foreign
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec
 from tests.peft_adapters import save_adapter, token_logprobs
 from tests.training.conftest import MakeWorker
 from tests.training.passes import make_data, make_item, run_one

@@ -7,12 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_tinker.errors import UserError
-from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.spec import TrainerSpec
-from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import (
     AdamParams,
     DimuonParams,
     Failure,
@@ -20,6 +16,10 @@ from skyrl_tinker.wire.values import (
     OptimizerFamily,
     PassOutput,
 )
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.spec import TrainerSpec
+from skyrl_tinker.training.worker import Worker
 from tests.training import reference
 from tests.training.conftest import MakeWorker
 from tests.training.passes import assert_close, make_data, make_item, run_one, run_pass, step

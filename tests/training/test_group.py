@@ -13,10 +13,10 @@ import numpy as np
 import psutil
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from skyrl_tinker.errors import SamplerError, StorageError, TrainerError, UserError
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from tests.training.passes import make_data, make_item
 
 A, B, FULL = ModelKey(1), ModelKey(2), ModelKey(3)

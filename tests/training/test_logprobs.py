@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import Datum, LoraSpec
 from skyrl_tinker.training import logprobs, model
 from skyrl_tinker.training.batch import build_batch
 from skyrl_tinker.training.logprobs import Head, frozen_logprobs, token_logprobs
 from skyrl_tinker.training.rows import Span, make_row
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import Datum, LoraSpec
 from tests.training import reference
 from tests.training.conftest import MakeWorker
 from tests.training.passes import (

@@ -2,10 +2,10 @@ from functools import partial
 
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.loss_specs import LOSSES
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.losses import LOSSES
-from skyrl_tinker.wire.values import LoraSpec
 from tests.training import reference
 from tests.training.conftest import MakeWorker
 from tests.training.passes import (

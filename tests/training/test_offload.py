@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from skyrl_tinker.training.offload import network_tensors
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from tests.training.conftest import MakeWorker
 from tests.training.passes import assert_equal, make_data, make_item, run_pass, step, weights_of
 from tests.training.saves import save

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, Failure, LoraSpec, PassItem, PassOutput, StepItem
 from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.training.out_of_memory import is_out_of_memory
 from skyrl_tinker.training.spec import TrainerSpec
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import AdamParams, Failure, LoraSpec, PassItem, PassOutput, StepItem
 from tests.training.conftest import MakeWorker
 from tests.training.passes import make_data, make_item, run_pass
 

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from tests.training.passes import make_data, make_item
 
 SPECS = {

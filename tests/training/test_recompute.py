@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.training.spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from tests.training.passes import (
     assert_equal,
     gradients_of,

@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 from torch import UntypedStorage
 
-from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.offload import storages
-from skyrl_tinker.training.spec import TrainerSpec
-from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import (
     AdamParams,
     DimuonParams,
     LoraSpec,
@@ -21,6 +17,10 @@ from skyrl_tinker.wire.values import (
     StepItem,
     StepOutput,
 )
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.offload import storages
+from skyrl_tinker.training.spec import TrainerSpec
+from skyrl_tinker.training.worker import Worker
 from tests.training.passes import assert_equal, make_data, make_item, run_pass, weights_of
 from tests.training.saves import save
 

@@ -11,15 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_tinker.training.actors import RankProcess
-from skyrl_tinker.training.batch import build_batch
-from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.ledger import Ledger
-from skyrl_tinker.training.outputs import assemble
-from skyrl_tinker.training.spec import TrainerSpec
-from skyrl_tinker.training.state import Part
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import (
     AdamParams,
     DimuonParams,
     Failure,
@@ -30,6 +23,13 @@ from skyrl_tinker.wire.values import (
     StepItem,
     StepOutput,
 )
+from skyrl_tinker.training.actors import RankProcess
+from skyrl_tinker.training.batch import build_batch
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.ledger import Ledger
+from skyrl_tinker.training.outputs import assemble
+from skyrl_tinker.training.spec import TrainerSpec
+from skyrl_tinker.training.state import Part
 from tests.training.passes import make_data, make_item
 from tests.training.saves import save
 

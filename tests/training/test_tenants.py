@@ -2,18 +2,10 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, Datum, Failure, LoraSpec, PassItem, PassOutput, StepItem
 from skyrl_tinker.errors import StateLostError
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import (
-    AdamParams,
-    Datum,
-    Failure,
-    LoraSpec,
-    PassItem,
-    PassOutput,
-    StepItem,
-)
 from tests.training.conftest import MakeWorker
 from tests.training.passes import (
     assert_close,

@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_tinker.errors import TrainerError, UnitFailedError
-from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
-from skyrl_tinker.training.lives import Lives
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import (
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import (
     AdamParams,
     AdapterWeights,
     Failure,
@@ -25,6 +22,9 @@ from skyrl_tinker.wire.values import (
     StepItem,
     StepOutput,
 )
+from skyrl_tinker.errors import TrainerError, UnitFailedError
+from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
+from skyrl_tinker.training.lives import Lives
 from tests.training.passes import make_data, make_item
 from tests.training.test_group import make_echo
 

@@ -10,8 +10,8 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from skyrl_tinker.domain.values import AdapterWeights
 from skyrl_tinker.weight_sync.adapters import publish_adapter
-from skyrl_tinker.wire.values import AdapterWeights
 from tests.inference.samplers import prompt_of, random_adapter, reference, target_logprobs, write_model
 
 

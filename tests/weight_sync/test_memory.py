@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.tiny_model import make_model
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.gloo import GlooSender
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import LoraSpec
 
 MODEL = ModelKey(1)
 MiB = 1 << 20

@@ -12,6 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.control_plane import ControlPlane
 from skyrl_tinker.inference.data_plane import fixed
@@ -20,8 +22,6 @@ from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.weight_sync.base import WeightSyncError, sync_weights
 from skyrl_tinker.weight_sync.choice import make_transport
 from skyrl_tinker.weight_sync.port import Message, WeightTransport
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
 from tests.inference.samplers import (
     CONTEXT,
     Served,

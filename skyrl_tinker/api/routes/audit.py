@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from skyrl_tinker.api.answers import from_rows
 from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.protocol.schemas import utc
+from skyrl_tinker.protocol.schemas.usage import AuditEntry, AuditQuery, AuditResponse
 from skyrl_tinker.store import audit
 from skyrl_tinker.store.audit import Event
-from skyrl_tinker.wire.models import utc
-from skyrl_tinker.wire.models.usage import AuditEntry, AuditQuery, AuditResponse
 
 _DAY_S = 86400
 _RESOURCES: Mapping[str, str] = {

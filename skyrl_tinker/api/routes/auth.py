@@ -7,14 +7,14 @@ from fastapi import APIRouter, Depends, Request
 from skyrl_tinker.api.deps import Deps
 from skyrl_tinker.api.tokens import ORGANIZATION, Caller
 from skyrl_tinker.errors import NotSupportedError
-from skyrl_tinker.store import keys
-from skyrl_tinker.wire.models.auth import (
+from skyrl_tinker.protocol.schemas.auth import (
     ApiKeyResponse,
     AuthTokenResponse,
     KeyDetails,
     KeyOrganization,
     KeyUser,
 )
+from skyrl_tinker.store import keys
 
 _HOW = "ask whoever runs this server for a key (`skyrl-tinker keys create`) and set TINKER_API_KEY to it"
 _NO_KEYS = "this server has no API keys: it takes any"

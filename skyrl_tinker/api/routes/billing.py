@@ -12,16 +12,16 @@ from skyrl_tinker.api.billing import GIGABYTE, bill
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.tokens import user_urn
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.store import keys, storage
-from skyrl_tinker.store.storage import Kept
-from skyrl_tinker.store.usage import HOUR_S
-from skyrl_tinker.wire.models.usage import (
+from skyrl_tinker.protocol.schemas.usage import (
     StorageItem,
     StorageQuery,
     StorageResponse,
     UsageQuery,
     UsageResponse,
 )
+from skyrl_tinker.store import keys, storage
+from skyrl_tinker.store.storage import Kept
+from skyrl_tinker.store.usage import HOUR_S
 
 _MOST_HOURS = 14 * 24
 

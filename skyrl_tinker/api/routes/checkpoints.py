@@ -13,11 +13,9 @@ from skyrl_tinker.api.bodies import read_json, read_model
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.runs import checkpoint
-from skyrl_tinker.store import checkpoint_list, checkpoints
-from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, OwnerId
-from skyrl_tinker.wire.models.runs import (
+from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
+from skyrl_tinker.protocol.schemas.runs import (
     CheckpointsResponse,
     CopyWeightsRequest,
     CopyWeightsResponse,
@@ -25,7 +23,9 @@ from skyrl_tinker.wire.models.runs import (
     Paging,
     SetTtlRequest,
 )
-from skyrl_tinker.wire.validate import validate_ttl
+from skyrl_tinker.protocol.validation import validate_ttl
+from skyrl_tinker.store import checkpoint_list, checkpoints
+from skyrl_tinker.store.checkpoints import CheckpointRow
 
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})", re.ASCII)
 _KNOWS_EXTERNAL = (0, 28)
@@ -126,7 +126,7 @@ async def _set_public(deps: Deps, owner: OwnerId | None, run: str, checkpoint_id
 
 async def _own(conn: AsyncConnection, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
     """UserError for a malformed id, NotFoundError."""
-    where = paths.parse_checkpoint_id(ModelId(run), checkpoint_id)
+    where = tinker_path.parse_checkpoint_id(ModelId(run), checkpoint_id)
     return await checkpoints.own(conn, owner, where.model_id, where.kind, where.name)
 
 

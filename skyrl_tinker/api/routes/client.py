@@ -4,7 +4,7 @@ from fastapi import APIRouter
 
 from skyrl_tinker.api.deps import Deps
 from skyrl_tinker.api.documents import takes
-from skyrl_tinker.wire.models import ClientConfigRequest, ClientConfigResponse, DynamicConfigResponse
+from skyrl_tinker.protocol.schemas import ClientConfigRequest, ClientConfigResponse, DynamicConfigResponse
 
 router = APIRouter(tags=["client"])
 

@@ -11,11 +11,11 @@ from skyrl_tinker.api.archive import archive_of
 from skyrl_tinker.api.deps import Deps, Services
 from skyrl_tinker.api.documents import answers
 from skyrl_tinker.api.trace import chrome_trace
+from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.manifest import read_manifest
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.wire.ids import SessionId
 
 BINARY = "application/octet-stream"
 root = APIRouter(prefix="/download", tags=["downloads"])

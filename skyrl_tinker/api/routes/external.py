@@ -9,16 +9,13 @@ from starlette.responses import RedirectResponse
 from skyrl_tinker.api.archive import require_archivable
 from skyrl_tinker.api.deps import Deps, Owner, Services
 from skyrl_tinker.api.signing import expiry
+from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
+from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.manifest import read_manifest
+from skyrl_tinker.protocol.schemas import ExternalWeightsUrlsResponse, utc
 from skyrl_tinker.store import checkpoints
 from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.wire import paths
-from skyrl_tinker.wire.ids import CheckpointKind, ModelId, OwnerId
-from skyrl_tinker.wire.models import (
-    ExternalWeightsUrlsResponse,
-    utc,
-)
 
 router = APIRouter(tags=["downloads"])
 _CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint_id:path}"
@@ -59,6 +56,6 @@ async def archive(
 
 
 async def _own(deps: Services, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
-    where = paths.parse_checkpoint_id(ModelId(run), checkpoint_id)
+    where = tinker_path.parse_checkpoint_id(ModelId(run), checkpoint_id)
     async with deps.store.read() as conn:
         return await checkpoints.own(conn, owner, where.model_id, where.kind, where.name)

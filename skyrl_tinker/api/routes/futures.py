@@ -13,14 +13,11 @@ from skyrl_tinker.api.documents import answers_with_result, takes
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.readiness import engine_state
 from skyrl_tinker.api.reasons import Reason, reason
+from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
-from skyrl_tinker.store import completions, waiting
-from skyrl_tinker.store.completions import Completion
-from skyrl_tinker.store.futures import Outcome
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.codec import PROTOBUF
-from skyrl_tinker.wire.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId
-from skyrl_tinker.wire.models import (
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf.pass_requests import PROTOBUF
+from skyrl_tinker.protocol.schemas import (
     CancelFutureRequest,
     CompletedFuture,
     RetrieveFutureRequest,
@@ -28,6 +25,9 @@ from skyrl_tinker.wire.models import (
     RetrieveFuturesResponse,
     TryAgainResponse,
 )
+from skyrl_tinker.store import completions, waiting
+from skyrl_tinker.store.completions import Completion
+from skyrl_tinker.store.futures import Outcome
 
 router = APIRouter(tags=["futures"])
 hot = APIRouter(tags=["futures"], route_class=HotRoute)
@@ -91,7 +91,11 @@ async def _result(outcome: Outcome, takes_protobuf: bool) -> Response:
 
 def _as_json(kind: RequestKind, body: bytes) -> bytes:
     """For SDKs up to 0.24 and curl, which ask for no protobuf."""
-    convert = codec.sample_response_json if kind is RequestKind.SAMPLE else codec.forward_backward_output_json
+    convert = (
+        pass_requests.sample_response_json
+        if kind is RequestKind.SAMPLE
+        else pass_requests.forward_backward_output_json
+    )
     return orjson.dumps(convert(body))
 
 

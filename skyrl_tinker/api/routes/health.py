@@ -5,7 +5,7 @@ from starlette.responses import JSONResponse
 
 from skyrl_tinker.api.deps import Deps
 from skyrl_tinker.api.readiness import engine_state
-from skyrl_tinker.wire.models import HealthResponse, ReadyResponse
+from skyrl_tinker.protocol.schemas import HealthResponse, ReadyResponse
 
 router = APIRouter(tags=["health"])
 root = APIRouter(tags=["health"])

@@ -8,7 +8,7 @@ from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.submit import announce
 from skyrl_tinker.errors import NotSupportedError
-from skyrl_tinker.wire.models import AcceptedFuture, CreateCustomLossRequest
+from skyrl_tinker.protocol.schemas import AcceptedFuture, CreateCustomLossRequest
 
 router = APIRouter(tags=["losses"])
 

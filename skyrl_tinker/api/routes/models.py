@@ -11,12 +11,10 @@ from skyrl_tinker.api.bodies import read_json, read_model
 from skyrl_tinker.api.deps import Deps, Owner, Services
 from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.submit import announce, from_json, submit_training
+from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.store import models, waiting
-from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.store.models import ModelRow
-from skyrl_tinker.wire.ids import ModelId, OwnerId, RequestKind
-from skyrl_tinker.wire.models import (
+from skyrl_tinker.protocol.schemas import (
     AcceptedFuture,
     CreateModelRequest,
     CreateViaLoadRequest,
@@ -29,8 +27,10 @@ from skyrl_tinker.wire.models import (
     WeightsInfoResponse,
     parse,
 )
-from skyrl_tinker.wire.validate import validate_load_weights
-from skyrl_tinker.wire.values import BaseModelFacts
+from skyrl_tinker.protocol.validation import validate_load_weights
+from skyrl_tinker.store import models, waiting
+from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store.models import ModelRow
 
 router = APIRouter(tags=["models"])
 

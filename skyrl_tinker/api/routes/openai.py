@@ -9,7 +9,7 @@ from skyrl_tinker.api.documents import OPENAI_ERRORS, answers, takes
 from skyrl_tinker.api.engine_proxy import ClientGoneError, EngineAwayError
 from skyrl_tinker.api.readiness import engine_state
 from skyrl_tinker.errors import SamplerError, UserError
-from skyrl_tinker.wire.models.openai import (
+from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     ListedModel,

@@ -9,11 +9,16 @@ from starlette.responses import Response
 from skyrl_tinker.api.answers import from_rows
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.runs import training_run
+from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.protocol.schemas import TrainingRun
+from skyrl_tinker.protocol.schemas.runs import (
+    Cursor,
+    TrainingRunQuery,
+    TrainingRunsQuery,
+    TrainingRunsResponse,
+)
 from skyrl_tinker.store import runs
-from skyrl_tinker.wire.ids import ModelId
-from skyrl_tinker.wire.models import TrainingRun
-from skyrl_tinker.wire.models.runs import Cursor, TrainingRunQuery, TrainingRunsQuery, TrainingRunsResponse
 
 router = APIRouter(tags=["runs"], prefix="/training_runs")
 

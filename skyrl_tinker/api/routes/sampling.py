@@ -11,13 +11,10 @@ from skyrl_tinker.api.deps import Deps, Owner, owner_of
 from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.submit import announce
+from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
-from skyrl_tinker.store import futures, owners, sampling
-from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.ids import OwnerId, SamplingSessionId, SessionId, VersionId
-from skyrl_tinker.wire.models import (
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.schemas import (
     AcceptedFuture,
     AsampleRequest,
     CreateSamplingSessionRequest,
@@ -27,8 +24,11 @@ from skyrl_tinker.wire.models import (
     JoinSamplingSessionResponse,
     parse,
 )
-from skyrl_tinker.wire.sample_codec import sample_body
-from skyrl_tinker.wire.validate import Limits, validate_base_model, validate_sample
+from skyrl_tinker.protocol.stored_samples import sample_body
+from skyrl_tinker.protocol.validation import Limits, validate_base_model, validate_sample
+from skyrl_tinker.store import futures, owners, sampling
+from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.store.futures import Accepted
 
 router = APIRouter(tags=["sampling"])
 hot = APIRouter(tags=["sampling"], route_class=HotRoute)
@@ -140,7 +140,7 @@ class _Sample:
             self.seq_id,
             owner=owner,
             body=self.body,
-            digest=codec.digest(self.body),
+            digest=pass_requests.digest(self.body),
             num_samples=self.num_samples,
         )
 

@@ -13,11 +13,9 @@ from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.runs import as_strings
 from skyrl_tinker.api.tokens import user_urn
-from skyrl_tinker.store import keys, session_list, session_search
-from skyrl_tinker.store.session_search import Cursor, Found, Search, Status
-from skyrl_tinker.wire.ids import SessionId
-from skyrl_tinker.wire.models import utc
-from skyrl_tinker.wire.models.session_list import (
+from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.protocol.schemas import utc
+from skyrl_tinker.protocol.schemas.session_list import (
     ActiveStatus,
     FinishedReason,
     FinishedStatus,
@@ -32,6 +30,8 @@ from skyrl_tinker.wire.models.session_list import (
     SessionSummary,
     SetProjectRequest,
 )
+from skyrl_tinker.store import keys, session_list, session_search
+from skyrl_tinker.store.session_search import Cursor, Found, Search, Status
 
 router = APIRouter(tags=["sessions"], prefix="/sessions")
 

@@ -6,15 +6,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.api.bodies import read_model
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.documents import takes
-from skyrl_tinker.store import owners, sessions, state
-from skyrl_tinker.wire.ids import SessionId
-from skyrl_tinker.wire.models import (
+from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.protocol.schemas import (
     CreateSessionRequest,
     CreateSessionResponse,
     FinishSessionRequest,
     HeartbeatRequest,
     HeartbeatResponse,
 )
+from skyrl_tinker.store import owners, sessions, state
 
 router = APIRouter(tags=["sessions"])
 

@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 
 from skyrl_tinker.api.documents import takes_telemetry
-from skyrl_tinker.wire.models import TelemetryResponse
+from skyrl_tinker.protocol.schemas import TelemetryResponse
 
 router = APIRouter(tags=["client"])
 

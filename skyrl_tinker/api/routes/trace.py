@@ -4,9 +4,9 @@ from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.api.signing import expiry
+from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.protocol.schemas import TraceExportResponse
 from skyrl_tinker.store.owners import require_session
-from skyrl_tinker.wire.ids import SessionId
-from skyrl_tinker.wire.models import TraceExportResponse
 
 router = APIRouter(tags=["downloads"])
 

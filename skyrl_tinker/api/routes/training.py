@@ -10,13 +10,13 @@ from skyrl_tinker.api.deps import Deps, owner_of
 from skyrl_tinker.api.documents import takes, takes_pass
 from skyrl_tinker.api.hot import HotRoute
 from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
+from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import TooLargeError, UserError
-from skyrl_tinker.wire import codec
-from skyrl_tinker.wire.bodies import OptimStepBody
-from skyrl_tinker.wire.codec import RawForwardBackward
-from skyrl_tinker.wire.ids import RequestKind
-from skyrl_tinker.wire.models import AcceptedFuture, OptimStepRequest, parse
-from skyrl_tinker.wire.validate import Limits, validate_forward_backward, validate_optim_step
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward
+from skyrl_tinker.protocol.schemas import AcceptedFuture, OptimStepRequest, parse
+from skyrl_tinker.protocol.stored_requests import OptimStepBody
+from skyrl_tinker.protocol.validation import Limits, validate_forward_backward, validate_optim_step
 
 router = APIRouter(tags=["training"], route_class=HotRoute)
 
@@ -71,18 +71,18 @@ def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: str | None)
     if refused is not None:
         raw = _refused_pass(body, refused)
     elif protobuf:
-        raw = codec.decode_forward_backward(body)
+        raw = pass_requests.decode_forward_backward(body)
     else:
-        raw = codec.decode_forward_backward_json(json_object(body))
-    canonical = codec.canonical(raw)
+        raw = pass_requests.decode_forward_backward_json(json_object(body))
+    canonical = pass_requests.canonical(raw)
     stored, failure = body_or_failure(lambda: _checked(raw, canonical, limits))
     kind = RequestKind.FORWARD if raw.forward_only else RequestKind.FORWARD_BACKWARD
-    return Submission(kind, raw.model_id, raw.seq_id, codec.digest(canonical), stored, failure)
+    return Submission(kind, raw.model_id, raw.seq_id, pass_requests.digest(canonical), stored, failure)
 
 
 def _refused_pass(body: bytes, why: str) -> RawForwardBackward:
     """TooLargeError when not even its seq_id can be read."""
-    if (begun := codec.decode_head(body, TooLargeError(why))) is None:
+    if (begun := pass_requests.decode_head(body, TooLargeError(why))) is None:
         raise TooLargeError(why)
     return begun
 

@@ -9,15 +9,19 @@ from skyrl_tinker.api.bodies import read_json
 from skyrl_tinker.api.deps import Deps, Owner, Services
 from skyrl_tinker.api.documents import takes
 from skyrl_tinker.api.submit import Body, from_json, submit_training
-from skyrl_tinker.wire.ids import OwnerId, RequestKind
-from skyrl_tinker.wire.models import (
+from skyrl_tinker.domain.ids import OwnerId, RequestKind
+from skyrl_tinker.protocol.schemas import (
     AcceptedFuture,
     SaveExternalRequest,
     SaveSamplerRequest,
     SaveWeightsRequest,
     parse,
 )
-from skyrl_tinker.wire.validate import validate_save_external, validate_save_sampler, validate_save_weights
+from skyrl_tinker.protocol.validation import (
+    validate_save_external,
+    validate_save_sampler,
+    validate_save_weights,
+)
 
 router = APIRouter(tags=["weights"])
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from skyrl_tinker.wire.values import CustomLoss
+from skyrl_tinker.domain.values import CustomLoss
 
 Inputs = Mapping[str, torch.Tensor]
 Config = Mapping[str, float]

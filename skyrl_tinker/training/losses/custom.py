@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.losses.base import Inputs, LossContext, LossTerms
 from skyrl_tinker.training.losses.custom_bounds import Budget
 from skyrl_tinker.training.losses.custom_graph import Program, read
-from skyrl_tinker.wire.values import CustomLoss
 
 
 def custom(logprobs: torch.Tensor, context: LossContext) -> LossTerms:

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
+from skyrl_tinker.domain.custom_loss_ops import ALIASES, MAX_INT, NEUTRAL, public_name, returned
+from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.losses.custom_bounds import Budget
 from skyrl_tinker.training.losses.custom_ops import CALL_FUNCTION, CALL_METHOD, Number, Operation, Value
-from skyrl_tinker.wire.custom_arguments import MAX_INT
-from skyrl_tinker.wire.custom_loss import returned
-from skyrl_tinker.wire.custom_ops import ALIASES, NEUTRAL, public_name
-from skyrl_tinker.wire.values import CustomLoss
 
 Values = Mapping[str, Value]  # of the nodes so far, by name
 Argument = Callable[[Values], Value]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional
 
+from skyrl_tinker.domain.custom_loss_ops import FUNCTIONS, METHODS
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.wire.custom_ops import FUNCTIONS, METHODS
 
 Value = Any
 """A tensor, a number, None, a size, dtype, device or part of an index, or a tuple or list of such."""

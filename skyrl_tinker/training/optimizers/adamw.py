@@ -3,8 +3,8 @@
 import torch
 from torch.optim.adamw import adamw
 
+from skyrl_tinker.domain.values import AdamParams
 from skyrl_tinker.training.state import Part, TrainableModel
-from skyrl_tinker.wire.values import AdamParams
 
 
 def apply(model: TrainableModel, gradients: list[torch.Tensor], params: AdamParams) -> None:

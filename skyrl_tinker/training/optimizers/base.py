@@ -2,8 +2,8 @@
 
 import torch
 
+from skyrl_tinker.domain.values import AdamParams, DimuonParams
 from skyrl_tinker.training.state import TrainableModel
-from skyrl_tinker.wire.values import AdamParams, DimuonParams
 
 
 def clip(gradients: list[torch.Tensor], norm: float, limit: float) -> None:

@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 import torch
 
+from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS, LossContext
-from skyrl_tinker.wire.losses import LOSSES
 from tests.training.losses import naive
 
 SHAPES = ((5,), (1,), (17,), (9,), (8,))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_tinker.domain.custom_loss_ops import FUNCTIONS, METHODS
+from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.losses.custom import custom
 from skyrl_tinker.training.losses.custom_bounds import (
@@ -23,8 +25,6 @@ from skyrl_tinker.training.losses.custom_bounds import (
 from skyrl_tinker.training.losses.custom_graph import read
 from skyrl_tinker.training.losses.custom_ops import CALL_FUNCTION, CALL_METHOD
 from skyrl_tinker.training.spec import TrainerSpec
-from skyrl_tinker.wire.custom_ops import FUNCTIONS, METHODS
-from skyrl_tinker.wire.values import CustomLoss
 from tests.training.losses.uploads import by_hand, compute, context, draw, node, ref
 
 L = ref("logprobs")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
-from skyrl_tinker.wire.losses import LOSSES
 from tests.training.losses import naive
 from tests.training.losses.cases import CASES, CONFIGS, NAMES, datums_of, make, run
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from skyrl_tinker.wire.losses import LOSSES
+from skyrl_tinker.domain.loss_specs import LOSSES
 
 PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 

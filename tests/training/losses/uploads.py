@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
+from skyrl_tinker.domain.values import CustomLoss
+from skyrl_tinker.protocol.custom_loss import check_custom_loss
+from skyrl_tinker.protocol.schemas import CreateCustomLossRequest, parse
 from skyrl_tinker.training.losses.base import LossContext, LossTerms
 from skyrl_tinker.training.losses.custom import custom
-from skyrl_tinker.wire.custom_loss import check_custom_loss
-from skyrl_tinker.wire.models import CreateCustomLossRequest, parse
-from skyrl_tinker.wire.values import CustomLoss
 
 Function = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 Inputs = Mapping[str, torch.Tensor]

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import AdamParams, LoraSpec
+from skyrl_tinker.protocol.validation import validate_step_params
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.validate import validate_step_params
-from skyrl_tinker.wire.values import AdamParams, LoraSpec
 from tests.training import reference
 from tests.training.passes import assert_close, make_data, make_item, run_one, step, weights_of
 

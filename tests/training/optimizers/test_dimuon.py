@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import DimuonParams, LoraSpec, StepItem
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from skyrl_tinker.training.optimizers.dimuon import matrix_sign
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey, RequestId
-from skyrl_tinker.wire.values import DimuonParams, LoraSpec, StepItem
 from tests.training import reference
 from tests.training.conftest import MakeWorker
 from tests.training.passes import assert_close, make_data, make_item, run_one, step, weights_of

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import AdamParams, DimuonParams, LoraSpec
 from skyrl_tinker.training.worker import Worker
-from skyrl_tinker.wire.ids import ModelKey
-from skyrl_tinker.wire.values import AdamParams, DimuonParams, LoraSpec
 from tests.training.passes import (
     assert_close,
     assert_equal,

@@ -1,0 +1,83 @@
+"""manifest.json of a checkpoint: what it holds and the checksum of each file. Free of torch."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
+from skyrl_tinker.errors import UserError
+
+FILE_NAME = "manifest.json"
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    sha256: str
+    size: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`optimizer`: the family whose state is in it, None if none is. Before the first step (`step` 0) that
+    state is all zeros and has no file.
+    """
+
+    base_model: str  # directory of the base model
+    spec: LoraSpec
+    step: int  # optimizer steps taken
+    optimizer: OptimizerFamily | None
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A checkpoint without its tensors: the manifest, files still unknown, and JSON files by name."""
+
+    manifest: Manifest
+    texts: Mapping[str, str]
+
+    def with_files(self, files: Mapping[str, FileEntry]) -> Manifest:
+        return replace(self.manifest, files=dict(sorted(files.items())))
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1, sort_keys=True)
+    (directory / FILE_NAME).write_text(text + "\n")
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """Raises UserError when there is none, it is damaged or of another format."""
+    path = Path(directory) / FILE_NAME
+    try:
+        raw = json.loads(path.read_text())
+        found = raw.get("format")
+        if found != FORMAT:
+            raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {found}: save it anew")
+        return Manifest(
+            base_model=raw["base_model"],
+            spec=LoraSpec(**raw["spec"]),
+            step=raw["step"],
+            optimizer=raw["optimizer"],
+            files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"no checkpoint at {directory}: expected {FILE_NAME}, found none") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged: {error!r}") from error
+
+
+def entry_of(path: Path) -> FileEntry:
+    with path.open("rb") as file:
+        return FileEntry(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+
+
+def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises UserError naming the first of these files whose checksum is not the manifest's."""
+    for name in names:
+        path, expected = directory / name, manifest.files[name]
+        found = entry_of(path) if path.is_file() else None
+        if found != expected:
+            raise UserError(f"checkpoint {directory} is damaged: {name}: expected {expected}, found {found}")

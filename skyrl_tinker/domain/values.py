@@ -1,0 +1,312 @@
+"""Plain values that cross module and process boundaries. No I/O, no framework types, arrays are numpy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from skyrl_tinker.domain.ids import ModelId, ModelKey, RequestId, VersionId
+from skyrl_tinker.errors import Category
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+
+Number = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenanceSpan:
+    """`length` targets of a datum are tokens [offset, offset + length) of a sequence: of those that were
+    sampled, or of its prompt."""
+
+    sequence_id: str
+    offset: int
+    length: int
+    sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One training example of N tokens: position i predicts token i+1, so targets are already shifted.
+
+    K candidates may be scored at every position: target_tokens and what goes with them are then [N, K].
+    """
+
+    tokens: Int32  # [N]
+    target_tokens: Int64  # [N] or [N, K]
+    inputs: Mapping[str, Number]
+    """By wire.losses: float32, of the shape of target_tokens. For the loss `custom` as sent: float32 or
+    int64, of any shape with up to 2 dimensions."""
+    spans: tuple[ProvenanceSpan, ...] = ()
+    """Where the target tokens come from: they tile target_tokens, or there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """A client's own loss as data: checked, never executed as code. See training.losses.custom.
+
+    `inputs`: (name, rank) of what it takes, `logprobs` first; rank 0 is a scalar, 1 [N], 2 [N, K].
+    `nodes`: in execution order, as the client sent them (JSON values).
+    """
+
+    name: str
+    inputs: tuple[tuple[str, int], ...]
+    nodes: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """A validated forward or forward_backward request."""
+
+    model_id: ModelId
+    seq_id: int
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_config: Mapping[str, float]  # as sent, defaults not filled in
+    forward_only: bool
+    loss_id: str | None = None  # of the loss `custom`
+
+
+OptimizerFamily = Literal["adamw", "dimuon"]
+"""Chosen when a model is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """One AdamW step (decoupled weight decay). `grad_clip_norm` 0 = off, else the model's global L2 norm."""
+
+    family: ClassVar[OptimizerFamily] = "adamw"
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DimuonParams:
+    """One Dimuon step. `beta1`: of the momentum. `grad_clip_norm` as in AdamParams, off below 0 too."""
+
+    family: ClassVar[OptimizerFamily] = "dimuon"
+    learning_rate: float
+    beta1: float = 0.9
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """rank 0 means full-parameter training; the other fields are then unused."""
+
+    rank: int
+    seed: int
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PassItem:
+    """One forward or forward_backward as the workers see it. `custom`: the loss of that name, checked."""
+
+    request_id: RequestId
+    model: ModelKey
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_config: Mapping[str, float]
+    backward: bool
+    seq_id: int = 0
+    custom: CustomLoss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    request_id: RequestId
+    logprobs: tuple[Float32, ...]  # per datum, of the shape of its target_tokens
+    metrics: Mapping[str, float]  # `name:reduction`, always with loss:sum
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    request_id: RequestId
+    model: ModelKey
+    params: AdamParams | DimuonParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`error` set: the step was refused (non-finite gradients, or parameters of another optimizer than the
+    model's), weights unchanged, gradients cleared."""
+
+    request_id: RequestId
+    metrics: Mapping[str, float]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`node` as Ray names it, `index` as CUDA_VISIBLE_DEVICES does."""
+
+    node: str
+    index: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """A LoRA adapter on the host, PEFT key names (`base_model.model.<module>.lora_A.weight`), float32."""
+
+    spec: LoraSpec
+    tensors: Mapping[str, Float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    message: str
+    category: Category
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """`stop`: None = EOS, () = never stop, ints = token ids (and EOS), strings = stop strings."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | tuple[int, ...] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTokens:
+    """Tokens to score: a matrix [len(prompt) - 1, K] whose row i belongs to prompt position i + 1.
+
+    Dense: `tokens` is all of it, row by row. CSR (`crow` and `col` set): `tokens` are the listed cells.
+    A token of -1 stands for nothing.
+    """
+
+    shape: tuple[int, int]
+    tokens: tuple[int, ...]
+    crow: tuple[int, ...] | None = None  # [rows + 1]
+    col: tuple[int, ...] | None = None  # [len(tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """`prompt_logprobs_last_n`: only the last n prompt tokens are scored, by prompt_logprobs and by
+    topk_prompt_logprobs; None: all after the first. `record_stability_info`: what is sampled can be named by
+    provenance spans afterwards."""
+
+    prompt: tuple[int, ...]
+    num_samples: int
+    params: SamplingParams
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TargetTokens | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool = False
+
+
+TopkRow = tuple[tuple[int, float], ...]
+"""(token, logprob) of one position, the most likely first; () where nothing was scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Which weights produced the tokens [start, end) of a sequence: an adapter's name, or that of the full
+    weights ("base" for the base model)."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: Literal["stop", "length"]
+    topk: tuple[TopkRow, ...] = ()  # [len(tokens)] when asked for
+    versions: tuple[VersionSpan, ...] = ()  # in order, without gaps
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLogprobs:
+    """In the layout in which they were asked for."""
+
+    targets: TargetTokens
+    logprobs: tuple[float, ...]  # [len(targets.tokens)], 0.0 for a token of -1
+
+
+@dataclass(frozen=True, slots=True)
+class AltTokens:
+    """k draws per prompt position after the first: both [len(prompt) - 1][k]."""
+
+    k: int
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]  # raw: before temperature, top_k and top_p
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: tuple[float, ...] | None = None  # [len(prompt)], NaN first
+    cached_tokens: int = 0
+    topk_prompt_logprobs: tuple[TopkRow, ...] | None = None  # [len(prompt)], () first
+    target_prompt_logprobs: TargetLogprobs | None = None
+    prompt_alt_tokens: AltTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request. Training: those of its data. Sampling: the prompt, how much of it the sampler
+    had cached, and what it generated."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.input_tokens + other.input_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """One immutable set of sampler weights: an adapter (PEFT directory) or full parameters (safetensors)."""
+
+    id: VersionId
+    kind: Literal["lora", "full"]
+    directory: str
+
+    @property
+    def name(self) -> str:
+        """The name under which the samplers know it; new for every version, so caches never go stale."""
+        return f"v{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelFacts:
+    """What the API and the engine need to know of the base model; written to the store by `serve`."""
+
+    directory: str  # absolute
+    names: tuple[str, ...]  # names under which clients may ask for it; names[0] is the canonical one
+    architecture: str
+    vocab_size: int  # rows of the embedding: token ids are in [0, vocab_size)
+    context_length: int  # most prompt + generated tokens of one sequence
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    tied: bool
+    eos_token_ids: tuple[int, ...]
+    extra: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,168 @@
+"""Losses that clients upload, checked before they are stored: only calls of what wire.custom_ops lists.
+
+Here is checked what can be told from the graph alone. What depends on data (shapes, sizes, time) is bounded
+while it runs: training.losses.custom_graph.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import orjson
+
+from skyrl_tinker.domain.custom_loss_ops import FUNCTIONS, METHODS, public_name, returned
+from skyrl_tinker.domain.values import CustomLoss, Datum
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.custom_loss_arguments import check_arguments
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest, CustomLossInput, CustomLossNode
+
+MAX_NODES = 1000
+MAX_INPUTS = 16
+MAX_METRICS = 64
+MAX_NAME = 128
+MAX_BYTES = 256 << 10
+"""Of the nodes as compact JSON."""
+
+_INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+_NODE = re.compile(rf"[A-Za-z_][A-Za-z0-9_]{{0,{MAX_NAME - 1}}}")
+_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+_REFUSED = {
+    "get_attr": "holds a tensor or module from outside the loss, expected only inputs of the loss",
+    "call_module": "calls a torch.nn module, expected functions such as torch.nn.functional",
+}
+
+
+def check_custom_loss(request: CreateCustomLossRequest) -> CustomLoss:
+    """Raises UserError that names the node, what was found, and what is allowed."""
+    if not 0 < len(request.name) <= MAX_NAME:
+        raise UserError(f"name has {len(request.name)} characters, expected 1 to {MAX_NAME}")
+    _check_inputs(request.inputs)
+    nodes = request.graph.nodes
+    if not 0 < len(nodes) <= MAX_NODES:
+        raise UserError(f"graph.nodes has {len(nodes)} nodes, expected 1 to {MAX_NODES}")
+    loss = CustomLoss(
+        name=request.name,
+        inputs=tuple((each.name, each.rank) for each in request.inputs),
+        nodes=tuple(node.model_dump(by_alias=True) for node in nodes),
+    )
+    size = len(orjson.dumps(loss.nodes))
+    if size > MAX_BYTES:
+        raise UserError(f"graph.nodes takes {size} bytes of JSON, expected at most {MAX_BYTES}")
+    _check_nodes(nodes, [each.name for each in request.inputs])
+    return loss
+
+
+def check_custom_inputs(loss: CustomLoss, data: Sequence[Datum]) -> None:
+    """Raises UserError naming the first datum that lacks an input of the loss, or has it in another rank."""
+    (_, rank), *others = loss.inputs
+    for index, datum in enumerate(data):
+        _check_rank(f"datum {index}: loss_fn_inputs['target_tokens']", datum.target_tokens.ndim, rank, loss)
+        for name, expected in others:
+            if name not in datum.inputs:
+                raise UserError(
+                    f"datum {index}: loss_fn_inputs lacks {name!r}, which loss {loss.name!r} takes"
+                )
+            field = f"datum {index}: loss_fn_inputs[{name!r}]"
+            _check_rank(field, datum.inputs[name].ndim, expected, loss)
+
+
+def to_bytes(loss: CustomLoss) -> bytes:
+    """The stored form."""
+    return orjson.dumps(asdict(loss), option=orjson.OPT_SORT_KEYS)
+
+
+def from_bytes(stored: bytes) -> CustomLoss:
+    loss = orjson.loads(stored)
+    return CustomLoss(
+        loss["name"], tuple((name, rank) for name, rank in loss["inputs"]), tuple(loss["nodes"])
+    )
+
+
+def _check_rank(field: str, found: int, expected: int, loss: CustomLoss) -> None:
+    if found != expected:
+        raise UserError(f"{field} has rank {found}, expected {expected}, as loss {loss.name!r} declares")
+
+
+def _check_inputs(inputs: Sequence[CustomLossInput]) -> None:
+    names = [each.name for each in inputs]
+    if not 0 < len(names) <= MAX_INPUTS:
+        raise UserError(f"inputs has {len(names)} entries, expected 1 to {MAX_INPUTS}")
+    if names[0] != "logprobs" or inputs[0].rank == 0:
+        raise UserError(
+            f"inputs[0] is {names[0]!r} of rank {inputs[0].rank}, expected 'logprobs' of rank 1 or 2"
+        )
+    for index, name in enumerate(names):
+        if not _INPUT.fullmatch(name):
+            raise UserError(
+                f"inputs[{index}].name is {name[:MAX_NAME]!r}, expected a match of {_INPUT.pattern}"
+            )
+        if name in names[:index]:
+            raise UserError(f"inputs[{index}].name is {name!r}, expected each name once")
+
+
+def _check_nodes(nodes: Sequence[CustomLossNode], inputs: Sequence[str]) -> None:
+    known: set[str] = set()
+    left = iter(inputs)
+    for index, node in enumerate(nodes):
+        if not _NODE.fullmatch(node.name) or node.name in known:
+            raise UserError(
+                f"graph.nodes[{index}].name is {node.name[:MAX_NAME]!r}, "
+                f"expected a name that no other node has and that matches {_NODE.pattern}"
+            )
+        if (node.op == "output") != (index == len(nodes) - 1):
+            raise UserError(f"node {node.name!r}: op is {node.op!r}, expected one output node, the last")
+        _check_node(node, known, left)
+        known.add(node.name)
+    for missing in left:
+        raise UserError(f"graph.nodes has no placeholder for the input {missing!r}")
+
+
+def _check_node(node: CustomLossNode, known: set[str], inputs: Iterator[str]) -> None:
+    where = f"node {node.name!r}"
+    match node.op:
+        case "placeholder":
+            _check_placeholder(node, next(inputs, None))
+        case "output":
+            _check_output(node, known)
+        case "call_function" | "call_method":
+            _check_call(node, known)
+        case refused:
+            raise UserError(f"{where}: op {refused!r} {_REFUSED[refused]}")
+
+
+def _check_placeholder(node: CustomLossNode, expected: str | None) -> None:
+    if node.target != expected or node.args or node.keywords:
+        wanted = "no more inputs" if expected is None else f"the input {expected!r}, without a default"
+        raise UserError(f"node {node.name!r}: placeholder {node.target[:MAX_NAME]!r}, expected {wanted}")
+
+
+def _check_call(node: CustomLossNode, known: set[str]) -> None:
+    function = node.op == "call_function"
+    table, kind = (FUNCTIONS, "functions") if function else (METHODS, "tensor methods")
+    target = public_name(node.target) if function else node.target
+    if target not in table:
+        raise UserError(
+            f"node {node.name!r}: {node.op} {node.target[:MAX_NAME]!r} is not among the {kind} that a custom "
+            f"loss may call on the server: {', '.join(sorted(table))}"
+        )
+    check_arguments(node, target, table[target], known)
+
+
+def _check_output(node: CustomLossNode, known: set[str]) -> None:
+    where = f"node {node.name!r}"
+    found = returned(node.args)
+    if found is None or node.keywords:
+        raise UserError(f"{where}: expected the output (loss, dictionary of metrics)")
+    loss, metrics = found
+    if len(metrics) > MAX_METRICS:
+        raise UserError(f"{where}: found {len(metrics)} metrics, expected at most {MAX_METRICS}")
+    for key in metrics:
+        if not _METRIC.fullmatch(key):
+            raise UserError(f"{where}: metric {key[:MAX_NAME]!r}, expected a match of {_METRIC.pattern}")
+    for what, value in (("the loss", loss), *metrics.items()):
+        if not _is_ref(value, known):
+            raise UserError(f"{where}: {what} is not the value of an earlier node")
+
+
+def _is_ref(value: object, known: set[str]) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("ref"), str) and value["ref"] in known

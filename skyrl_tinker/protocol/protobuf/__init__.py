@@ -1,0 +1,1 @@
+"""Protobuf and JSON forms of forward_backward bodies, and protobuf forms of results."""

@@ -1,0 +1,67 @@
+"""Results of passes: protobuf as stored; JSON is made from it for SDKs that ask for JSON."""
+
+import math
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+
+from skyrl_tinker.domain.values import Float32, PassOutput
+from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
+
+PROTOBUF = "application/x-protobuf"
+
+_OUTPUT_TYPE = "ArrayRecord"
+_FLOAT32 = np.finfo(np.float32)
+
+
+def encode_forward_backward_output(output: PassOutput) -> bytes:
+    """The logprobs of all datums in order: an ArrayRecord for each run of [N], or of [N, K] of one K.
+
+    Raises ValueError for a metric name that would crash the client.
+    """
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE)
+    for name, value in output.metrics.items():
+        if name.count(":") != 1:
+            raise ValueError(f"metric {name!r} must be <name>:<reduction>")
+        message.metrics[name] = value
+    for trailing, run in groupby(output.logprobs, key=lambda array: array.shape[1:]):
+        arrays = tuple(run)
+        record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(arrays))
+        record.fields["logprobs"].CopyFrom(_batched(arrays, trailing))
+    return message.SerializeToString(deterministic=True)
+
+
+def _batched(arrays: tuple[Float32, ...], trailing: tuple[int, ...]) -> pb.BatchedTensor:
+    offsets = np.cumsum([0, *(4 * array.size for array in arrays)], dtype="<i8")
+    return pb.BatchedTensor(
+        data=b"".join(array.astype("<f4", copy=False).tobytes() for array in arrays),
+        offsets=offsets.tobytes(),
+        dtype=pb.DTYPE_FLOAT32,
+        trailing_shape=trailing,
+    )
+
+
+def forward_backward_output_json(body: bytes) -> dict[str, Any]:
+    """JSON has no NaN: only finite metrics stay, and infinite logprobs become the float32 limit."""
+    message = pb.ForwardBackwardOutput.FromString(body)
+    return {
+        "loss_fn_output_type": message.loss_fn_output_type,
+        "loss_fn_outputs": [
+            {"logprobs": tensor}
+            for record in message.loss_fn_outputs
+            for tensor in _unbatched(record.fields["logprobs"])
+        ],
+        "metrics": {name: value for name, value in sorted(message.metrics.items()) if np.isfinite(value)},
+    }
+
+
+def _unbatched(tensor: pb.BatchedTensor) -> list[dict[str, Any]]:
+    values = np.frombuffer(tensor.data, "<f4").clip(_FLOAT32.min, _FLOAT32.max).tolist()
+    offsets = (np.frombuffer(tensor.offsets, "<i8") // 4).tolist()
+    trailing = list(tensor.trailing_shape)
+    row = math.prod(trailing)
+    return [
+        {"data": values[start:end], "dtype": "float32", "shape": [(end - start) // row, *trailing]}
+        for start, end in pairwise(offsets)
+    ]

@@ -1,0 +1,46 @@
+"""Losses that clients upload: a function as torch.fx recorded it, node by node."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field, Strict
+
+from skyrl_tinker.protocol.schemas.base import Message, SessionSeqId
+
+
+class CustomLossInput(Message):
+    """`logprobs`, or a key of loss_fn_inputs; rank 0 is a scalar, 1 [N], 2 [N, K]."""
+
+    name: str
+    rank: Annotated[int, Strict(), Field(ge=0, le=2)]
+
+
+class CustomLossNode(Message):
+    """Arguments: JSON values stand for themselves, all else is an object of one key (wire.custom_loss)."""
+
+    op: Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
+    name: str
+    target: str
+    args: list[Any] = Field(default_factory=list)
+    keywords: dict[str, Any] = Field(
+        default_factory=dict, validation_alias=AliasChoices("kwargs"), serialization_alias="kwargs"
+    )
+
+
+class CustomLossGraph(Message):
+    """`nodes` in execution order."""
+
+    format: Literal[1] = 1
+    nodes: list[CustomLossNode]
+
+
+class CreateCustomLossRequest(Message):
+    session_id: str
+    custom_loss_seq_id: SessionSeqId
+    name: str
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
+
+
+class CreateCustomLossResult(Message):
+    loss_id: str
+    type: Literal["create_custom_loss"] = "create_custom_loss"

@@ -1,0 +1,108 @@
+"""Sampling sessions and asample."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, Strict, model_validator
+
+from skyrl_tinker.protocol.schemas.base import Message, SampleSeqId, SessionSeqId
+
+StrictInt = Annotated[int, Strict()]
+Integers = Annotated[list[StrictInt], Field(fail_fast=True)]
+"""Long lists: the first wrong item is named, not all."""
+NoneAsFalse = BeforeValidator(lambda value: False if value is None else value)
+NoneAsZero = BeforeValidator(lambda value: 0 if value is None else value)
+
+
+class CreateSamplingSessionRequest(Message):
+    session_id: str
+    sampling_session_seq_id: SessionSeqId
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class CreateSamplingSessionResponse(Message):
+    sampling_session_id: str
+
+
+class GetSamplerResponse(Message):
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class Chunk(Message):
+    """Text has `tokens`. For every other kind only its name is kept, so that it can be refused by name."""
+
+    type: str = "encoded_text"
+    tokens: Integers | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_kind(cls, chunk: Any) -> Any:
+        """SDKs up to 0.16 send no `type`: the keys tell."""
+        if not isinstance(chunk, dict) or chunk.get("type") is not None:
+            return chunk
+        return {**chunk, "type": chunk_type(chunk)}
+
+
+def chunk_type(chunk: Mapping[str, Any]) -> str:
+    """The kind of a JSON chunk, also of one without a `type`."""
+    if chunk.get("type") is not None:
+        return str(chunk["type"])
+    for key, kind in (("location", "image_asset_pointer"), ("data", "image"), ("dmel", "dmel")):
+        if key in chunk:
+            return kind
+    return "encoded_text"
+
+
+class ModelInput(Message):
+    chunks: list[Chunk]
+
+
+class WireSamplingParams(Message):
+    """`stop` absent means EOS, [] means never."""
+
+    max_tokens: StrictInt | None = None
+    seed: StrictInt | None = None
+    stop: str | list[Annotated[str, Strict()]] | list[StrictInt] | None = None
+    temperature: float = 1.0
+    top_k: StrictInt = -1
+    top_p: float = 1.0
+
+
+class TensorJson(Message):
+    """A TensorData of integers. With `sparse_crow_indices` it is CSR: `data` are the listed cells."""
+
+    data: Integers
+    dtype: str
+    shape: list[StrictInt] | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
+
+
+class AsampleRequest(Message):
+    sampling_session_id: str | None = None
+    seq_id: SampleSeqId | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    num_samples: StrictInt = 1
+    prompt: ModelInput
+    sampling_params: WireSamplingParams = WireSamplingParams()
+    prompt_logprobs: Annotated[bool, NoneAsFalse] = False
+    topk_prompt_logprobs: Annotated[StrictInt, NoneAsZero] = 0
+    topk_sample_logprobs: Annotated[StrictInt, NoneAsZero] = 0
+    target_prompt_logprobs: TensorJson | None = None
+    prompt_alt_tokens_k: Annotated[StrictInt, NoneAsZero] = 0
+    prompt_logprobs_last_n: StrictInt | None = None
+    record_stability_info: Annotated[bool, NoneAsFalse] = False
+
+
+class JoinSamplingSessionRequest(Message):
+    sampling_session_id: str
+
+
+class JoinSamplingSessionResponse(Message):
+    """Nobody else of this sampling session has this number; the original client is 0."""
+
+    client_counter: int

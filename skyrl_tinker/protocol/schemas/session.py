@@ -1,0 +1,105 @@
+"""Client configuration, sessions, telemetry, capabilities."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from skyrl_tinker.protocol.schemas.base import Message, NullableDict
+
+NullableTags = Annotated[list[str], BeforeValidator(lambda value: [] if value is None else value)]
+
+
+class ClientConfigRequest(Message):
+    """Body of client/config and of client/dynamic_config."""
+
+    sdk_version: str = ""
+
+
+class ClientConfigResponse(Message):
+    """Flags for the SDK; what is not named here keeps the SDK's own default.
+
+    `create_model_via_load_weights`: SDKs 0.24 to 0.36 then resume with one request, as newer ones do. Their
+    other way (weights_info, create_model, load) loses the optimizer's kind and cannot name full parameters.
+    """
+
+    pjwt_auth_enabled: bool = True
+    parallel_fwdbwd_chunks: bool = True
+    proto_compress_fwdbwd: bool = False
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    create_model_via_load_weights: bool = True
+    custom_loss_server_side: bool
+    sample_use_retrieve_futures: bool = False
+    sample_join_sampling_session: bool = True
+
+
+class DynamicConfigResponse(Message):
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = True
+
+
+class CreateSessionRequest(Message):
+    tags: NullableTags = Field(default_factory=list)
+    user_metadata: NullableDict = Field(default_factory=dict)
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class CreateSessionResponse(Message):
+    session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class HeartbeatRequest(Message):
+    session_id: str
+
+
+class HeartbeatResponse(Message):
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(Message):
+    type: Literal["success", "errored", "interrupted"] = "success"
+
+
+class FinishSessionRequest(Message):
+    reason: FinishReason = FinishReason()
+    detail: str | None = None
+
+
+class TelemetryResponse(Message):
+    """The request is not modelled: it is answered unread, because events can hold the client's API key."""
+
+    status: Literal["accepted"] = "accepted"
+
+
+class HealthResponse(Message):
+    status: Literal["ok"] = "ok"
+
+
+class ReadyResponse(Message):
+    """`state`: starting, ready, restarting or failed."""
+
+    state: str
+    detail: str
+
+
+class ErrorResponse(Message):
+    """What every refusal says."""
+
+    detail: str
+
+
+class SupportedModel(Message):
+    model_name: str
+    max_context_length: int
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class ServerCapabilitiesResponse(Message):
+    supported_models: list[SupportedModel] = Field(default_factory=list)

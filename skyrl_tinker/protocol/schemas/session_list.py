@@ -1,0 +1,106 @@
+"""Sessions, listed and searched."""
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, Field, StringConstraints
+
+from skyrl_tinker.protocol.schemas.base import Message
+from skyrl_tinker.protocol.schemas.runs import AccessScope, Paging
+
+FinishedBy = Literal["success", "errored", "interrupted"]
+ShortText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+
+
+class SessionQuery(Message):
+    access_scope: AccessScope = Field("owned", description="the same here: nobody sees others' sessions")
+
+
+class SessionsQuery(Paging, SessionQuery):
+    limit: int = Field(20, ge=1, le=10_000, description="most sessions in the answer")
+
+
+class SessionsResponse(Message):
+    """Ids, newest first."""
+
+    sessions: list[str]
+
+
+class SessionContents(Message):
+    """Values of the metadata are strings here, though create_session takes any JSON."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str]
+    display_name: str | None = None
+
+
+class SetProjectRequest(Message):
+    project_id: ShortText
+
+
+class SearchOwner(Message):
+    """`owner_urns`: of the type `user`."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = Field(default_factory=list, max_length=10)
+
+
+class StatusQuery(Message):
+    """`reasons`: of the type `client_finished`."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[FinishedBy] | None = Field(None, min_length=1)
+
+
+class SearchCursor(Message):
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SessionSearchRequest(Message):
+    """All that is given must hold; but either of `session_id` and `display_name` will do."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = Field(None, max_length=100)
+    user_metadata: dict[str, str] = Field(default_factory=dict, max_length=32)
+    display_name: ShortText | None = None
+    owner: SearchOwner = SearchOwner()
+    statuses: list[StatusQuery] | None = Field(None, min_length=1, max_length=16)
+    limit: int = Field(50, ge=1, le=200)
+    cursor: SearchCursor | None = None
+
+
+class ActiveStatus(Message):
+    type: Literal["active"] = "active"
+
+
+class FinishedReason(Message):
+    type: FinishedBy
+
+
+class FinishedStatus(Message):
+    type: Literal["client_finished"] = "client_finished"
+    reason: FinishedReason
+    detail: str | None = None
+
+
+class SessionSummary(Message):
+    """`status` is None for a session that ended, but not by its client."""
+
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: ActiveStatus | FinishedStatus | None
+    checkpoints_count: int
+    checkpoint_storage_bytes: int
+    display_name: str | None
+    user_metadata: dict[str, str]
+
+
+class SessionSearchResponse(Message):
+    """Newest first. `next_cursor` is None on the last page."""
+
+    sessions: list[SessionSummary]
+    next_cursor: SearchCursor | None = None

@@ -1,0 +1,149 @@
+"""Models, optimizer steps, saving, loading. forward_backward is in wire.codec: too large for objects."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict
+
+from skyrl_tinker.protocol.schemas.base import Message, NullableDict, SessionSeqId, TrainingSeqId
+
+StrictInt = Annotated[int, Strict()]
+
+
+class TrainingEnvelope(Message):
+    """Enough to accept a training request and, if the rest of it is wrong, to fail its future."""
+
+    model_id: str = Field(min_length=1)
+    seq_id: TrainingSeqId
+
+
+class LoraConfig(Message):
+    rank: StrictInt = 32
+    seed: StrictInt | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModelRequest(Message):
+    session_id: str
+    model_seq_id: SessionSeqId
+    base_model: str
+    user_metadata: NullableDict = Field(default_factory=dict)
+    lora_config: LoraConfig | None = None
+    optimizer_config: dict[str, Any] | None = None
+
+
+class CreateModelResult(Message):
+    model_id: str
+    type: Literal["create_model"] = "create_model"
+
+
+class CreateViaLoadRequest(Message):
+    """load_weights without model_id: a new model from a checkpoint, which gives its LoRA config."""
+
+    session_id: str
+    model_seq_id: SessionSeqId
+    path: str
+    optimizer: bool = False
+    base_model: str | None = None
+    user_metadata: NullableDict = Field(default_factory=dict)
+    optimizer_config: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+
+
+class LoadWeightsRequest(TrainingEnvelope):
+    """load_weights with model_id: in place. SDKs before 0.6 send no `optimizer`."""
+
+    path: str
+    optimizer: bool = False
+    weights_access_token: str | None = None
+
+
+class LoadWeightsResult(Message):
+    path: str
+    model_id: str
+    type: Literal["load_weights"] = "load_weights"
+
+
+class OptimStepRequest(TrainingEnvelope):
+    """Exactly one of the two; read by validate_step_params, which names what is wrong in them."""
+
+    adam_params: dict[str, Any] | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class OptimStepResult(Message):
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class SaveWeightsRequest(TrainingEnvelope):
+    path: str
+    ttl_seconds: StrictInt | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsResult(Message):
+    path: str
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveExternalRequest(TrainingEnvelope):
+    path: str
+    ttl_seconds: StrictInt | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class SaveExternalResult(Message):
+    path: str
+    size_bytes: int
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class SaveSamplerRequest(TrainingEnvelope):
+    """Named (`path`) or ephemeral (`sampling_session_seq_id`)."""
+
+    path: str | None = None
+    sampling_session_seq_id: SessionSeqId | None = None
+    kind: str = "snapshot"
+    ttl_seconds: StrictInt | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveSamplerResult(Message):
+    """A named save has `path`, an ephemeral one `sampling_session_id`; dump with exclude_none."""
+
+    path: str | None = None
+    sampling_session_id: str | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class GetInfoRequest(Message):
+    model_id: str
+
+
+class ModelData(Message):
+    """`model_name` becomes the base model of samplers; the SDK cuts `tokenizer_id` at its first colon."""
+
+    model_name: str
+    tokenizer_id: str
+    arch: str | None = None
+
+
+class GetInfoResponse(Message):
+    model_id: str
+    model_data: ModelData
+    is_lora: bool
+    lora_rank: int | None = None
+    model_name: str
+    optimizer_config: dict[str, Any] = Field(default_factory=lambda: {"type": "adamw"})
+    type: Literal["get_info"] = "get_info"
+
+
+class UnloadModelRequest(Message):
+    model_id: str
+
+
+class UnloadModelResult(Message):
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"

@@ -1,0 +1,108 @@
+"""The stored form of training requests other than forward_backward: frozen values as canonical JSON."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import orjson
+
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.values import AdamParams, DimuonParams
+from skyrl_tinker.errors import UserError
+
+_NOT_COMPARED = ("type", "sampling_session_seq_id")
+_PARAMS = {params.family: params for params in (AdamParams, DimuonParams)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    def to_bytes(self) -> bytes:
+        return orjson.dumps(self, option=orjson.OPT_SORT_KEYS)
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Self:
+        return cls(**orjson.loads(body))
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStepBody(_Body):
+    params: AdamParams | DimuonParams
+
+    def to_bytes(self) -> bytes:
+        return orjson.dumps({self.params.family: self.params}, option=orjson.OPT_SORT_KEYS)
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Self:
+        ((family, params),) = orjson.loads(body).items()
+        return cls(_PARAMS[family](**params))
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeightsBody(_Body):
+    name: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveExternalBody(_Body):
+    """`recipients`: of age, to whom every file is encrypted; with none it is not."""
+
+    name: str
+    ttl_seconds: int | None = None
+    recipients: Sequence[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSamplerBody(_Body):
+    """Durable with a `name`; else ephemeral, and `sampling_session_seq_id` names the session to make.
+
+    `kind` inflight (ephemeral only): also for the sessions that the model's earlier inflight saves made.
+    """
+
+    name: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeightsBody(_Body):
+    """In place."""
+
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModelBody(_Body):
+    """Empty: what a model is made of lies in its own row."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreateViaLoadBody(_Body):
+    """`optimizer`: with the checkpoint's own optimizer; else with a new one of `optimizer_config`."""
+
+    path: str
+    optimizer: bool
+    base_model: str | None
+    optimizer_config: Mapping[str, Any]
+
+
+def payload_digest(kind: RequestKind, payload: Mapping[str, Any]) -> bytes:
+    """What makes two JSON submits of one seq_id the same request: all of it, valid or not, but for `type`
+    and for `sampling_session_seq_id`, which changes when an ephemeral save is retried. Null equals absent.
+
+    Raises UserError for a payload that has no JSON form.
+    """
+    compared = {
+        key: value for key, value in payload.items() if value is not None and key not in _NOT_COMPARED
+    }
+    try:
+        canonical = orjson.dumps([kind, compared], option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError as error:
+        raise UserError(f"the body is not JSON: {error}") from error
+    return hashlib.sha256(canonical).digest()

@@ -1,0 +1,58 @@
+"""loss_fn and loss_fn_config of a forward_backward."""
+
+from collections.abc import Mapping
+
+from skyrl_tinker.domain.loss_specs import LOSSES, LossSpec
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.protobuf.datums import CUSTOM
+
+_OF_A_CRITIC = frozenset({"critic", "value", "value_clip"})
+_BOUNDS = (("clip_low_threshold", "clip_high_threshold"), ("clip_cov_lb", "clip_cov_ub"))
+"""Keys of which the first must not lie above the second."""
+
+
+def find_loss(name: str) -> LossSpec:
+    """Raises UserError that lists all losses."""
+    if name in LOSSES:
+        return LOSSES[name]
+    known = ", ".join(LOSSES)
+    if name in _OF_A_CRITIC:
+        raise UserError(f"loss_fn is {name!r}: no critic model is built; expected one of {known}")
+    raise UserError(f"loss_fn is {name!r}, expected one of {known}")
+
+
+def check_config(config: Mapping[str, float | str], spec: LossSpec) -> None:
+    """`config` as sent. Raises UserError for an unknown key or a value out of its range."""
+    if spec.name == CUSTOM:
+        _check_loss_id(config)
+        return
+    _check_ranges(config, spec)
+    filled = {key: float(config.get(key, known.default)) for key, known in spec.config.items()}
+    for low, high in _BOUNDS:
+        if low in filled and filled[low] > filled[high]:
+            raise UserError(
+                f"loss_fn_config[{low!r}] is {filled[low]}, expected at most {filled[high]} ({high})"
+            )
+
+
+def _check_loss_id(config: Mapping[str, float | str]) -> None:
+    found = config.get("loss_id")
+    if not isinstance(found, str) or not found:
+        raise UserError(
+            f"loss_fn_config['loss_id'] is {'missing' if found is None else repr(found)}, "
+            "expected the id of a loss made with create_custom_loss: send it with forward_backward_custom"
+        )
+    for key in config.keys() - {"loss_id"}:
+        raise UserError(f"loss_fn_config has the unknown key {key!r}, expected only loss_id")
+
+
+def _check_ranges(config: Mapping[str, float | str], spec: LossSpec) -> None:
+    known = ", ".join(spec.config) or "none"
+    for key, value in config.items():
+        if key not in spec.config:
+            raise UserError(
+                f"loss_fn_config has the unknown key {key!r}, expected keys of {spec.name}: {known}"
+            )
+        low, high = spec.config[key].low, spec.config[key].high
+        if isinstance(value, str) or not low <= value <= high:
+            raise UserError(f"loss_fn_config[{key!r}] is {value!r}, expected a number in [{low:g}, {high:g}]")

@@ -1,0 +1,120 @@
+"""asample: refused at once with HTTP 400, because a failed future would be told to the user later."""
+
+from skyrl_tinker.domain.values import SampleRequest, SamplingParams
+from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, ModelInput, WireSamplingParams
+from skyrl_tinker.protocol.validation.limits import Limits, check_ids
+from skyrl_tinker.protocol.validation.scores import (
+    check_sampled_cells,
+    check_scores,
+    read_targets,
+    scores_prompt,
+)
+
+_LOWEST_TEMPERATURE = 0.01  # vLLM would silently sample at this one instead
+_HIGHEST_TEMPERATURE = 2.0  # vLLM refuses more
+_SEEDS = 2**63
+MAX_STOPS = 1024
+"""Most stop strings or tokens: the sampler looks for each of them after every token."""
+MAX_SAMPLES = 4096
+"""Most samples of one request: each is a sequence of its own on the sampler."""
+
+
+def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
+    """`max_tokens` stays None when absent: the sampler then fills the remaining context.
+
+    Seeds of any size are taken modulo 2^63, signed ones, too: -1 is 2^63 - 1. Raises UserError,
+    NotSupportedError for what is not built yet.
+    """
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise UserError(f"num_samples is {request.num_samples}, expected 1 to {MAX_SAMPLES}")
+    prompt = _prompt(request.prompt, limits.vocab_size)
+    params = _params(request.sampling_params, limits.vocab_size)
+    check_scores(request, len(prompt), limits)
+    targets = request.target_prompt_logprobs
+    sample = SampleRequest(
+        prompt=prompt,
+        num_samples=request.num_samples,
+        params=params,
+        prompt_logprobs=request.prompt_logprobs,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        target_prompt_logprobs=None if targets is None else read_targets(targets, len(prompt), limits),
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        record_stability_info=request.record_stability_info,
+    )
+    _check_room(sample, limits.context_length)
+    return sample
+
+
+def _prompt(prompt: ModelInput, vocab_size: int) -> tuple[int, ...]:
+    tokens: list[int] = []
+    for index, chunk in enumerate(prompt.chunks):
+        if chunk.type != "encoded_text":
+            raise NotSupportedError(
+                f"prompt chunk {index} is of kind {chunk.type}, expected encoded_text: "
+                "images and audio are not built yet"
+            )
+        if chunk.tokens is None:
+            raise UserError(f"prompt chunk {index} has no tokens")
+        tokens.extend(chunk.tokens)
+    if not tokens:
+        raise UserError("prompt is empty, expected at least one token")
+    check_ids(tokens, "prompt", vocab_size)
+    return tuple(tokens)
+
+
+def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise UserError(f"max_tokens is {params.max_tokens}, expected at least 1")
+    if not 0.0 <= params.temperature <= _HIGHEST_TEMPERATURE:
+        raise UserError(
+            f"temperature is {params.temperature}, expected a number in [0, {_HIGHEST_TEMPERATURE}]"
+        )
+    if 0.0 < params.temperature < _LOWEST_TEMPERATURE:
+        raise UserError(
+            f"temperature is {params.temperature}, expected 0 (greedy) or at least {_LOWEST_TEMPERATURE}"
+        )
+    if not 0.0 < params.top_p <= 1.0:
+        raise UserError(f"top_p is {params.top_p}, expected a number in (0, 1]")
+    if params.top_k != -1 and params.top_k < 1:
+        raise UserError(f"top_k is {params.top_k}, expected -1 (no limit) or at least 1")
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        seed=None if params.seed is None else params.seed % _SEEDS,
+        stop=_stop(params.stop, vocab_size),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+    )
+
+
+def _stop(
+    stop: str | list[str] | list[int] | None, vocab_size: int
+) -> tuple[str, ...] | tuple[int, ...] | None:
+    """A bare string is a single stop string; [] stays empty: never stop."""
+    if stop is None:
+        return None
+    if not isinstance(stop, str) and len(stop) > MAX_STOPS:
+        raise UserError(f"stop has {len(stop)} entries, expected at most {MAX_STOPS}")
+    strings = [stop] if isinstance(stop, str) else [item for item in stop if isinstance(item, str)]
+    if "" in strings:
+        raise UserError("stop holds an empty string, expected strings of at least one character")
+    if strings:
+        return tuple(strings)
+    ids = [item for item in stop if isinstance(item, int)]
+    if ids:
+        check_ids(ids, "stop", vocab_size)
+    return tuple(ids)
+
+
+def _check_room(sample: SampleRequest, context: int) -> None:
+    """Scoring a prompt generates one token that nobody reads, so a full context can be scored."""
+    length, max_tokens = len(sample.prompt), sample.params.max_tokens
+    generated = 1 if max_tokens is None else max_tokens
+    spare = 1 if scores_prompt(sample) and max_tokens == 1 else 0
+    if length + generated > context + spare:
+        raise UserError(f"{length} prompt tokens + {generated} max_tokens > {context} (the context length)")
+    if sample.topk_sample_logprobs:
+        check_sampled_cells(sample, context - length if max_tokens is None else generated)

@@ -1,0 +1,112 @@
+"""forward_backward: every datum, before anything is accepted to run."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from skyrl_tinker.domain.loss_specs import LossSpec
+from skyrl_tinker.domain.values import Datum, ForwardBackward, Int32, Int64
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.protobuf.datums import CUSTOM, input_field, inputs_read
+from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward, raw_config, read_value
+from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
+from skyrl_tinker.protocol.protobuf.tensors import count_values, refuse_where
+from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.protocol.validation.losses import check_config, find_loss
+from skyrl_tinker.protocol.validation.spans import check_spans
+
+INPUTS_PER_TARGET = 4
+"""No loss of ours reads more numbers per target, the target counted; `custom` may read others, not more."""
+
+
+def validate_forward_backward(raw: RawForwardBackward, limits: Limits) -> ForwardBackward:
+    """Raises UserError naming datum, field, found and expected; NotSupportedError for what is not built yet.
+
+    Inputs and provenance spans that the loss does not read are accepted unread.
+    """
+    if raw.problem is not None:
+        raise raw.problem
+    spec = find_loss(raw.message.loss_fn)
+    check_config(raw_config(raw.message), spec)
+    _check_count(len(raw.message.data), limits)
+    _check_size(raw.message, spec, limits.max_targets)
+    value = read_value(raw.message)
+    for index, datum in enumerate(value.data):
+        _check_datum(datum, spec, f"datum {index}", limits)
+    return value
+
+
+def _check_count(count: int, limits: Limits) -> None:
+    if not count:
+        raise UserError("data is empty, expected at least one datum")
+    if count > limits.max_datums:
+        raise UserError(f"data has {count} datums, expected at most {limits.max_datums}")
+
+
+def _check_size(message: pb.ForwardBackwardRequest, spec: LossSpec, most: int) -> None:
+    """Of what is read, before it is: a sparse tensor of a few bytes may stand for any number of values."""
+    targets = everything = 0
+    for name, field, count in _sizes(message, spec):
+        if count > most:
+            raise UserError(f"{field} has {count} values, expected at most {most}")
+        targets += count if name == "target_tokens" else 0
+        everything += count
+    if targets > most:
+        raise UserError(f"data has {targets} target_tokens, expected at most {most} in one request")
+    if everything > INPUTS_PER_TARGET * most:
+        raise UserError(
+            f"loss_fn_inputs hold {everything} values, "
+            f"expected at most {INPUTS_PER_TARGET * most} in one request"
+        )
+
+
+def _sizes(message: pb.ForwardBackwardRequest, spec: LossSpec) -> Iterator[tuple[str, str, int]]:
+    for index, datum in enumerate(message.data):
+        for name in inputs_read(datum, spec):
+            if name in datum.loss_fn_inputs:
+                field = input_field(f"datum {index}", name)
+                yield name, field, count_values(datum.loss_fn_inputs[name], field)
+
+
+def _check_datum(datum: Datum, spec: LossSpec, where: str, limits: Limits) -> None:
+    length = len(datum.tokens)
+    if not length:
+        raise UserError(f"{where}: model_input is empty, expected at least one token")
+    if length > limits.context_length:
+        raise UserError(
+            f"{where}: model_input has {length} tokens, "
+            f"expected at most {limits.context_length} (the context length)"
+        )
+    _check_ids(datum.tokens, f"{where}: model_input", limits.vocab_size)
+    _check_targets(datum.target_tokens, spec, input_field(where, "target_tokens"), length)
+    _check_ids(datum.target_tokens, input_field(where, "target_tokens"), limits.vocab_size)
+    if spec.name != CUSTOM:
+        _check_inputs(datum, where)
+    if spec.recorded:
+        check_spans(datum, spec.name, where)
+
+
+def _check_targets(targets: Int64, spec: LossSpec, field: str, length: int) -> None:
+    if targets.ndim > 1 and not spec.candidates:
+        raise UserError(
+            f"{field} has shape {list(targets.shape)}, expected [{length}]: "
+            f"loss {spec.name} takes one target per position"
+        )
+    if len(targets) != length:
+        raise UserError(f"{field} has length {len(targets)}, expected {length} (the length of model_input)")
+
+
+def _check_inputs(datum: Datum, where: str) -> None:
+    expected = datum.target_tokens.shape
+    for name, values in datum.inputs.items():
+        field = input_field(where, name)
+        if values.shape != expected:
+            raise UserError(
+                f"{field} has shape {list(values.shape)}, expected {list(expected)} (that of target_tokens)"
+            )
+        refuse_where(~np.isfinite(values), values, field, "a finite number")
+
+
+def _check_ids(ids: Int32 | Int64, field: str, vocab_size: int) -> None:
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        refuse_where((ids < 0) | (ids >= vocab_size), ids, field, f"a token id in [0, {vocab_size})")

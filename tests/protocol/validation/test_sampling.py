@@ -1,0 +1,168 @@
+"""asample: what is refused at once, with which message, and what the stored value is."""
+
+from typing import Any
+
+import pytest
+import tinker
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetTokens
+from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.protocol.schemas import AsampleRequest, parse
+from skyrl_tinker.protocol.stored_samples import sample_body, sample_from_body
+from skyrl_tinker.protocol.validation import Limits, validate_sample
+
+LIMITS = Limits(vocab_size=10, context_length=8, max_datums=3, base_models=("m",), max_lora_rank=8)
+
+
+def validate(prompt: Any = None, params: Any = None, **fields: Any) -> SampleRequest:
+    chunks = [{"tokens": [1, 2, 3]}] if prompt is None else prompt
+    body = {
+        "sampling_session_id": "s",
+        "seq_id": 0,
+        "prompt": {"chunks": chunks},
+        "sampling_params": params or {},
+    }
+    return validate_sample(parse(AsampleRequest, {**body, **fields}), LIMITS)
+
+
+def test_the_bare_form_of_old_sdks_has_the_protocols_defaults() -> None:
+    assert validate(prompt_logprobs=None) == SampleRequest((1, 2, 3), 1, SamplingParams(), False)
+
+
+def test_a_request_of_the_sdk_arrives_as_it_was_built() -> None:
+    sent = tinker.types.SampleRequest(
+        num_samples=3,
+        prompt=tinker.ModelInput.from_ints([1, 2]).append_int(3),
+        sampling_params=tinker.SamplingParams(
+            max_tokens=5, seed=7, stop=["a", "b"], temperature=0.5, top_k=4, top_p=0.9
+        ),
+        sampling_session_id="s",
+        seq_id=10**18,
+        prompt_logprobs=True,
+        record_stability_info=True,
+    )
+    request = parse(AsampleRequest, sent.model_dump(exclude_none=True, mode="json"))
+    assert request.seq_id == 10**18
+    params = SamplingParams(max_tokens=5, seed=7, stop=("a", "b"), temperature=0.5, top_k=4, top_p=0.9)
+    expected = SampleRequest((1, 2, 3), 3, params, True, record_stability_info=True)
+    assert validate_sample(request, LIMITS) == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "stored"), [(None, None), ([], ()), ("ab", ("ab",)), (["a"], ("a",)), ([1, 2], (1, 2))]
+)
+def test_stop_keeps_its_five_forms(stop: Any, stored: Any) -> None:
+    assert validate(params={"stop": stop}).params.stop == stored
+
+
+@pytest.mark.parametrize(
+    ("seed", "stored"), [(0, 0), (2**63, 0), (2**64 - 1, 2**63 - 1), (-1, 2**63 - 1), (None, None)]
+)
+def test_seeds_are_reduced_to_63_bits(seed: int | None, stored: int | None) -> None:
+    assert validate(params={"seed": seed}).params.seed == stored
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": []}, "prompt is empty, expected at least one token"),
+        ({"prompt": [{"tokens": []}]}, "prompt is empty"),
+        ({"prompt": [{"type": "encoded_text"}]}, "prompt chunk 0 has no tokens"),
+        (
+            {"prompt": [{"tokens": [1]}, {"tokens": [2, 10]}]},
+            r"prompt\[2\] is 10, expected a token id in \[0, 10\)",
+        ),
+        ({"prompt": [{"tokens": [-1]}]}, r"prompt\[0\] is -1, expected a token id in \[0, 10\)"),
+        ({"prompt": [{"tokens": [1.5]}]}, "prompt.chunks.0.tokens.0: .*found 1.5"),
+        ({"prompt": [{"tokens": [True]}]}, "prompt.chunks.0.tokens.0: .*found True"),
+        ({"num_samples": 0}, "num_samples is 0, expected 1 to 4096"),
+        ({"num_samples": 10**9}, "num_samples is 1000000000, expected 1 to 4096"),
+        ({"seq_id": -1}, "seq_id: .*found -1"),
+        ({"seq_id": 2**63}, "seq_id: "),
+        ({"params": {"max_tokens": 0}}, "max_tokens is 0, expected at least 1"),
+        ({"params": {"max_tokens": 6}}, r"^3 prompt tokens \+ 6 max_tokens > 8 \(the context length\)$"),
+        ({"prompt": [{"tokens": [1] * 8}]}, r"^8 prompt tokens \+ 1 max_tokens > 8"),
+        ({"params": {"temperature": -0.1}}, r"temperature is -0.1, expected a number in \[0, 2.0\]"),
+        ({"params": {"temperature": 2.1}}, r"temperature is 2.1, expected a number in \[0, 2.0\]"),
+        ({"params": {"temperature": 0.001}}, r"temperature is 0.001, expected 0 \(greedy\) or at least 0.01"),
+        ({"params": {"temperature": float("inf")}}, "temperature is inf, expected a number in"),
+        ({"params": {"temperature": float("nan")}}, "temperature is nan, expected a number in"),
+        ({"params": {"top_p": 0.0}}, r"top_p is 0.0, expected a number in \(0, 1\]"),
+        ({"params": {"top_p": 1.1}}, r"top_p is 1.1, expected a number in \(0, 1\]"),
+        ({"params": {"top_k": 0}}, r"top_k is 0, expected -1 \(no limit\) or at least 1"),
+        ({"params": {"top_k": -2}}, "top_k is -2"),
+        ({"params": {"stop": ""}}, "stop holds an empty string"),
+        ({"params": {"stop": ["a", ""]}}, "stop holds an empty string"),
+        ({"params": {"stop": ["a"] * 1025}}, "stop has 1025 entries, expected at most 1024"),
+        ({"params": {"stop": [10]}}, r"stop\[0\] is 10, expected a token id in \[0, 10\)"),
+        ({"params": {"stop": ["a", 1]}}, "sampling_params.stop"),
+        ({"params": {"seed": "x"}}, "sampling_params.seed: .*found 'x'"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": [{"type": "image", "data": "aGk=", "format": "png"}]}, "prompt chunk 0 is of kind image"),
+        ({"prompt": [{"tokens": [1]}, {"dmel": "aGk="}]}, "prompt chunk 1 is of kind dmel"),
+        ({"prompt": [{"location": "x", "format": "png"}]}, "prompt chunk 0 is of kind image_asset_pointer"),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_as_such(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotSupportedError, match=message):
+        validate(**fields)
+
+
+def test_a_full_context_can_be_scored_but_not_continued() -> None:
+    full = [{"tokens": [1] * 8}]
+    assert len(validate(full, {"max_tokens": 1}, prompt_logprobs=True).prompt) == 8
+    with pytest.raises(UserError, match="8 prompt tokens"):
+        validate(full, {"max_tokens": 1})
+    with pytest.raises(UserError, match="9 prompt tokens"):
+        validate([{"tokens": [1] * 9}], {"max_tokens": 1}, prompt_logprobs=True)
+    assert validate([{"tokens": [1] * 7}]).params.max_tokens is None
+
+
+stops = st.one_of(
+    st.none(),
+    st.lists(st.text(min_size=1), max_size=3).map(tuple),
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+)
+
+
+targets = st.one_of(
+    st.none(),
+    st.builds(TargetTokens, st.just((2, 2)), st.just((3, -1, 4, 5))),
+    st.builds(TargetTokens, st.just((2, 9)), st.just((3,)), st.just((0, 1, 1)), st.just((8,))),
+)
+
+
+@given(
+    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20).map(tuple),
+    st.integers(1, 64),
+    st.builds(
+        SamplingParams,
+        max_tokens=st.none() | st.integers(1, 99),
+        seed=st.none() | st.integers(0, 2**63 - 1),
+        stop=stops,
+        temperature=st.floats(0, 10),
+        top_k=st.just(-1) | st.integers(1, 99),
+        top_p=st.floats(0.1, 1),
+    ),
+    st.booleans(),
+    targets,
+    st.none() | st.integers(1, 9),
+)
+def test_the_stored_body_reads_back_to_an_equal_request(
+    prompt, samples, params, scoring, targets, last_n
+) -> None:
+    request = SampleRequest(prompt, samples, params, scoring, 3, 4, targets, 5, last_n)
+    body = sample_body(request)
+    assert sample_from_body(body) == request
+    assert sample_body(sample_from_body(body)) == body

@@ -1,0 +1,265 @@
+"""What a forward_backward may get wrong, each with the message the user reads."""
+
+import numpy as np
+import pytest
+
+from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
+from tests.protocol.support.messages import (
+    SPANS,
+    TARGETS,
+    WEIGHTS,
+    Change,
+    config,
+    csr,
+    put,
+    request,
+    spans,
+    tensor,
+    tokens,
+    validate,
+)
+
+WRONG: list[tuple[Change, str]] = [
+    (lambda m: m.ClearField("data"), "data is empty, expected at least one datum"),
+    (lambda m: m.data.extend([m.data[0]] * 2), "data has 4 datums, expected at most 3"),
+    (
+        lambda m: m.data[1].ClearField("model_input"),
+        "datum 1: model_input is empty, expected at least one token",
+    ),
+    (tokens(1, 2, 3, 4, 5), r"datum 1: model_input has 5 tokens, expected at most 4 \(the context length\)"),
+    (tokens(1, 10, 3), r"datum 1: model_input\[1\] is 10, expected a token id in \[0, 10\)"),
+    (tokens(1, 2, -1), r"datum 1: model_input\[2\] is -1, expected a token id in \[0, 10\)"),
+    (
+        lambda m: setattr(m.data[1].model_input[0].encoded_text, "tokens", b"12345"),
+        r"datum 1: model_input has 5 bytes, expected a multiple of 4",
+    ),
+    (
+        put("target_tokens", tensor([2, 3, 10], np.int64)),
+        TARGETS + r"\[2\] is 10, expected a token id in \[0, 10\)",
+    ),
+    (
+        put("target_tokens", tensor([-100, 3, 4], np.int64)),
+        TARGETS + r"\[0\] is -100, expected a token id in \[0, 10\)",
+    ),
+    (put("target_tokens", tensor([2, 3.5, 4])), TARGETS + r"\[1\] is 3.5, expected an integer"),
+    (put("target_tokens", tensor([2, np.nan, 4])), TARGETS + r"\[1\] is nan, expected an integer"),
+    (put("target_tokens", tensor([2, np.inf, 4])), TARGETS + r"\[1\] is inf, expected an integer"),
+    (
+        put("target_tokens", tensor([2, 3], np.int64)),
+        TARGETS + r" has length 2, expected 3 \(the length of model_input\)",
+    ),
+    (
+        put("target_tokens", tensor([[2, 3]] * 2, np.int64, (2, 2))),
+        TARGETS + r" has length 2, expected 3 \(the length of model_input\)",
+    ),
+    (
+        put("target_tokens", tensor([[2, 3]] * 3, np.int64, (3, 3))),
+        TARGETS + r" has 6 values, expected 9 \(its shape \[3, 3\]\)",
+    ),
+    (
+        put("target_tokens", tensor([[2, 3], [4, 5], [6, 10]], np.int64, (3, 2))),
+        TARGETS + r"\[2, 1\] is 10, expected a token id in \[0, 10\)",
+    ),
+    (
+        put("target_tokens", tensor([2] * 6, np.int64, (3, 2, 1))),
+        TARGETS + r" has shape \[3, 2, 1\], expected \[N\], or \[N, K\] with both of at least 1",
+    ),
+    (
+        put("target_tokens", tensor([], np.int64, (3, 0))),
+        TARGETS + r" has shape \[3, 0\], expected \[N\], or \[N, K\] with both of at least 1",
+    ),
+    (
+        put("target_tokens", tensor([1, 2, 3], np.int64, (-3, -1))),
+        TARGETS + r" has shape \[-3, -1\], expected \[N\], or \[N, K\] with both of at least 1",
+    ),
+    (
+        put("target_tokens", tensor([[2, 3]] * 3, np.int64, (3, 2))),
+        WEIGHTS + r" has shape \[3\], expected \[3, 2\] \(that of target_tokens\)",
+    ),
+    (
+        put("weights", tensor([1, 2, 3, 4])),
+        WEIGHTS + r" has shape \[4\], expected \[3\] \(that of target_tokens\)",
+    ),
+    (put("weights", tensor([])), WEIGHTS + r" has shape \[0\], expected \[3\] \(that of target_tokens\)"),
+    (
+        put("weights", tensor([1, 2, 3], shape=(3, 1))),
+        WEIGHTS + r" has shape \[3, 1\], expected \[3\] \(that of target_tokens\)",
+    ),
+    (
+        put("weights", csr([1], [0, 1, 1, 1], [1], (3, 2))),
+        WEIGHTS + r" has shape \[3, 2\], expected \[3\] \(that of target_tokens\)",
+    ),
+    (put("weights", tensor([1, np.nan, 3])), WEIGHTS + r"\[1\] is nan, expected a finite number"),
+    (put("weights", tensor([1, 2, -np.inf])), WEIGHTS + r"\[2\] is -inf, expected a finite number"),
+    (
+        put("weights", tensor([1, 2, 3], shape=(4,))),
+        WEIGHTS + r" has 3 values, expected 4 \(its shape \[4\]\)",
+    ),
+    (
+        put("weights", pb.Tensor(dense=b"12", dtype=pb.DTYPE_FLOAT32)),
+        WEIGHTS + r" has 2 bytes, expected a multiple of 4 \(float32\)",
+    ),
+    (
+        put("weights", pb.Tensor(dense=b"12", dtype=pb.DTYPE_BFLOAT16)),
+        WEIGHTS + " has dtype number 4, expected float32, int64 or int32",
+    ),
+    (put("weights", pb.Tensor()), WEIGHTS + " has dtype number 0, expected float32, int64 or int32"),
+    (
+        lambda m: m.data[1].loss_fn_inputs.pop("weights"),
+        r"datum 1: loss_fn_inputs lacks 'weights', found \['target_tokens'\]",
+    ),
+    (lambda m: m.data[1].loss_fn_inputs.clear(), "datum 1: loss_fn_inputs lacks 'target_tokens', found none"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_is_wrong_is_named(change: Change, message: str) -> None:
+    wrong = request()
+    change(wrong)
+    with pytest.raises(UserError, match=f"^{message}"):
+        validate(wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: setattr(m.data[1].model_input.add().image, "format", "png"),
+            "datum 1: model_input chunk 1 is of kind image",
+        ),
+        (
+            lambda m: setattr(m.data[1].model_input.add().dmel, "dmel", b"x"),
+            "datum 1: model_input chunk 1 is of kind dmel",
+        ),
+        (lambda m: m.data[1].model_input.add(), "datum 1: model_input chunk 1 is of kind empty"),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_as_such(change: Change, message: str) -> None:
+    wrong = request()
+    change(wrong)
+    with pytest.raises(NotSupportedError, match=message):
+        validate(wrong)
+
+
+def test_a_full_context_any_finite_weights_and_thresholds_that_meet_are_fine() -> None:
+    message = request("ppo")
+    config(clip_low_threshold=1.0, clip_high_threshold=1.0)(message)
+    assert validate(message).loss_config == {"clip_high_threshold": 1.0, "clip_low_threshold": 1.0}
+    full = request()
+    tokens(1, 2, 3, 0)(full)
+    put("target_tokens", tensor([2, 3, 0, 9], np.int64))(full)
+    put("weights", tensor([0, 0, -1e30, 1e-30]))(full)
+    assert validate(full).data[1].tokens.tolist() == [1, 2, 3, 0]
+
+
+def test_validation_leaves_the_request_as_it_was() -> None:
+    message = request("ppo")
+    before = message.SerializeToString(deterministic=True)
+    validate(message)
+    assert message.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "gspo", "stable_reinforce", "clip_cov"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_candidates_are_refused_by_losses_of_one_target(loss_fn: str, width: int) -> None:
+    wrong = request(loss_fn)
+    put("target_tokens", tensor([[2] * width] * 3, np.int64, (3, width)))(wrong)
+    with pytest.raises(
+        UserError, match=rf"has shape \[3, {width}\], expected \[3\]: loss {loss_fn} takes one target"
+    ):
+        validate(wrong)
+
+
+def test_candidates_come_dense_or_sparse_and_their_weights_the_other_way_round() -> None:
+    message = request()
+    put("target_tokens", tensor([[2, 3], [0, 0], [4, 0]], np.int64, (3, 2)))(message)
+    put("weights", csr([0.5, -1.0], [0, 1, 1, 2], [1, 0], (3, 2)))(message)
+    first, second = validate(message).data
+    assert first.target_tokens.tolist() == [2, 3, 4]
+    assert second.target_tokens.tolist() == [[2, 3], [0, 0], [4, 0]]
+    assert second.inputs["weights"].tolist() == [[0.0, 0.5], [0.0, 0.0], [-1.0, 0.0]]
+    put("target_tokens", csr([9, 8], [0, 0, 2, 2], [0, 1], (3, 2), np.int64))(message)
+    put("weights", tensor([1, 2, 3, 4, 5, 6], shape=(3, 2)))(message)
+    second = validate(message).data[1]
+    assert second.target_tokens.tolist() == [[0, 0], [9, 8], [0, 0]]
+    assert second.inputs["weights"].tolist() == [[1, 2], [3, 4], [5, 6]]
+
+
+def empty(rows: int, columns: int) -> pb.Tensor:
+    """A sparse tensor that takes no more bytes than its crow_indices."""
+    return csr([], [0] * (min(rows, 9) + 1), [], (rows, columns))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("weights", empty(3, 10**12)), WEIGHTS + f" has {3 * 10**12} values, expected at most 16"),
+        (put("target_tokens", empty(3, 2**62)), TARGETS + f" has {3 * 2**62} values, expected at most 16"),
+        (put("target_tokens", empty(2**62, 2**62)), TARGETS + f" has {2**124} values, expected at most 16"),
+        (
+            put("target_tokens", tensor([[1] * 5] * 3, np.int64, (3, 5))),
+            "data has 18 target_tokens, expected at most 16 in one request",
+        ),
+    ],
+)
+def test_more_targets_than_a_request_may_have_are_never_made(change: Change, message: str) -> None:
+    wrong = request()
+    change(wrong)
+    with pytest.raises(UserError, match=f"^{message}"):
+        validate(wrong)
+
+
+def test_inputs_of_a_custom_loss_are_bounded_together() -> None:
+    message = request("custom")
+    for name in "abcd":
+        put(name, empty(4, 4))(message)
+    with pytest.raises(UserError, match="loss_fn_inputs hold 70 values, expected at most 64 in one request"):
+        validate(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            spans(),
+            "datum 1: loss_fn stable_reinforce needs provenance spans: sample with record_stability_info "
+            "and build the datum with Datum.with_provenance",
+        ),
+        (
+            spans(("a", 0, 2, True)),
+            SPANS + r" cover 2 positions, expected 3 \(the length of target_tokens\)",
+        ),
+        (spans(("a", 0, 2, True), ("b", 0, 2, False)), SPANS + " cover 4 positions, expected 3"),
+        (
+            spans(("a", 0, 2, True), ("", 0, 1, False)),
+            SPANS + r"\[1\].sequence_id is empty, expected the sequence_id of a sampled sequence",
+        ),
+        (spans(("a", -1, 3, True)), SPANS + r"\[0\].offset is -1, expected at least 0"),
+        (
+            spans(("a", 0, 4, True), ("a", 0, -1, False)),
+            SPANS + r"\[1\].length is -1, expected at least 0",
+        ),
+        (
+            lambda m: m.data[1].loss_fn_input_spans.add(),
+            SPANS + r"\[2\] is empty, expected prompt_tokens or sampled_tokens",
+        ),
+    ],
+)
+def test_spans_that_do_not_tile_the_targets_are_named(change: Change, message: str) -> None:
+    wrong = request("stable_reinforce")
+    change(wrong)
+    with pytest.raises(UserError, match=f"^{message}"):
+        validate(wrong)
+
+
+def test_spans_of_losses_without_records_stay_unread() -> None:
+    message = request("ppo")
+    spans(("", -1, 99, True))(message)
+    assert validate(message).data[1].spans == ()
+
+
+def test_a_custom_loss_may_read_what_is_not_finite_and_of_any_length() -> None:
+    message = request("custom")
+    put("floor", tensor([-np.inf] * 5))(message)
+    assert validate(message).data[1].inputs["floor"].tolist() == [-np.inf] * 5
