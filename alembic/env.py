@@ -1,8 +1,8 @@
-"""Alembic's entry: works on the connection, within the transaction, of `skyrl_tinker.store.migrate`."""
+"""Alembic environment: runs on the connection and transaction of `skyrl_tinker.store.database.migrate`."""
 
 from alembic import context
 
-from skyrl_tinker.store.tables import Base
+from skyrl_tinker.store.database.tables import Base
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
 context.run_migrations()

@@ -199,7 +199,7 @@ def import_adapter(
 def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
     """Bring the database to the newest schema; `serve` does this by itself."""
     from skyrl_tinker.places import Places
-    from skyrl_tinker.store.migrate import migrate as upgrade
+    from skyrl_tinker.store.database.migrate import migrate as upgrade
 
     with one_line_errors():
         settings = config.load(config_file, home=home, database_url=database_url)

@@ -16,10 +16,11 @@ from skyrl_tinker.domain.tinker_path import TinkerPath, validate_checkpoint_name
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError, StorageError, UserError
 from skyrl_tinker.places import Places
-from skyrl_tinker.store import checkpoints, keys, models, sessions, sqlite, state
-from skyrl_tinker.store.checkpoints import NewCheckpoint
-from skyrl_tinker.store.migrate import migrate
-from skyrl_tinker.store.models import NewModel
+from skyrl_tinker.store import api_keys, checkpoint_records, model_records, server_state, session_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.store import once
 
 _OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
@@ -95,8 +96,8 @@ def _owner(settings: Settings, key: str | None) -> OwnerId | None:
 
     async def find(conn: AsyncConnection) -> OwnerId | None:
         if key is not None:
-            return await keys.id_of(conn, key)
-        if (await keys.counts(conn))[0]:
+            return await api_keys.id_of(conn, key)
+        if (await api_keys.counts(conn))[0]:
             raise UserError(
                 "--key is missing: this home has API keys, and only the key that is named finds it"
             )
@@ -106,7 +107,7 @@ def _owner(settings: Settings, key: str | None) -> OwnerId | None:
 
 
 def _last_served(settings: Settings) -> Base:
-    facts = once(settings.store_url, lambda conn: state.get(conn, "base_model"))
+    facts = once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
     if facts is None:
         raise StartupError(f"{settings.root} has served no model yet: name the base model with --base-model")
     return Base(facts["directory"], facts["names"][0])
@@ -129,7 +130,7 @@ def _write(source: Path, base: Base, directory: Path) -> tuple[LoraSpec, int]:
 
 async def _rows(conn: AsyncConnection, done: _Import) -> TinkerPath:
     """A path names a training run: one that is over before it began, in a session of its own."""
-    session = await sessions.create(
+    session = await session_records.create(
         conn,
         owner=done.owner,
         tags=["import-adapter"],
@@ -140,8 +141,8 @@ async def _rows(conn: AsyncConnection, done: _Import) -> TinkerPath:
     )
     metadata = {"imported_from": str(done.source.absolute())}
     run = NewModel(session, 0, done.base.name, done.spec, _OPTIMIZER, metadata)
-    key = await models.add(conn, run, ModelState.RELEASED, _WHY_RELEASED)
-    await sessions.finish(conn, session, "imported", None)
+    key = await model_records.add(conn, run, ModelState.RELEASED, _WHY_RELEASED)
+    await session_records.finish(conn, session, "imported", None)
     kind = CheckpointKind.WEIGHTS
     new = NewCheckpoint(
         model_key=key,
@@ -154,5 +155,5 @@ async def _rows(conn: AsyncConnection, done: _Import) -> TinkerPath:
         optimizer_config=_OPTIMIZER,
         user_metadata=metadata,
     )
-    await checkpoints.add(conn, new, replace=False)
+    await checkpoint_records.add(conn, new, replace=False)
     return TinkerPath(run.model_id, kind, done.name)

@@ -14,7 +14,7 @@ from skyrl_tinker.errors import StartupError
 if TYPE_CHECKING:  # the other commands need none of its imports
     from sqlalchemy.ext.asyncio import AsyncConnection
 
-    from skyrl_tinker.store.writer import Op, T
+    from skyrl_tinker.store.database.group_commit import Op, T
 
 app = typer.Typer(no_args_is_help=True, help="API keys.", rich_markup_mode=None)
 
@@ -34,13 +34,13 @@ def create(
     with it. What was made before there were keys is seen by no key but the one that adopts it.
     """
     from skyrl_tinker.places import Places
-    from skyrl_tinker.store import keys, owners
-    from skyrl_tinker.store.migrate import migrate
+    from skyrl_tinker.store import api_keys, owners
+    from skyrl_tinker.store.database.migrate import migrate
     from skyrl_tinker.store.store import once
 
     async def made(conn: "AsyncConnection") -> tuple[str, int, int]:
-        key = await keys.create(conn, name)
-        adopted = await owners.adopt(conn, await keys.id_of(conn, name)) if adopt else 0
+        key = await api_keys.create(conn, name)
+        adopted = await owners.adopt(conn, await api_keys.id_of(conn, name)) if adopt else 0
         return key, adopted, await owners.ownerless(conn)
 
     with one_line_errors():
@@ -62,10 +62,10 @@ def create(
 @app.command(name="list")
 def list_keys(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
     """Id, name, when it was made and when revoked, of every key."""
-    from skyrl_tinker.store import keys
+    from skyrl_tinker.store import api_keys
 
     with one_line_errors():
-        rows = _once(home, database_url, config_file, keys.listed)
+        rows = _once(home, database_url, config_file, api_keys.listed)
     for row in rows:
         ended = "live" if row.revoked_at is None else f"revoked {_utc(row.revoked_at)}"
         print(f"{row.id:>4}  {row.name:<32}  made {_utc(row.created_at)}  {ended}")
@@ -84,17 +84,17 @@ def revoke(
 
     A server that runs refuses it within a second.
     """
-    from skyrl_tinker.store import keys
+    from skyrl_tinker.store import api_keys
 
     with one_line_errors():
-        row = _once(home, database_url, config_file, lambda conn: keys.revoke(conn, key))
+        row = _once(home, database_url, config_file, lambda conn: api_keys.revoke(conn, key))
     print(f"revoked: {row.id} {row.name}")
 
 
 def _once(home: Path | None, database_url: str | None, config_file: Path | None, op: "Op[T]") -> "T":
     """On a database that is there. StartupError."""
-    from skyrl_tinker.store import sqlite
-    from skyrl_tinker.store.migrate import migrate
+    from skyrl_tinker.store.database import sqlite
+    from skyrl_tinker.store.database.migrate import migrate
     from skyrl_tinker.store.store import once
 
     settings = config.load(config_file, home=home, database_url=database_url)

@@ -21,8 +21,9 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.places import Places
-from skyrl_tinker.store import futures, state
-from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 
 _STOP_S = 10.0  # children end themselves within this, or are killed; the promise for everything is 15 s
@@ -151,7 +152,7 @@ class _Supervisor:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
     async def _run_children(self, store: Store) -> None:
-        await store.write(lambda conn: state.put(conn, "base_model", asdict(self._facts)))
+        await store.write(lambda conn: server_state.put(conn, "base_model", asdict(self._facts)))
         await self._set_engine_state(store, "starting", "starting the engine")
         async with asyncio.TaskGroup() as tasks:
             work = [
@@ -192,9 +193,9 @@ class _Supervisor:
     async def _set_engine_state(self, store: Store, name: str, detail: str) -> None:
         """Futures up to `died_after` were accepted before this engine: the next one fails what is pending."""
         async with store.read() as conn:
-            last = await futures.max_id(conn)
+            last = await queue.max_id(conn)
         value = {"state": name, "detail": detail, "since": time.time(), "died_after": last}
-        await store.write(lambda conn: state.put(conn, "engine", value))
+        await store.write(lambda conn: server_state.put(conn, "engine", value))
 
     async def _announce(self) -> None:
         """Poll /readyz; one line when it turns 200. StartupError when the engine says that it failed."""
@@ -246,7 +247,7 @@ class _Supervisor:
 
 async def _warning(store: Store) -> str | None:
     async with store.read() as conn:
-        return await state.get(conn, state.WARNING)
+        return await server_state.get(conn, server_state.WARNING)
 
 
 async def _readiness(client: httpx.AsyncClient, settings: Settings) -> dict[str, object] | None:

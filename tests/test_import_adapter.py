@@ -18,10 +18,10 @@ from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.places import Places
-from skyrl_tinker.store import checkpoints, keys, models, sessions, state
-from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.store.migrate import migrate
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import api_keys, checkpoint_records, model_records, server_state, session_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store, once
 from tests.peft_adapters import save_adapter
 
@@ -50,7 +50,7 @@ async def serve_once(settings: Settings, base: str) -> None:
     """What `serve` leaves in the store."""
     facts = base_model.resolve(settings.model_copy(update={"base_model": base, "model_name": "small"}))
     store = await Store.open(settings.store_url)
-    await store.write(lambda conn: state.put(conn, "base_model", asdict(facts)))
+    await store.write(lambda conn: server_state.put(conn, "base_model", asdict(facts)))
     await store.close()
 
 
@@ -62,9 +62,9 @@ async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelR
     where = tinker_path.parse(path)
     store = await Store.open(settings.store_url)
     async with store.read() as conn:
-        row = await checkpoints.find(conn, None, where.model_id, where.kind, where.name)
-        model = await models.by_id(conn, where.model_id)
-        assert not await sessions.expired(conn, 1e18, 0.0), "nothing that a server would have to end"
+        row = await checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
+        model = await model_records.by_id(conn, where.model_id)
+        assert not await session_records.expired(conn, 1e18, 0.0), "nothing that a server would have to end"
     await store.close()
     assert row is not None
     assert model is not None
@@ -126,15 +126,15 @@ def test_a_name_that_is_no_name_is_refused(settings: Settings, base: str, adapte
 def test_where_there_are_keys_one_of_them_finds_it(settings: Settings, base: str, adapter: Path) -> None:
     Places(settings).make()
     migrate(settings.store_url)
-    once(settings.store_url, lambda conn: keys.create(conn, "alice"))
+    once(settings.store_url, lambda conn: api_keys.create(conn, "alice"))
     assert "--key is missing" in fail(settings, str(adapter), "--base-model", base)
     assert "no live key 'bob'" in fail(settings, str(adapter), "--base-model", base, "--key", "bob")
     path = tinker_path.parse(run(settings, str(adapter), "--base-model", base, "--key", "alice").strip())
 
     async def owner(conn: AsyncConnection) -> int | None:
-        run = await models.by_id(conn, path.model_id)
+        run = await model_records.by_id(conn, path.model_id)
         assert run is not None
-        return await sessions.owner_of(conn, run.session_id)
+        return await session_records.owner_of(conn, run.session_id)
 
     assert once(settings.store_url, owner) == 1
 

@@ -8,8 +8,8 @@ import pytest
 from skyrl_tinker import config, preflight
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.places import Places
-from skyrl_tinker.store import keys
-from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import once
 
 
@@ -53,9 +53,9 @@ def test_other_hosts_need_a_key(home: Path, host: str) -> None:
     settings = config.load(home=home, host=host)
     with pytest.raises(StartupError, match=r"no API keys; .*`skyrl-tinker keys create`, .* --insecure"):
         preflight.check_host(settings)
-    once(settings.store_url, lambda conn: keys.create(conn, "alice"))
+    once(settings.store_url, lambda conn: api_keys.create(conn, "alice"))
     preflight.check_host(settings)
-    once(settings.store_url, lambda conn: keys.revoke(conn, "alice"))
+    once(settings.store_url, lambda conn: api_keys.revoke(conn, "alice"))
     preflight.check_host(settings)  # which lets nobody in, but opens nothing
 
 

@@ -4,8 +4,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
 from skyrl_tinker.protocol.schemas.base import Message
+from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.store.writer import Op
 
 
 async def from_rows(store: Store, read: Op[Message]) -> Response:

@@ -12,7 +12,7 @@ import anyio
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from skyrl_tinker.errors import NotFoundError, UserError
-from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 COMPLETE_FILE = "checkpoint_complete"
 """`tinker checkpoint push-hf` of those SDKs refuses an archive without it."""

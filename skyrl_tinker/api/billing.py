@@ -21,10 +21,11 @@ from skyrl_tinker.protocol.schemas.usage import (
     UsageResponse,
     UsageSession,
 )
-from skyrl_tinker.store import keys, session_list, storage, usage
-from skyrl_tinker.store.session_list import Labels
-from skyrl_tinker.store.storage import Stored
-from skyrl_tinker.store.usage import HOUR_S, Hourly
+from skyrl_tinker.store import api_keys, usage_records
+from skyrl_tinker.store.reports import session_summaries, storage
+from skyrl_tinker.store.reports.session_summaries import Labels
+from skyrl_tinker.store.reports.storage import Stored
+from skyrl_tinker.store.usage_records import HOUR_S, Hourly
 
 GIGABYTE = 1e9
 
@@ -42,9 +43,9 @@ async def bill(
     conn: AsyncConnection, owner: OwnerId | None, first: int, end: int, now: float
 ) -> UsageResponse:
     """This owner's, of the hours [first, end) since the epoch. May read and count much: for a thread."""
-    hourly = await usage.between(conn, owner, first, end)
+    hourly = await usage_records.between(conn, owner, first, end)
     stored = await storage.between(conn, owner, first * HOUR_S, min(end * HOUR_S, now))
-    labels = await session_list.labels(
+    labels = await session_summaries.labels(
         conn, owner, {each.session_id for each in hourly} | {each.session_id for each in stored}
     )
     lines = [
@@ -53,7 +54,7 @@ async def bill(
         *_kept(stored, first, end, now),
     ]
     lines.sort(key=lambda line: (line.hour, -_token_count(line.info)))
-    return _response(lines, labels, await keys.name_of(conn, owner))
+    return _response(lines, labels, await api_keys.name_of(conn, owner))
 
 
 def _tokens(each: Hourly, project_id: str | None) -> Iterator[Line]:

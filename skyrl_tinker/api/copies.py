@@ -21,9 +21,9 @@ from skyrl_tinker.protocol.schemas import parse
 from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest
 from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.protocol.validation import refuse_access_token, validate_ttl
-from skyrl_tinker.store import copies
-from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.store.copies import Destination, NewCopy
+from skyrl_tinker.store import checkpoint_copies
+from skyrl_tinker.store.checkpoint_copies import Destination, NewCopy
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 _SESSIONS = uuid5(NAMESPACE_URL, "copy_weights")
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -44,7 +44,7 @@ async def copy_weights(
     digest = payload_digest(RequestKind.COPY_WEIGHTS, payload)
     path = TinkerPath(where.model_id, source.kind, source.name)
     async with services.store.read() as conn:
-        if await copies.made(conn, owner, where, digest):
+        if await checkpoint_copies.made(conn, owner, where, digest):
             return path
         row = await find_checkpoint(conn, owner, wanted.source_path)
     root = services.settings.checkpoint_root / f"copy-{uuid4().hex}"
@@ -71,7 +71,7 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
     added = False
 
     async def op(conn: AsyncConnection) -> bool:
-        return await copies.add(conn, owner, new)
+        return await checkpoint_copies.add(conn, owner, new)
 
     try:
         await asyncio.to_thread(_copy_files, new.source, root)

@@ -19,10 +19,11 @@ from skyrl_tinker.protocol.validation import (
     validate_lora_config,
     validate_optimizer_config,
 )
-from skyrl_tinker.store import checkpoints, futures
-from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.store.models import NewModel
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.model_records import NewModel
 
 _ADAMW = {"type": "adamw"}
 _NO_SPEC = LoraSpec(rank=0, seed=0)  # of a model that will never be
@@ -39,7 +40,7 @@ class Creation:
     failure: Failure | None = None
 
     async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
-        return await futures.submit_create(
+        return await queue.submit_create(
             conn,
             self.kind,
             self.model,
@@ -86,7 +87,7 @@ async def from_checkpoint(
 async def find_checkpoint(conn: AsyncConnection, owner: OwnerId | None, path: str) -> CheckpointRow:
     """This owner's, or a published one. UserError for a malformed path, NotFoundError when there is none."""
     where = tinker_path.parse(path)
-    row = await checkpoints.find(conn, owner, where.model_id, where.kind, where.name)
+    row = await checkpoint_records.find(conn, owner, where.model_id, where.kind, where.name)
     if row is None:
         raise NotFoundError(f"path: found {path!r}, expected a checkpoint that exists and has not expired")
     return row

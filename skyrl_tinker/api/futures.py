@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestId
-from skyrl_tinker.store import futures as future_rows
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Outcome
+from skyrl_tinker.store.futures import queue as future_rows
+from skyrl_tinker.store.futures.queue import Outcome
 from skyrl_tinker.store.store import Store
 
 _FALLBACK_POLL_S = 1.0

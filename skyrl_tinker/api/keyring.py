@@ -10,7 +10,7 @@ from skyrl_tinker.api import tokens
 from skyrl_tinker.api.tokens import Caller, InvalidTokenError
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import UnauthenticatedError
-from skyrl_tinker.store import keys, state
+from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.store import Store
 
 REFRESH_S = 0.5
@@ -38,7 +38,7 @@ class KeyRing:
         return self._counts[0] > 0
 
     async def start(self) -> None:
-        self._secret = await self._store.write(lambda conn: state.secret(conn, _SECRET))
+        self._secret = await self._store.write(lambda conn: server_state.secret(conn, _SECRET))
         await self.refresh()
 
     async def run(self) -> None:
@@ -52,10 +52,10 @@ class KeyRing:
 
     async def refresh(self) -> None:
         async with self._store.read() as conn:
-            counts = await keys.counts(conn)
+            counts = await api_keys.counts(conn)
             if counts == self._counts:
                 return
-            live = await keys.live(conn)
+            live = await api_keys.live(conn)
         self._by_digest = {digest: Caller(row.id, row.name) for digest, row in live.items()}
         self._live = {row.id for row in live.values()}
         self._read.clear()
@@ -64,12 +64,12 @@ class KeyRing:
     def caller(self, credential: str | None) -> Caller:
         """Who it is that shows this. UnauthenticatedError; without keys, everybody is welcome."""
         if not self.locked:
-            return Caller(None, keys.LOCAL)
+            return Caller(None, api_keys.LOCAL)
         if not credential:
             raise UnauthenticatedError(f"X-API-Key: found none, {_EXPECTED}")
         if credential.startswith(tokens.PREFIX):
             return self._token(credential)
-        caller = self._by_digest.get(keys.digest(credential))
+        caller = self._by_digest.get(api_keys.digest(credential))
         if caller is None:
             raise UnauthenticatedError(f"X-API-Key: found one that is unknown or revoked, {_EXPECTED}")
         return caller

@@ -23,7 +23,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.processes import die_with_parent, raise_open_files_limit, spare_the_collector
-from skyrl_tinker.store import state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
@@ -91,7 +91,7 @@ async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHI
 
 async def _stored_facts(store: Store) -> object:
     async with store.read() as conn:
-        return await state.get(conn, "base_model")
+        return await server_state.get(conn, "base_model")
 
 
 async def run(settings: Settings, listener: socket.socket) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from skyrl_tinker.store import state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
 
 
@@ -19,7 +19,7 @@ class EngineState:
 async def engine_state(store: Store) -> EngineState:
     """`starting` until the engine has said anything."""
     async with store.read() as conn:
-        value = await state.get(conn, "engine")
+        value = await server_state.get(conn, "engine")
     if value is None:
         return EngineState("starting", "the engine has not reported yet")
     return EngineState(value["state"], value["detail"])

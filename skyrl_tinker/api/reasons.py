@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.queue_views import LaneView, QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas import QueueState
-from skyrl_tinker.store.waiting import Place
+from skyrl_tinker.store.futures.cancellation import Place
 
 CREATED = "the model is being created"
 _AT_WORK = {

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.protocol.schemas import Checkpoint, TrainingRun, utc
-from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.store.runs import Run
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.reports.training_runs import Run
 
 _TYPES: Mapping[CheckpointKind, Literal["training", "sampler", "external"]] = {
     CheckpointKind.WEIGHTS: "training",

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 from fastapi import Request
 
 from skyrl_tinker.errors import ForbiddenError
-from skyrl_tinker.store import state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
 
 LIFE_S = 3600
@@ -53,7 +53,7 @@ class Signer:
 
     async def _signature(self, path: str, expires: str) -> str:
         if self._secret is None:
-            self._secret = await self._store.write(lambda conn: state.secret(conn, _SECRET))
+            self._secret = await self._store.write(lambda conn: server_state.secret(conn, _SECRET))
         return hmac.new(self._secret, f"{expires}\n{path}".encode(), hashlib.sha256).hexdigest()
 
     def _address(self, request: Request) -> str:

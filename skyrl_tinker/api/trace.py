@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.store import timeline
+from skyrl_tinker.store.reports import timeline
+from skyrl_tinker.store.reports.timeline import Slice, Track
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.store.timeline import Slice, Track
 
 PAGE = 1000
 Event = dict[str, Any]

@@ -12,9 +12,9 @@ from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.custom_loss import check_custom_loss
 from skyrl_tinker.protocol.schemas import CreateCustomLossRequest, CreateCustomLossResult, parse
 from skyrl_tinker.protocol.stored_requests import payload_digest
-from skyrl_tinker.store import futures
 from skyrl_tinker.store.custom_losses import NewLoss
-from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Upload:
 
     async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
         result = CreateCustomLossResult(loss_id=self.loss.loss_id).model_dump_json().encode()
-        return await futures.submit_custom_loss(
+        return await queue.submit_custom_loss(
             conn, self.loss, owner=owner, digest=self.digest, result=result, failure=self.failure
         )
 

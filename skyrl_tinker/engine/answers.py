@@ -14,12 +14,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.store import futures, stability
+from skyrl_tinker.store import stability_records
+from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.finish import NO_USAGE
-from skyrl_tinker.store.stability import SequenceRecord
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.finish import NO_USAGE
+from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.store.writer import Op, T
 
 JSON_TYPE = "application/json"
 RETRY_S = 1.0
@@ -113,7 +114,7 @@ async def finish_all(conn: AsyncConnection, outcomes: Mapping[int, Outcome]) -> 
     answers: dict[int, Answer] = {}
     for future_id, outcome in outcomes.items():
         if isinstance(outcome, Failure):
-            await futures.fail(conn, future_id, outcome)
+            await queue.fail(conn, future_id, outcome)
         else:
             answers[future_id] = outcome
     if answers:
@@ -124,7 +125,7 @@ async def _succeed(conn: AsyncConnection, answers: Mapping[int, Answer]) -> None
     results = {
         future_id: (answer.content_type, answer.body, answer.usage) for future_id, answer in answers.items()
     }
-    ended = await futures.succeed_all(conn, results)
+    ended = await queue.succeed_all(conn, results)
     records = {future_id: answers[future_id].records for future_id in ended if answers[future_id].records}
     if records:
-        await stability.add(conn, records)
+        await stability_records.add(conn, records)

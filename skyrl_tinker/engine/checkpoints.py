@@ -5,8 +5,8 @@ from pathlib import Path
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.store import checkpoints
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 
 
@@ -18,7 +18,7 @@ def free_directory(root: Path, model: ModelRow, path: TinkerPath, request: int) 
 
 async def require_free(store: Store, path: TinkerPath) -> None:
     async with store.read() as conn:
-        taken = await checkpoints.any_owners(conn, path.model_id, path.kind, path.name)
+        taken = await checkpoint_records.any_owners(conn, path.model_id, path.kind, path.name)
     if taken is not None:
         replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
         raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")

@@ -12,7 +12,7 @@ from skyrl_tinker.engine.lanes import Stand
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 
 
 class Deadlines:

@@ -36,7 +36,7 @@ from skyrl_tinker.errors import SkyrlTinkerError, StartupError
 from skyrl_tinker.inference.spec import SamplerSpec
 from skyrl_tinker.places import Places
 from skyrl_tinker.processes import spare_the_collector
-from skyrl_tinker.store import sampling, state
+from skyrl_tinker.store import sampling_sessions, server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
@@ -97,7 +97,7 @@ class Engine:
 
     async def _facts(self) -> BaseModelFacts:
         async with self._store.read() as conn:
-            value: Any = await state.get(conn, "base_model")
+            value: Any = await server_state.get(conn, "base_model")
         if value is None:
             raise StartupError("the store names no base model: start the engine with `skyrl-tinker serve`")
         lists = {key: tuple(each) for key, each in value.items() if isinstance(each, list)}
@@ -160,7 +160,7 @@ class Engine:
         ephemeral = self._places.ephemeral_dir
         await asyncio.to_thread(recovery.sweep_partial, [ephemeral, root, *root.glob("*/*")])
         async with self._store.read() as conn:
-            versions = await sampling.ephemeral_versions(conn)
+            versions = await sampling_sessions.ephemeral_versions(conn)
         await asyncio.to_thread(self._overflow.sweep, {version.name for version in versions})
         lost = await recovery.recover(self._store, self._status.died_after)
         if lost:

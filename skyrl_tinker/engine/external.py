@@ -21,10 +21,10 @@ from skyrl_tinker.engine.checkpoints import free_directory, require_free
 from skyrl_tinker.engine.export_files import Export, finish_export
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody
-from skyrl_tinker.store import checkpoints
-from skyrl_tinker.store.checkpoints import NewCheckpoint, expiry
-from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import CapturedState, TrainerGroup
 
@@ -100,7 +100,7 @@ class Exporter:
         """The row and the answer, in one commit."""
 
         async def op(conn: AsyncConnection) -> None:
-            await checkpoints.add(conn, _checkpoint(exporting, size), replace=False)
+            await checkpoint_records.add(conn, _checkpoint(exporting, size), replace=False)
 
         path = str(exporting.path)
         answer = json_answer({"path": path, "size_bytes": size, "type": "save_weights_external"})

@@ -17,7 +17,7 @@ from skyrl_tinker.engine.probe import (
 )
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.store import state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
 
@@ -127,7 +127,7 @@ class GapMonitor:
             await persistently(lambda: self._warn(None))
 
     async def _warn(self, warning: str | None) -> None:
-        await self._store.write(lambda conn: state.put(conn, state.WARNING, warning))
+        await self._store.write(lambda conn: server_state.put(conn, server_state.WARNING, warning))
 
 
 def _worse(one: float, other: float) -> float:

@@ -8,8 +8,8 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
-from skyrl_tinker.store import futures
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 
 FALLBACK_POLL_S = 1.0
@@ -50,7 +50,7 @@ class Intake:
     async def _take(self) -> bool:
         """One page of new rows; whether there may be more."""
         async with self._store.read() as conn:
-            rows = await futures.queued_after(conn, self._cursor, PAGE)
+            rows = await queue.queued_after(conn, self._cursor, PAGE)
         if rows:
             self._metrics.arrived(rows)
             # Training first: it reads the database, and where that fails it may get the same rows again.

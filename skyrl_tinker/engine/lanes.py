@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind, SessionId
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 
 PASSES = frozenset({RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD})
 STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})

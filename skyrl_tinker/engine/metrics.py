@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput, SampleOutput
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "skyrl_tinker"

@@ -14,11 +14,11 @@ from skyrl_tinker.engine.answers import Outcome, json_answer
 from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
-from skyrl_tinker.store import checkpoints, models, sessions
-from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import checkpoint_records, model_records, session_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.store.writer import Op
 from skyrl_tinker.training.group import TrainerGroup
 
 
@@ -93,9 +93,9 @@ class Models:
     async def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
         wanted = tinker_path.parse(path)
         async with self._store.read() as conn:
-            owner = await sessions.owner_of(conn, model.session_id)
-            found = await checkpoints.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
-            own = await models.find(conn, owner, wanted.model_id) is not None
+            owner = await session_records.owner_of(conn, model.session_id)
+            found = await checkpoint_records.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
+            own = await model_records.find(conn, owner, wanted.model_id) is not None
         if found is None and own and self._saver.persisting(wanted):
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if found is None:
@@ -121,13 +121,15 @@ def _family(config: Mapping[str, Any]) -> OptimizerFamily:
 
 def _ready(model: ModelRow) -> Op[None]:
     async def op(conn: AsyncConnection) -> None:
-        await models.set_state(conn, model.key, ModelState.READY)
+        await model_records.set_state(conn, model.key, ModelState.READY)
 
     return op
 
 
 def _becomes(model: ModelRow, checkpoint: CheckpointRow, optimizer_config: Mapping[str, Any]) -> Op[None]:
     async def op(conn: AsyncConnection) -> None:
-        await models.set_spec(conn, model.key, checkpoint.spec, checkpoint.base_model, optimizer_config)
+        await model_records.set_spec(
+            conn, model.key, checkpoint.spec, checkpoint.base_model, optimizer_config
+        )
 
     return op

@@ -18,7 +18,7 @@ from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.custom_loss import check_custom_inputs
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store import custom_losses
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 
 T = TypeVar("T")
 

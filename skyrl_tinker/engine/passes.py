@@ -11,10 +11,11 @@ from skyrl_tinker.engine.answers import Answer, Outcome, failure_of, persistentl
 from skyrl_tinker.engine.pass_items import Known, ReadRow, attempt
 from skyrl_tinker.engine.planner import Pass
 from skyrl_tinker.protocol.protobuf import pass_requests
-from skyrl_tinker.store import futures, stability
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store import stability_records
+from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.store.writer import Op
 from skyrl_tinker.training.group import PreparedPass, TrainerGroup
 
 SMALL_BYTES = 64 << 10
@@ -39,7 +40,7 @@ class PassRunner:
     async def prepare(self, unit: Pass) -> ReadyPass:
         """Needs no worker, so it may run while they are busy with the unit before."""
         ids = [row.id for row in unit.rows]
-        bodies = await self._fetch(lambda conn: futures.bodies(conn, ids))
+        bodies = await self._fetch(lambda conn: queue.bodies(conn, ids))
         size = sum(map(len, bodies.values()))
         read, unread = await _off_loop(size, lambda: _read(unit.rows, bodies))
         known = await self._known(read)
@@ -55,7 +56,7 @@ class PassRunner:
     async def renew(self, ready: ReadyPass) -> None:
         """What was recorded of the sequences that it used lives on."""
         if ready.sequences:
-            renewal = partial(stability.renew, ids=ready.sequences)
+            renewal = partial(stability_records.renew, ids=ready.sequences)
             await persistently(lambda: self._store.write(renewal))
 
     async def _fetch(self, op: Op[T]) -> T:

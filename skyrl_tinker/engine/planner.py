@@ -11,7 +11,7 @@ from itertools import chain
 from skyrl_tinker.domain.ids import RequestKind, SessionId
 from skyrl_tinker.engine.lanes import PASSES, Lanes, cost
 from skyrl_tinker.engine.turns import Ledger, Waiting
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 
 MERGING = frozenset({RequestKind.OPTIM_STEP, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER})
 """Barriers that the workers take for several models at once."""

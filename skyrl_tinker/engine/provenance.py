@@ -9,8 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import Datum, ProvenanceSpan
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.store import stability
-from skyrl_tinker.store.stability import Key, SequenceRecord
+from skyrl_tinker.store import stability_records
+from skyrl_tinker.store.stability_records import Key, SequenceRecord
 
 SHOWN = 100
 """Most characters of a client's text in a message."""
@@ -32,9 +32,9 @@ class Records:
 
     @classmethod
     async def look_up(cls, conn: AsyncConnection, ids: Collection[str]) -> "Records":
-        found = await stability.find(conn, ids)
+        found = await stability_records.find(conn, ids)
         missing = set(ids) - {sequence_id for _, sequence_id in found}
-        return cls(found, await stability.fates(conn, missing))
+        return cls(found, await stability_records.fates(conn, missing))
 
     def get(self, session: SessionId, span: ProvenanceSpan, where: str) -> SequenceRecord:
         """Another session's sequence is as unknown as one that never was. `where` names the span."""

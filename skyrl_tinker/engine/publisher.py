@@ -22,10 +22,10 @@ from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.store import checkpoints, sampling
-from skyrl_tinker.store.checkpoints import NewCheckpoint, expiry
-from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
 from skyrl_tinker.weight_sync.adapters import flush, publish_adapter
@@ -178,7 +178,7 @@ class Publisher:
     async def _new_version(self, save: Save) -> WeightVersion:
         kind: Literal["lora", "full"] = "lora" if save.model.spec.rank else "full"
         number = await self._store.write(
-            lambda conn: sampling.new_version(
+            lambda conn: sampling_sessions.new_version(
                 conn, save.model.key, kind, durable=save.path is not None, inflight=save.inflight
             )
         )
@@ -193,7 +193,7 @@ class Publisher:
             await self._samplers.drop(capture.version)
         for directory in (capture.staging, capture.directory):
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-        drop = partial(sampling.drop_version, version_id=capture.version.id)
+        drop = partial(sampling_sessions.drop_version, version_id=capture.version.id)
         await persistently(lambda: self._store.write(drop))
 
 
@@ -211,9 +211,9 @@ def _record(capture: Capture, size: int) -> Callable[[AsyncConnection], Any]:
     """The version, what it is for, and the answer, in one commit."""
 
     async def op(conn: AsyncConnection) -> None:
-        await sampling.set_directory(conn, capture.version.id, str(capture.directory))
+        await sampling_sessions.set_directory(conn, capture.version.id, str(capture.directory))
         if capture.save.path is not None:
-            await checkpoints.add(conn, _checkpoint(capture, capture.save.path, size), replace=False)
+            await checkpoint_records.add(conn, _checkpoint(capture, capture.save.path, size), replace=False)
             answer = {"path": str(capture.save.path), "type": TYPE}
         else:
             answer = {"sampling_session_id": await _session(conn, capture), "type": TYPE}
@@ -225,7 +225,7 @@ def _record(capture: Capture, size: int) -> Callable[[AsyncConnection], Any]:
 async def _session(conn: AsyncConnection, capture: Capture) -> str:
     number = capture.save.body.sampling_session_seq_id
     assert number is not None, "validated: a save has a name or a sampling_session_seq_id"
-    return await sampling.create(
+    return await sampling_sessions.create(
         conn,
         capture.save.model.session_id,
         number,

@@ -12,9 +12,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelKey, ModelState
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.store import checkpoints, futures, models
-from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import checkpoint_records, model_records
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 
 PAGE = 1000
@@ -27,7 +28,7 @@ async def recover(store: Store, died_after: int) -> int:
     pending = await _pending(store)
     fresh = {row.model_key for row in pending if row.id > died_after and row.seq_id == 0}
     async with store.read() as conn:
-        candidates = await models.in_states(conn, ModelState.READY, ModelState.CREATING)
+        candidates = await model_records.in_states(conn, ModelState.READY, ModelState.CREATING)
         gone = [model for model in candidates if model.key not in fresh]
         lost = {model.key: await why_lost(conn, model, "the engine restarted") for model in gone}
     left = [row for row in pending if row.id <= died_after]
@@ -47,7 +48,7 @@ async def _pending(store: Store) -> list[QueuedRow]:
     cursor, page = 0, PAGE
     async with store.read() as conn:
         while page == PAGE:
-            rows = await futures.queued_after(conn, cursor, PAGE)
+            rows = await queue.queued_after(conn, cursor, PAGE)
             found += [row for row in rows if row.status is FutureStatus.PENDING]
             page = len(rows)
             cursor = rows[-1].id if rows else cursor
@@ -56,7 +57,7 @@ async def _pending(store: Store) -> list[QueuedRow]:
 
 async def why_lost(conn: AsyncConnection, model: ModelRow, cause: str) -> str:
     """For its client: what became of it, and where to go on from."""
-    last = await checkpoints.last_of_model(conn, model.key, CheckpointKind.WEIGHTS)
+    last = await checkpoint_records.last_of_model(conn, model.key, CheckpointKind.WEIGHTS)
     advice = "it had no checkpoint: start it anew"
     if last is not None:
         advice = (
@@ -69,8 +70,8 @@ async def _give_up(
     conn: AsyncConnection, lost: dict[ModelKey, str], left: list[QueuedRow], died_after: int
 ) -> None:
     for model, reason in lost.items():
-        await models.set_state(conn, model, ModelState.LOST, reason)
+        await model_records.set_state(conn, model, ModelState.LOST, reason)
     for row in left:
         if row.model_key in lost:
-            await futures.fail(conn, row.id, Failure(lost[row.model_key], "server"))
-    await futures.fail_pending(conn, died_after, SAMPLE_LOST)
+            await queue.fail(conn, row.id, Failure(lost[row.model_key], "server"))
+    await queue.fail_pending(conn, died_after, SAMPLE_LOST)

@@ -7,7 +7,7 @@ from itertools import islice
 
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.queue_views import SHOWN, QueueView
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 
 
 class SampleQueue:

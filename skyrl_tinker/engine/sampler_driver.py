@@ -20,10 +20,11 @@ from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.stored_samples import sample_from_body
-from skyrl_tinker.store import futures, sampling
-from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.store.sampling import SamplingSessionRow
-from skyrl_tinker.store.stability import SequenceRecord
+from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
+from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 
 BATCH = 256  # bodies read at once
@@ -135,7 +136,7 @@ class SamplerDriver:
 
     async def _read(self, ids: Sequence[int]) -> dict[int, bytes]:
         async with self._store.read() as conn:
-            return await futures.bodies(conn, ids)
+            return await queue.bodies(conn, ids)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         await self._outbox.send([(row.id, await self._outcome(row, body))])
@@ -189,15 +190,15 @@ async def _target(
     conn: AsyncConnection, session: SamplingSessionId
 ) -> tuple[SamplingSessionRow, WeightVersion | None]:
     """The session and its version, None for the base model."""
-    row = await sampling.get(conn, session)
+    row = await sampling_sessions.get(conn, session)
     if row is None:
         raise NotFoundError(f"no sampling session {session}")
     if row.version_id is None:
         return row, None
     if row.follows is not None:
-        version = await sampling.newest_inflight(conn, row.follows)
+        version = await sampling_sessions.newest_inflight(conn, row.follows)
     else:
-        version = await sampling.version(conn, row.version_id)
+        version = await sampling_sessions.version(conn, row.version_id)
     if version is None:
         raise NotFoundError(f"the weights of sampling session {session} are gone: its session is finished")
     return row, version

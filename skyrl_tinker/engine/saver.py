@@ -12,10 +12,10 @@ from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.engine.answers import Outbox, failure_of, json_answer
 from skyrl_tinker.engine.checkpoints import free_directory, require_free
 from skyrl_tinker.protocol.stored_requests import SaveWeightsBody
-from skyrl_tinker.store import checkpoints
-from skyrl_tinker.store.checkpoints import NewCheckpoint, expiry
-from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import CapturedState, TrainerGroup
 
@@ -75,7 +75,7 @@ class Saver:
         """The row and the answer, in one commit."""
 
         async def op(conn: AsyncConnection) -> None:
-            await checkpoints.add(conn, _checkpoint(saving, size), replace=saving.body.overwrite)
+            await checkpoint_records.add(conn, _checkpoint(saving, size), replace=saving.body.overwrite)
 
         answer = json_answer({"path": str(saving.path), "type": "save_weights"})
         try:

@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.store import futures, state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 
 KEY = "engine"
@@ -26,8 +27,8 @@ class Status:
     async def open(cls, store: Store, bell: Doorbell) -> "Status":
         """Learns up to which future an earlier engine may have worked; without its word, up to the newest."""
         async with store.read() as conn:
-            left: Any = await state.get(conn, KEY)
-            newest = await futures.max_id(conn)
+            left: Any = await server_state.get(conn, KEY)
+            newest = await queue.max_id(conn)
         died_after = left.get("died_after") if isinstance(left, dict) else None
         return cls(store, bell, newest if died_after is None else died_after)
 
@@ -45,7 +46,7 @@ class Status:
         value = {"state": phase, "detail": detail, "since": time.time(), "died_after": died_after}
 
         async def op(conn: AsyncConnection) -> None:
-            await state.put(conn, KEY, value)
+            await server_state.put(conn, KEY, value)
 
         await self._store.write(op)
         self._bell.ring("api")

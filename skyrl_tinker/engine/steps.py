@@ -9,8 +9,8 @@ from skyrl_tinker.engine.answers import Outbox, Outcome, json_answer
 from skyrl_tinker.engine.gap import GapMonitor
 from skyrl_tinker.engine.lanes import Lanes, model_of
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
-from skyrl_tinker.store import futures
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
 
@@ -47,7 +47,7 @@ class Steps:
     async def _bodies(self, rows: Sequence[QueuedRow]) -> dict[int, bytes]:
         """By row id. Steps that were refused at the door, or whose time was over, have none."""
         async with self._store.read() as conn:
-            return await futures.bodies(conn, [row.id for row in rows])
+            return await queue.bodies(conn, [row.id for row in rows])
 
 
 def _item(row: QueuedRow, body: bytes) -> StepItem:

@@ -11,8 +11,9 @@ from skyrl_tinker.engine.gap import GapMonitor, Scored
 from skyrl_tinker.engine.lanes import model_of
 from skyrl_tinker.engine.publisher import Capture, Publisher, Save
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.store import futures, models
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 
 
@@ -47,7 +48,7 @@ class Syncs:
     async def _saves(self, rows: Sequence[QueuedRow]) -> list[Save]:
         """Without those whose time was over before their turn."""
         async with self._store.read() as conn:
-            bodies = await futures.bodies(conn, [row.id for row in rows])
+            bodies = await queue.bodies(conn, [row.id for row in rows])
             return [await _save(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
 
     async def _compare(self, scored: Scored, capture: Capture, publishing: asyncio.Task[bool]) -> None:
@@ -56,6 +57,6 @@ class Syncs:
 
 
 async def _save(conn: AsyncConnection, row: QueuedRow, body: bytes) -> Save:
-    model = await models.by_key(conn, model_of(row))
+    model = await model_records.by_key(conn, model_of(row))
     assert model is not None, "futures refer to models"
     return Save(row, model, SaveSamplerBody.from_bytes(body))

@@ -32,9 +32,10 @@ from skyrl_tinker.protocol.stored_requests import (
     SaveExternalBody,
     SaveWeightsBody,
 )
-from skyrl_tinker.store import futures, models
-from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
 
@@ -170,12 +171,12 @@ class TrainerDriver:
         if row.status is not FutureStatus.FAILED:
             return None
         async with self._store.read() as conn:
-            found = await futures.outcome(conn, row.request_id)
+            found = await queue.outcome(conn, row.request_id)
         return str(orjson.loads(found.body)["error"]) if found and found.body else None
 
     async def _row(self, model: ModelKey) -> ModelRow:
         async with self._store.read() as conn:
-            row = await models.by_key(conn, model)
+            row = await model_records.by_key(conn, model)
         assert row is not None, "futures refer to models"
         return row
 
@@ -210,7 +211,7 @@ class TrainerDriver:
         self._on_workers.discard(model)
         await self._gaps.forget(model)
         async with self._store.read() as conn:
-            row = await models.by_key(conn, model)
+            row = await model_records.by_key(conn, model)
             assert row is not None, "futures refer to models"
             reason = await recovery.why_lost(conn, row, "a trainer process died")
         failure = Failure(reason, "server")
@@ -287,7 +288,7 @@ class TrainerDriver:
     async def _run_single(self, row: QueuedRow) -> None:
         model = await self._row(model_of(row))
         async with self._store.read() as conn:
-            body = (await futures.bodies(conn, [row.id])).get(row.id)
+            body = (await queue.bodies(conn, [row.id])).get(row.id)
         if body is None:  # its time was over before its turn
             return
         try:
@@ -351,7 +352,7 @@ class TrainerDriver:
 
 def _state(model: ModelKey, state: ModelState, reason: str) -> Any:
     async def op(conn: AsyncConnection) -> None:
-        await models.set_state(conn, model, state, reason)
+        await model_records.set_state(conn, model, state, reason)
 
     return op
 

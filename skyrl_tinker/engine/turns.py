@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from skyrl_tinker.domain.ids import ModelKey, SessionId
 from skyrl_tinker.engine.lanes import PASSES, cost, model_of
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 
 Waiting = Mapping[ModelKey, Sequence[QueuedRow]]
 """What each model may run, in order; never nothing."""

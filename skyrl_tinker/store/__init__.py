@@ -1,6 +1,11 @@
-"""What API and engine share: a journal on a database, and a doorbell beside it."""
+"""The journal that API and engine share: a database, and a doorbell beside it.
 
-from skyrl_tinker.store.migrate import migrate
+In: operations on a connection, run by `Store.read` and `Store.write`. Out: plain values; what `write`
+returned is on disk. `database` knows SQLite, `futures` is the way of a request, `reports` what the REST routes
+list; the other modules are one table each. Imports `protocol`, `domain` and `errors`.
+"""
+
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 
 __all__ = ["Store", "migrate"]

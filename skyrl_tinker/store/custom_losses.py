@@ -10,7 +10,7 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol import custom_loss
-from skyrl_tinker.store.tables import Session, UploadedLoss
+from skyrl_tinker.store.database.tables import Session, UploadedLoss
 
 MAX_PER_SESSION = 1000
 

@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.store.tables import Session
+from skyrl_tinker.store.database.tables import Session
 
 
 def owned_by(owner: OwnerId | None) -> ColumnElement[bool]:

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.store import sqlite
-from skyrl_tinker.store.turn import Turn
-from skyrl_tinker.store.writer import Op, T, Writer
+from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.group_commit import Op, T, Writer
+from skyrl_tinker.store.database.write_lock import Turn
 
 
 def once(url: str, op: Op[T]) -> T:

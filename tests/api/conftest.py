@@ -5,7 +5,7 @@ import hypothesis
 import pytest
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store.database.migrate import migrate
 from tests.api.world import World, running, settings_for
 
 hypothesis.settings.register_profile("long", max_examples=3000, deadline=None)

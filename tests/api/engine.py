@@ -9,10 +9,11 @@ from pathlib import Path
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.stored_samples import sample_from_body
-from skyrl_tinker.store import futures, models, sampling
+from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import QueuedRow
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.api.world import pass_output, sample_output
 
@@ -32,7 +33,7 @@ class Engine:
         cursor = 0
         while True:
             async with self._store.read() as conn:
-                rows = await futures.queued_after(conn, cursor)
+                rows = await queue.queued_after(conn, cursor)
             for row in rows:
                 cursor = row.id
                 await self._answer(row)
@@ -43,9 +44,9 @@ class Engine:
         if row.status is FutureStatus.FAILED:
             return
         async with self._store.read() as conn:
-            body = (await futures.bodies(conn, [row.id]))[row.id]
+            body = (await queue.bodies(conn, [row.id]))[row.id]
         content_type, result = await self._result(row, body)
-        await self._store.write(lambda conn: futures.succeed(conn, row.id, content_type, result))
+        await self._store.write(lambda conn: queue.succeed(conn, row.id, content_type, result))
         self._bell.ring("api")
 
     async def _result(self, row: QueuedRow, body: bytes) -> tuple[str, bytes]:
@@ -64,14 +65,14 @@ class Engine:
     async def _model(self, row: QueuedRow) -> ModelRow:
         assert row.model_key is not None
         async with self._store.read() as conn:
-            model = await models.by_key(conn, row.model_key)
+            model = await model_records.by_key(conn, row.model_key)
         assert model is not None
         return model
 
     async def _sampling_session(self, row: QueuedRow, number: int) -> bytes:
         model = await self._model(row)
         made = await self._store.write(
-            lambda conn: sampling.create(
+            lambda conn: sampling_sessions.create(
                 conn,
                 model.session_id,
                 number,

@@ -17,8 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.store import keys, owners, sessions
-from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store import api_keys, owners, session_records
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store, once
 from tests.api.process import Api, launched
 from tests.api.world import settings_for, write_facts
@@ -130,10 +130,10 @@ def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> No
 
     async def keyless(conn: AsyncConnection) -> SessionId:
         about = {"project_id": None, "display_name": None, "sdk_version": "0.38.0"}
-        return await sessions.create(conn, owner=None, tags=[], user_metadata={}, **about)
+        return await session_records.create(conn, owner=None, tags=[], user_metadata={}, **about)
 
     async def owned(conn: AsyncConnection) -> None:
-        await owners.require_session(conn, await keys.id_of(conn, "carol"), session)
+        await owners.require_session(conn, await api_keys.id_of(conn, "carol"), session)
 
     session = once(settings.store_url, keyless)
     assert "no key sees the 1 session(s)" in ours(settings, "keys", "create", "--name", "alice").stderr

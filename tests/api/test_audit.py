@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import update
 
 from skyrl_tinker.domain.ids import CheckpointKind
-from skyrl_tinker.store.tables import AuditEvent
+from skyrl_tinker.store.database.tables import AuditEvent
 from tests.api.users import get, new_user, speak_as
 from tests.api.world import World
 

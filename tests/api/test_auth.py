@@ -15,7 +15,7 @@ from skyrl_tinker.api import auth, tokens
 from skyrl_tinker.api.auth import AuthMiddleware
 from skyrl_tinker.api.keyring import KeyRing
 from skyrl_tinker.api.tokens import Caller
-from skyrl_tinker.store import keys
+from skyrl_tinker.store import api_keys
 from tests.api.world import BASE, World
 
 SESSION = {"sdk_version": "0.38.0"}
@@ -23,13 +23,13 @@ SESSION = {"sdk_version": "0.38.0"}
 
 async def key_of(world: World, name: str) -> str:
     """Known to the API at once."""
-    key = await world.store.write(lambda conn: keys.create(conn, name))
+    key = await world.store.write(lambda conn: api_keys.create(conn, name))
     await world.services.keys.refresh()
     return key
 
 
 async def revoke(world: World, which: str) -> None:
-    await world.store.write(lambda conn: keys.revoke(conn, which))
+    await world.store.write(lambda conn: api_keys.revoke(conn, which))
 
 
 async def ask(
@@ -93,7 +93,7 @@ async def test_openai_clients_read_why_they_are_refused(world: World) -> None:
 
 
 async def test_the_first_key_takes_effect_by_itself(world: World) -> None:
-    key = await world.store.write(lambda conn: keys.create(conn, "alice"))
+    key = await world.store.write(lambda conn: api_keys.create(conn, "alice"))
     await until_status(world, 401, "tml-anything")
     assert (await ask(world, key)).status_code == 200
 
@@ -108,7 +108,7 @@ async def test_revoking_takes_effect_by_itself_and_does_not_open_the_server(worl
 
 
 async def test_a_key_from_before_the_start_counts_from_the_first_request_on(world: World) -> None:
-    await world.store.write(lambda conn: keys.create(conn, "alice"))
+    await world.store.write(lambda conn: api_keys.create(conn, "alice"))
     ring = KeyRing(world.store)
     await ring.start()
     assert ring.locked

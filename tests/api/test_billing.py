@@ -9,8 +9,9 @@ from sqlalchemy import update
 
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import Usage
-from skyrl_tinker.store import checkpoints, futures, usage
-from skyrl_tinker.store.tables import Checkpoint, Future
+from skyrl_tinker.store import checkpoint_records, usage_records
+from skyrl_tinker.store.database.tables import Checkpoint, Future
+from skyrl_tinker.store.futures import queue
 from tests.api.passes import old_json
 from tests.api.users import get, new_user, speak_as
 from tests.api.world import BASE, Json, World, sample
@@ -34,7 +35,7 @@ def infos(answer: Json, kind: str) -> list[Json]:
 
 async def finish(world: World, request: Json, used: Usage, offset: int = -1) -> None:
     future = await world.id_of(request["request_id"])
-    await world.store.write(lambda conn: futures.succeed(conn, future, "t", b"", used))
+    await world.store.write(lambda conn: queue.succeed(conn, future, "t", b"", used))
     at = (hour(offset) + timedelta(minutes=30)).timestamp()
     move = update(Future).where(Future.id == future).values(finished_at=at)
     await world.store.write(lambda conn: conn.execute(move))
@@ -79,7 +80,7 @@ async def test_the_bill_is_the_same_after_the_results_are_gone(world: World) -> 
     sampler = await world.sampler()
     await finish(world, await world.ok("asample", sample(sampler, 0)), Usage(100, 60, 9))
     before = await bill(world)
-    assert await world.store.write(lambda conn: futures.purge_results(conn, NOW.timestamp() + 7200)) == 1
+    assert await world.store.write(lambda conn: queue.purge_results(conn, NOW.timestamp() + 7200)) == 1
     assert await bill(world) == before
     assert len(before["data"]) == 3
 
@@ -89,7 +90,7 @@ async def test_storage_is_billed_for_as_long_as_a_checkpoint_lived(world: World)
     await kept(world, run, 10**9, created_at=-2.5, deleted_at=-0.75)
     await kept(world, run, 2 * 10**9, created_at=-1.5, expires_at=-1.25, deleted_at=-0.5)
     await kept(world, run, 10**12, created_at=-9, deleted_at=-4)
-    await world.store.write(usage.roll_up)
+    await world.store.write(usage_records.roll_up)
     answer = await bill(world, -3, 0)
     hours = [each["gigabyte_hours"] for each in infos(answer, "storage")]
     assert hours == pytest.approx([0.5, 1 + 2 * 0.25, 0.25], abs=1e-6)
@@ -110,10 +111,10 @@ async def test_removed_files_stay_on_the_bill(world: World) -> None:
     await kept(world, run, 10**9, created_at=-2, deleted_at=-1)
     before = await bill(world)
     async with world.store.read() as conn:
-        (gone,) = await checkpoints.garbage(conn, NOW.timestamp())
-    await world.store.write(lambda conn: checkpoints.forget(conn, gone.id))
+        (gone,) = await checkpoint_records.garbage(conn, NOW.timestamp())
+    await world.store.write(lambda conn: checkpoint_records.forget(conn, gone.id))
     async with world.store.read() as conn:
-        assert await checkpoints.garbage(conn, NOW.timestamp()) == []
+        assert await checkpoint_records.garbage(conn, NOW.timestamp()) == []
     assert await bill(world) == before
     assert infos(before, "storage") == [{"type": "storage", "gigabyte_hours": 1.0}]
 

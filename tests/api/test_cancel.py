@@ -9,8 +9,8 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SamplingSessionId
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.protocol.stored_samples import sample_body
-from skyrl_tinker.store import futures
-from skyrl_tinker.store.waiting import cancel_sample
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.cancellation import cancel_sample
 from tests.api.waiting import Waiting, holds, ready_model, submit, until, waiting
 from tests.api.world import PROTOBUF, World, sample, step
 
@@ -69,7 +69,7 @@ async def test_a_cancel_that_comes_with_its_sample_finds_it(made: Waiting) -> No
     body = sample_body(SampleRequest((1, 2), 1, SamplingParams(max_tokens=1)))
 
     async def both(conn: AsyncConnection) -> str:
-        accepted = await futures.submit_sample(
+        accepted = await queue.submit_sample(
             conn, sampler, 0, owner=None, body=body, digest=b"", num_samples=1
         )
         assert await cancel_sample(conn, None, accepted.request_id)

@@ -16,9 +16,9 @@ from skyrl_tinker.api.deps import Services
 from skyrl_tinker.api.main import ApiServer
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.store import completions
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures import completions
+from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from tests.api.engine import Engine
 from tests.api.waiting import submit, until

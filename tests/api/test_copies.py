@@ -9,7 +9,7 @@ import pytest
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.store import checkpoints, sampling
+from skyrl_tinker.store import checkpoint_records, sampling_sessions
 from tests.api.users import get, new_user, speak_as
 from tests.api.world import BASE, Json, World, step
 
@@ -35,10 +35,10 @@ async def copy(world: World, source: str, where: Json = PROJECT, key: str = "k",
     return str(answer.json()["tinker_path"])
 
 
-async def row(world: World, path: str) -> checkpoints.CheckpointRow:
+async def row(world: World, path: str) -> checkpoint_records.CheckpointRow:
     where = tinker_path.parse(path)
     async with world.store.read() as conn:
-        found = await checkpoints.find(conn, None, where.model_id, where.kind, where.name)
+        found = await checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
     assert found is not None
     return found
 
@@ -70,7 +70,7 @@ async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -
     made = await row(world, await copy(world, await saved(world, SAMPLER)))
     assert made.version_id is not None
     async with world.store.read() as conn:
-        version = await sampling.version(conn, made.version_id)
+        version = await sampling_sessions.version(conn, made.version_id)
     assert version == WeightVersion(made.version_id, "lora", made.directory)
     await world.sampler(model_path=made.path)
 

@@ -19,9 +19,9 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.store import checkpoints
-from skyrl_tinker.store.checkpoints import NewCheckpoint
-from skyrl_tinker.store.tables import Checkpoint
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.database.tables import Checkpoint
 from tests.api.world import BASE, FACTS, World, running
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
@@ -37,7 +37,7 @@ async def record(world: World, directory: Path, kind: CheckpointKind = EXTERNAL,
     assert key is not None
     values: dict[str, Any] = {"base_model": BASE, "spec": LoraSpec(8, 1), "size_bytes": 1, **changes}
     new = NewCheckpoint(model_key=key, kind=kind, name="e", directory=str(directory), **values)
-    await world.store.write(lambda conn: checkpoints.add(conn, new, replace=False))
+    await world.store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
     return f"training_runs/{model_id}/checkpoints/{kind}/e"
 
 

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode
 
-from skyrl_tinker.store import state
-from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from tests.api import fuzzing
 from tests.api.process import Api, launched
@@ -63,7 +63,7 @@ async def _ready(url: str) -> None:
     store = await Store.open(url)
     await write_facts(store)
     engine = {"state": "ready", "detail": "", "since": 0.0, "died_after": None}
-    await store.write(lambda conn: state.put(conn, "engine", engine))
+    await store.write(lambda conn: server_state.put(conn, "engine", engine))
     await store.close()
 
 

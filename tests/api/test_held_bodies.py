@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from skyrl_tinker.config import MiB
-from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from tests.api.process import Api, launched
 from tests.api.world import settings_for, write_facts

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given, settings
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, RequestId
-from skyrl_tinker.store import futures, models
-from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.futures import queue
 from tests.api.clients import Clients, Key
 from tests.api.plans import APIS, SESSIONS, Event, Plan, computed, drawn, plain, plans, rounds
 from tests.api.whole import Ran, Whole, whole
@@ -110,7 +111,7 @@ class Runs:
 
     async def _status(self, request: str) -> bool:
         async with self._server.engine.store.read() as conn:
-            found = await futures.outcome(conn, RequestId(request))
+            found = await queue.outcome(conn, RequestId(request))
         assert found is not None
         return found.status is not FutureStatus.PENDING
 
@@ -134,7 +135,7 @@ class Runs:
     async def _ran(self, model_id: str) -> list[Ran]:
         """Everything so far; then the model is let go, as at the end of its session."""
         async with self._server.engine.store.read() as conn:
-            model = await models.by_id(conn, ModelId(model_id))
+            model = await model_records.by_id(conn, ModelId(model_id))
         assert model is not None
         self._server.engine.driver.release(model.key)
         return self._server.engine.trainer.ran.pop(model.key, [])

@@ -11,7 +11,7 @@ from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.store import custom_losses
-from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store.database.migrate import migrate
 from tests.api.world import Json, World, running, settings_for
 
 

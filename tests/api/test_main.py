@@ -19,10 +19,10 @@ from skyrl_tinker.api.main import ApiServer, read_facts
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.store.tables import Session
 from tests.api.engine import Engine, working
 from tests.api.process import Api, launched
 from tests.api.world import BASE, FACTS, settings_for, write_facts

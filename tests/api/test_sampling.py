@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.protocol.stored_samples import sample_from_body
-from skyrl_tinker.store import futures
+from skyrl_tinker.store.futures import queue
 from tests.api.world import BASE, CONTEXT, World, sample
 
 
@@ -102,7 +102,7 @@ async def test_a_sample_of_an_old_sdk_needs_no_types_and_no_defaults(world: Worl
     await world.ok("asample", body)
     row = (await world.queued())[0]
     async with world.store.read() as conn:
-        stored = sample_from_body((await futures.bodies(conn, [row.id]))[row.id])
+        stored = sample_from_body((await queue.bodies(conn, [row.id]))[row.id])
     assert (stored.prompt, stored.num_samples) == ((1, 2, 3), 1)
     assert stored.params.stop is None
     assert stored.params.max_tokens is None

@@ -8,7 +8,8 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestKind
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.schemas.usage import StorageUsage
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody
-from skyrl_tinker.store import futures, models
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.futures import queue
 from tests.api.world import BASE, Json, World, step
 
 LORA = {"rank": 8, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}
@@ -75,7 +76,7 @@ SAMPLES: tuple[Json, ...] = (
 async def stored(world: World, request_id: str) -> bytes:
     future_id = await world.id_of(request_id)
     async with world.store.read() as conn:
-        return (await futures.bodies(conn, [future_id]))[future_id]
+        return (await queue.bodies(conn, [future_id]))[future_id]
 
 
 @pytest.mark.parametrize("path", TRAINING)
@@ -112,7 +113,7 @@ async def test_a_session_and_a_model_bear_what_old_sdks_leave_out(world: World, 
     wanted = {"model_seq_id": 0, "base_model": BASE, "lora_config": {**LORA, "seed": None}, **user_metadata}
     model = (await world.ok("create_model", {"session_id": session, **wanted}))["model_id"]
     async with world.store.read() as conn:
-        row = await models.by_id(conn, ModelId(model))
+        row = await model_records.by_id(conn, ModelId(model))
     assert row is not None
     assert (row.spec.rank, row.user_metadata, dict(row.optimizer_config)) == (8, {}, {"type": "adamw"})
 

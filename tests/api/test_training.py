@@ -10,7 +10,7 @@ from tinker import types
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.protocol.protobuf import pass_requests
-from skyrl_tinker.store import futures
+from skyrl_tinker.store.futures import queue
 from tests.api.passes import datum, old_json, post_pass, protobuf
 from tests.api.world import VOCABULARY, World, step
 
@@ -51,7 +51,7 @@ async def test_a_pass_is_stored_as_the_engine_reads_it(world: World) -> None:
     await post_pass(world, protobuf(model, 1, datum([4, 5], [0.5, -1.0]), forward_only=True))
     row = (await world.queued())[-1]
     async with world.store.read() as conn:
-        body = (await futures.bodies(conn, [row.id]))[row.id]
+        body = (await queue.bodies(conn, [row.id]))[row.id]
     assert row.kind is RequestKind.FORWARD
     value = pass_requests.from_canonical(body)
     assert value.data[0].tokens.tolist() == [4, 5]

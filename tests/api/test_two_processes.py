@@ -15,7 +15,7 @@ import pytest
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelId
-from skyrl_tinker.store import models
+from skyrl_tinker.store import model_records
 from tests.api.passes import datum, protobuf
 from tests.api.whole import Ran, Whole, whole
 from tests.api.world import BASE, Json, sample, step, write_facts
@@ -109,7 +109,7 @@ def expected(seq_id: int) -> Ran:
 
 async def ran(server: Whole, model: str) -> list[Ran]:
     async with server.engine.store.read() as conn:
-        row = await models.by_id(conn, ModelId(model))
+        row = await model_records.by_id(conn, ModelId(model))
     assert row is not None
     return server.engine.trainer.ran[row.key]
 

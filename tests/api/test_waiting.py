@@ -19,7 +19,7 @@ from skyrl_tinker.domain.queue_views import (
     TrainingView,
     queues_from_bytes,
 )
-from skyrl_tinker.store.waiting import Place
+from skyrl_tinker.store.futures.cancellation import Place
 from tests.api.passes import old_json
 from tests.api.waiting import Waiting, holds, is_told, ready_model, submit, told, until, waiting
 from tests.api.world import sample, step

@@ -1,12 +1,12 @@
 """People with API keys, who speak one after another."""
 
-from skyrl_tinker.store import keys
+from skyrl_tinker.store import api_keys
 from tests.api.world import Json, World
 
 
 async def new_user(world: World, name: str) -> str:
     """Their key. From the first on the server asks for one."""
-    key = await world.store.write(lambda conn: keys.create(conn, name))
+    key = await world.store.write(lambda conn: api_keys.create(conn, name))
     await world.services.keys.refresh()
     return key
 

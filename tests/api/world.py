@@ -16,10 +16,11 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
 from skyrl_tinker.protocol.protobuf import pass_requests
-from skyrl_tinker.store import checkpoints, futures, models, sampling, state
-from skyrl_tinker.store.checkpoints import NewCheckpoint
+from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, server_state
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 
 BASE = "org/tiny"
@@ -103,42 +104,42 @@ class World:
 
     async def queued(self) -> list[QueuedRow]:
         async with self.store.read() as conn:
-            return await futures.queued_after(conn, 0)
+            return await queue.queued_after(conn, 0)
 
     async def id_of(self, request_id: str) -> int:
         async with self.store.read() as conn:
-            outcome = await futures.outcome(conn, RequestId(request_id))
+            outcome = await queue.outcome(conn, RequestId(request_id))
         assert outcome is not None
         return outcome.future_id
 
     async def succeed(self, request_id: str, content_type: str, body: bytes, *, ring: bool = True) -> None:
         future_id = await self.id_of(request_id)
-        await self.store.write(lambda conn: futures.succeed(conn, future_id, content_type, body))
+        await self.store.write(lambda conn: queue.succeed(conn, future_id, content_type, body))
         if ring:
             self.bell.ring("api")
 
     async def fail(self, request_id: str, message: str) -> None:
         future_id = await self.id_of(request_id)
-        await self.store.write(lambda conn: futures.fail(conn, future_id, Failure(message, "server")))
+        await self.store.write(lambda conn: queue.fail(conn, future_id, Failure(message, "server")))
         self.bell.ring("api")
 
     async def set_engine(self, name: str, detail: str = "") -> None:
         value = {"state": name, "detail": detail, "since": 0.0, "died_after": None}
-        await self.store.write(lambda conn: state.put(conn, "engine", value))
+        await self.store.write(lambda conn: server_state.put(conn, "engine", value))
 
     async def checkpoint(self, model_id: str, kind: CheckpointKind, name: str, **changes: Any) -> str:
         """A saved checkpoint; sampler weights come with a version, as the engine publishes them."""
         async with self.store.read() as conn:
-            model = await models.by_id(conn, ModelId(model_id))
+            model = await model_records.by_id(conn, ModelId(model_id))
         assert model is not None
         key = model.key
         if kind is CheckpointKind.SAMPLER_WEIGHTS:
             changes["version_id"] = await self.store.write(
-                lambda conn: sampling.new_version(conn, key, "lora", durable=True)
+                lambda conn: sampling_sessions.new_version(conn, key, "lora", durable=True)
             )
         fields = {"directory": "/nowhere", "base_model": model.base_model, "size_bytes": 10} | changes
         new = NewCheckpoint(model_key=key, kind=kind, name=name, spec=model.spec, **fields)
-        await self.store.write(lambda conn: checkpoints.add(conn, new, replace=True))
+        await self.store.write(lambda conn: checkpoint_records.add(conn, new, replace=True))
         return f"tinker://{model_id}/{kind}/{name}"
 
 
@@ -167,7 +168,7 @@ async def running(settings: Settings) -> AsyncIterator[World]:
 
 
 async def write_facts(store: Store) -> None:
-    await store.write(lambda conn: state.put(conn, "base_model", asdict(FACTS)))
+    await store.write(lambda conn: server_state.put(conn, "base_model", asdict(FACTS)))
 
 
 def pass_output(*logprobs: Sequence[float]) -> bytes:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.migrate import migrate
 from skyrl_tinker.store.store import Store
 from tests.engine.world import World
 

@@ -9,9 +9,10 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Failure, LoraSpec
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.stored_requests import CreateModelBody, OptimStepBody
-from skyrl_tinker.store import futures, models, sessions
-from skyrl_tinker.store.futures import Accepted, Outcome
-from skyrl_tinker.store.models import ModelRow, NewModel
+from skyrl_tinker.store import model_records, session_records
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted, Outcome
+from skyrl_tinker.store.model_records import ModelRow, NewModel
 from skyrl_tinker.store.store import Store
 
 _digests = itertools.count()
@@ -23,7 +24,7 @@ def _digest() -> bytes:
 
 async def new_session(store: Store) -> SessionId:
     return await store.write(
-        lambda conn: sessions.create(
+        lambda conn: session_records.create(
             conn,
             owner=None,
             tags=[],
@@ -41,7 +42,7 @@ async def submit_create(
     new = NewModel(session, number, "tiny", spec or LoraSpec(8, 1), {"type": "adamw"}, {})
     body = CreateModelBody().to_bytes()
     return await store.write(
-        lambda conn: futures.submit_create(
+        lambda conn: queue.submit_create(
             conn, RequestKind.CREATE_MODEL, new, owner=None, body=body, digest=_digest()
         )
     )
@@ -56,7 +57,7 @@ async def submit(
     failure: Failure | None = None,
 ) -> Accepted:
     return await store.write(
-        lambda conn: futures.submit_training(
+        lambda conn: queue.submit_training(
             conn, kind, model, seq_id, owner=None, body=body, digest=_digest(), failure=failure
         )
     )
@@ -90,7 +91,7 @@ async def submit_step(
 
 async def outcome(store: Store, accepted: Accepted) -> Outcome:
     async with store.read() as conn:
-        found = await futures.outcome(conn, accepted.request_id)
+        found = await queue.outcome(conn, accepted.request_id)
     assert found is not None
     return found
 
@@ -104,7 +105,7 @@ async def error_of(store: Store, accepted: Accepted) -> Failure:
 
 async def model_of(store: Store, model: ModelId) -> ModelRow:
     async with store.read() as conn:
-        row = await models.by_id(conn, model)
+        row = await model_records.by_id(conn, model)
     assert row is not None
     return row
 

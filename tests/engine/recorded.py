@@ -11,10 +11,11 @@ from skyrl_tinker.domain.values import CustomLoss, Failure, ProvenanceSpan
 from skyrl_tinker.engine.answers import Answer, finish_all
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
-from skyrl_tinker.store import futures, sampling
+from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.custom_losses import NewLoss
-from skyrl_tinker.store.futures import Accepted, QueuedRow
-from skyrl_tinker.store.stability import SequenceRecord
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted, QueuedRow
+from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine import journal
 
@@ -22,12 +23,12 @@ from tests.engine import journal
 async def submit_sample(store: Store, session: SessionId, number: int = 0) -> Accepted:
     """Of one sequence, not sampled yet."""
     sampler = await store.write(
-        lambda conn: sampling.create(
+        lambda conn: sampling_sessions.create(
             conn, session, number, base_model="tiny", model_path=None, version_id=None
         )
     )
     return await store.write(
-        lambda conn: futures.submit_sample(conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1)
+        lambda conn: queue.submit_sample(conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1)
     )
 
 
@@ -91,15 +92,13 @@ async def row_of(
     """As the engine finds it."""
     accepted = await journal.submit(store, model, seq_id, kind, body)
     async with store.read() as conn:
-        return next(
-            row for row in await futures.queued_after(conn, 0) if row.request_id == accepted.request_id
-        )
+        return next(row for row in await queue.queued_after(conn, 0) if row.request_id == accepted.request_id)
 
 
 async def upload(store: Store, session: SessionId, loss: CustomLoss) -> str:
     """Returns its loss_id."""
     new = NewLoss(session, 0, loss)
     await store.write(
-        lambda conn: futures.submit_custom_loss(conn, new, owner=None, digest=b"", result=b"{}", failure=None)
+        lambda conn: queue.submit_custom_loss(conn, new, owner=None, digest=b"", result=b"{}", failure=None)
     )
     return new.loss_id

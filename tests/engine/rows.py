@@ -1,7 +1,7 @@
 """Training requests as the engine reads them from the journal."""
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestId, RequestKind, SessionId
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 
 
 def queued(

@@ -7,8 +7,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.engine import answers
 from skyrl_tinker.engine.answers import Outbox, json_answer
-from skyrl_tinker.store import futures
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 from tests.engine import journal
 
@@ -18,15 +18,15 @@ async def test_a_result_waits_for_a_database_that_fails_for_a_moment(
 ) -> None:
     accepted = await journal.submit_create(store, await journal.new_session(store))
     async with store.read() as conn:
-        (row,) = await futures.queued_after(conn, 0)
-    finish, failures = futures.succeed_all, [OperationalError("UPDATE", None, OSError("disk full"))]
+        (row,) = await queue.queued_after(conn, 0)
+    finish, failures = queue.succeed_all, [OperationalError("UPDATE", None, OSError("disk full"))]
 
     async def succeed_all(conn: AsyncConnection, results: dict[int, tuple[str, bytes]]) -> list[int]:
         if failures:
             raise failures.pop()
         return await finish(conn, results)
 
-    monkeypatch.setattr(futures, "succeed_all", succeed_all)
+    monkeypatch.setattr(queue, "succeed_all", succeed_all)
     monkeypatch.setattr(answers, "RETRY_S", 0.01)
     await Outbox(store, bell).send([(row.id, json_answer({}))])
     assert failures == []

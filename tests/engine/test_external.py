@@ -14,9 +14,9 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, Reque
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import StorageError, UnitFailedError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
-from skyrl_tinker.store import checkpoints
-from skyrl_tinker.store.checkpoints import CheckpointRow, NewCheckpoint
-from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
+from skyrl_tinker.store.futures.queue import Accepted
 from tests.engine import journal
 from tests.engine.world import World
 
@@ -35,7 +35,7 @@ async def save(world: World, model: ModelId, seq_id: int) -> Accepted:
 
 async def found(world: World, model: ModelId) -> CheckpointRow | None:
     async with world.store.read() as conn:
-        return await checkpoints.any_owners(conn, model, EXTERNAL, "a")
+        return await checkpoint_records.any_owners(conn, model, EXTERNAL, "a")
 
 
 def left(world: World) -> list[Path]:
@@ -109,14 +109,14 @@ async def test_an_export_that_cannot_be_recorded_leaves_nothing(
     async def broken(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
         raise RuntimeError("a bug")
 
-    add: Callable[..., Any] = checkpoints.add
-    monkeypatch.setattr(checkpoints, "add", broken)
+    add: Callable[..., Any] = checkpoint_records.add
+    monkeypatch.setattr(checkpoint_records, "add", broken)
     model = await world.model()
     failed = await export(world, model, 1)
     await world.done(failed)
     assert "a bug" in (await journal.error_of(world.store, failed)).message
     assert left(world) == []
-    monkeypatch.setattr(checkpoints, "add", add)
+    monkeypatch.setattr(checkpoint_records, "add", add)
     assert (await world.done(await export(world, model, 2))).status is FutureStatus.DONE
 
 

@@ -16,7 +16,7 @@ from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.data_plane import fixed
 from skyrl_tinker.inference.external import ExternalServers
 from skyrl_tinker.inference.router import Router, RouterSpec
-from skyrl_tinker.store import state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.weight_sync.adapters import publish_adapter
@@ -121,7 +121,7 @@ async def until_size(fleet: Fleet, size: int) -> None:
 
 async def detail(store: Store) -> str:
     async with store.read() as conn:
-        value = await state.get(conn, "engine")
+        value = await server_state.get(conn, "engine")
     assert isinstance(value, dict)
     return f"{value['state']}: {value['detail']}"
 

@@ -22,7 +22,7 @@ from skyrl_tinker.engine.gap import METRIC, GapMonitor, Scored
 from skyrl_tinker.engine.inflight import Target, Wanted
 from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.errors import SamplerError, StateLostError, UserError
-from skyrl_tinker.store import state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
@@ -122,7 +122,7 @@ async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) ->
 
 async def warning(store: Store) -> object:
     async with store.read() as conn:
-        return await state.get(conn, state.WARNING)
+        return await server_state.get(conn, server_state.WARNING)
 
 
 async def test_a_probe_that_the_trainer_cannot_score_leaves_the_save_alone(store: Store) -> None:

@@ -5,7 +5,7 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.lanes import Lanes
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.rows import queued
 
 MODEL = ModelKey(1)

@@ -14,9 +14,9 @@ from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem, PassOutput, 
 from skyrl_tinker.engine.answers import Answer
 from skyrl_tinker.engine.passes import PassRunner, ReadyPass
 from skyrl_tinker.engine.planner import Pass
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.database.tables import StabilityRecord
+from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.store.tables import StabilityRecord
 from skyrl_tinker.tiny_model import make_model
 from skyrl_tinker.training.group import PreparedPass, TrainerGroup, TrainerSpec
 from tests.engine import journal, recorded

@@ -9,7 +9,7 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.engine.planner import Barriers, Pass, Unit, next_unit
 from skyrl_tinker.engine.turns import Ledger
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.rows import queued
 
 A, B, C = ModelKey(1), ModelKey(2), ModelKey(3)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.engine.lanes import PASSES, Lanes, cost, model_of
 from skyrl_tinker.engine.planner import MERGING, Barriers, Planner, Unit
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.rows import queued
 
 BUDGET = 100

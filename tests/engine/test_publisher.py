@@ -13,8 +13,9 @@ from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.publisher import Capture, Publisher, Save
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.store import futures, models
+from skyrl_tinker.store import model_records
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 from tests.engine import journal
 
@@ -57,12 +58,12 @@ async def save(store: Store, spec: LoraSpec | None = None, name: str | None = No
     assert accepted.model_id is not None
     if spec is not None:
         key = await journal.key_of(store, accepted.model_id)
-        await store.write(lambda conn: models.set_spec(conn, key, spec, "tiny", {}))
+        await store.write(lambda conn: model_records.set_spec(conn, key, spec, "tiny", {}))
     body = SaveSamplerBody(name=name, sampling_session_seq_id=None if name else 0)
     kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
     await journal.submit(store, accepted.model_id, 1, kind, body.to_bytes())
     async with store.read() as conn:
-        row = (await futures.queued_after(conn, 0))[-1]
+        row = (await queue.queued_after(conn, 0))[-1]
     return Save(row, await journal.model_of(store, accepted.model_id), body)
 
 

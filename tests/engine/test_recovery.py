@@ -6,9 +6,10 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, Model
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.recovery import recover, sweep_partial
 from skyrl_tinker.engine.status import KEY, Status
-from skyrl_tinker.store import checkpoints, futures, models, state
-from skyrl_tinker.store.checkpoints import NewCheckpoint
+from skyrl_tinker.store import checkpoint_records, model_records, server_state
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 from tests.engine import journal
 
@@ -18,21 +19,21 @@ async def ready_model(store: Store) -> ModelId:
     assert accepted.model_id is not None
     key = await journal.key_of(store, accepted.model_id)
     done = await journal.outcome(store, accepted)
-    await store.write(lambda conn: models.set_state(conn, key, ModelState.READY))
-    await store.write(lambda conn: futures.succeed(conn, done.future_id, "application/json", b"{}"))
+    await store.write(lambda conn: model_records.set_state(conn, key, ModelState.READY))
+    await store.write(lambda conn: queue.succeed(conn, done.future_id, "application/json", b"{}"))
     return accepted.model_id
 
 
 async def newest(store: Store) -> int:
     async with store.read() as conn:
-        return await futures.max_id(conn)
+        return await queue.max_id(conn)
 
 
 async def test_a_model_of_the_dead_engine_is_lost_and_names_its_last_checkpoint(store: Store) -> None:
     model = await ready_model(store)
     key = await journal.key_of(store, model)
     new = NewCheckpoint(key, CheckpointKind.WEIGHTS, "0007", "/nowhere", "tiny", LoraSpec(8, 1), 1)
-    await store.write(lambda conn: checkpoints.add(conn, new, replace=False))
+    await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
     waiting = await journal.submit_step(store, model, 1)
     assert await recover(store, await newest(store)) == 1
     row = await journal.model_of(store, model)
@@ -67,7 +68,7 @@ async def test_nobody_said_when_it_died_then_all_that_is_there_was_its(store: St
 
 
 async def test_the_mark_of_a_death_stays_until_recovery_is_done(store: Store, bell: Doorbell) -> None:
-    await store.write(lambda conn: state.put(conn, KEY, {"state": "restarting", "died_after": 41}))
+    await store.write(lambda conn: server_state.put(conn, KEY, {"state": "restarting", "died_after": 41}))
     status = await Status.open(store, bell)
     await status.say("starting", "waiting")
     assert (await Status.open(store, bell)).died_after == 41

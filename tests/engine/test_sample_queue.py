@@ -7,7 +7,7 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.queue_views import SamplingView
 from skyrl_tinker.engine.sample_queue import SampleQueue
-from skyrl_tinker.store.futures import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow
 
 
 def row(number: int, session: str) -> QueuedRow:

@@ -12,9 +12,10 @@ from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.protocol.stored_samples import sample_body
-from skyrl_tinker.store import futures, sampling
+from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine import journal
 
@@ -23,13 +24,13 @@ FACTS = BaseModelFacts("/nowhere", ("new",), "Qwen3ForCausalLM", 512, 128, 2, 1,
 
 async def submit_sample(store: Store, session: SessionId, base_model: str, seq_id: int) -> Accepted:
     sampler = await store.write(
-        lambda conn: sampling.create(
+        lambda conn: sampling_sessions.create(
             conn, session, 0, base_model=base_model, model_path=None, version_id=None
         )
     )
     body = sample_body(SampleRequest((1, 2), 1, SamplingParams(max_tokens=1)))
     return await store.write(
-        lambda conn: futures.submit_sample(
+        lambda conn: queue.submit_sample(
             conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1
         )
     )
@@ -47,7 +48,7 @@ async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
     for seq_id in range(2):  # what the first one found must not open the door to the second
         accepted = await submit_sample(store, session, "old", seq_id)
         async with store.read() as conn:
-            driver.submit((await futures.queued_after(conn, 0))[-1:])
+            driver.submit((await queue.queued_after(conn, 0))[-1:])
         async with asyncio.timeout(5):
             while (await journal.outcome(store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -16,11 +16,12 @@ from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.errors import StorageError, UnitFailedError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
-from skyrl_tinker.store import checkpoints, futures
-from skyrl_tinker.store.checkpoints import CheckpointRow, NewCheckpoint
-from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.store.models import NewModel
-from skyrl_tinker.store.tables import Session
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
+from skyrl_tinker.store.database.tables import Session
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.model_records import NewModel
 from tests.engine import journal
 from tests.engine.world import World
 
@@ -46,7 +47,7 @@ async def _told(world: World, what: str, times: int = 1) -> None:
 
 async def _found(world: World, model: ModelId) -> CheckpointRow | None:
     async with world.store.read() as conn:
-        return await checkpoints.find(conn, None, model, WEIGHTS, "a")
+        return await checkpoint_records.find(conn, None, model, WEIGHTS, "a")
 
 
 async def _status(world: World, accepted: Accepted) -> FutureStatus:
@@ -170,7 +171,7 @@ async def test_a_delete_meanwhile_is_of_what_was_there_before(world: World, over
     if overwrite:
         before = await _found(world, model)
         assert before is not None
-        await world.store.write(lambda conn: checkpoints.delete(conn, before))
+        await world.store.write(lambda conn: checkpoint_records.delete(conn, before))
     assert await _found(world, model) is None
     world.workers.disk.set()
     assert (await world.done(saved)).status is FutureStatus.DONE
@@ -208,7 +209,7 @@ async def _create_from(world: World, saved: ModelId) -> Accepted:
     path = f"tinker://{saved}/weights/a"
     body = CreateViaLoadBody(path, False, None, {"type": "adamw"}).to_bytes()
     return await world.store.write(
-        lambda conn: futures.submit_create(
+        lambda conn: queue.submit_create(
             conn, RequestKind.LOAD_WEIGHTS, new, owner=None, body=body, digest=b"new"
         )
     )
@@ -235,7 +236,7 @@ def _is_released(row: Any) -> bool:
 async def test_a_database_that_fails_for_a_moment_costs_no_save(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add: Callable[..., Any] = checkpoints.add
+    add: Callable[..., Any] = checkpoint_records.add
     failures = [OperationalError("INSERT", None, OSError("disk I/O error"))]
 
     async def fails_once(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
@@ -243,7 +244,7 @@ async def test_a_database_that_fails_for_a_moment_costs_no_save(
             raise failures.pop()
         return int(await add(conn, new, replace=replace))
 
-    monkeypatch.setattr(checkpoints, "add", fails_once)
+    monkeypatch.setattr(checkpoint_records, "add", fails_once)
     model = await world.model()
     assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
     assert failures == []
@@ -255,7 +256,7 @@ async def test_what_cannot_be_recorded_leaves_no_directory(
     async def broken(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(checkpoints, "add", broken)
+    monkeypatch.setattr(checkpoint_records, "add", broken)
     model = await world.model()
     saved = await _save(world, model, 1)
     assert (await world.done(saved)).status is FutureStatus.FAILED

@@ -15,9 +15,9 @@ from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.overflow import Overflow
 from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.errors import GoneError
-from skyrl_tinker.store import checkpoints, sampling, sessions
-from skyrl_tinker.store.checkpoints import NewCheckpoint
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.engine import journal
 
@@ -74,8 +74,8 @@ async def new_version(store: Store, model: ModelRow, directory: Path, *, durable
     make(directory)
 
     async def op(conn: AsyncConnection) -> WeightVersion:
-        number = await sampling.new_version(conn, model.key, "lora", durable=durable)
-        await sampling.set_directory(conn, number, str(directory))
+        number = await sampling_sessions.new_version(conn, model.key, "lora", durable=durable)
+        await sampling_sessions.set_directory(conn, number, str(directory))
         return WeightVersion(number, "lora", str(directory))
 
     return await store.write(op)
@@ -93,7 +93,7 @@ async def expired_checkpoint(store: Store, model: ModelRow, version: WeightVersi
         version_id=version.id,
         expires_at=time.time() - 1,
     )
-    await store.write(lambda conn: checkpoints.add(conn, new, replace=False))
+    await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
 
 
 def exists(version: WeightVersion) -> bool:
@@ -105,7 +105,7 @@ def names(directory: Path) -> list[str]:
 
 
 async def finish(store: Store, session: SessionId) -> None:
-    await store.write(lambda conn: sessions.finish(conn, session, "success", None))
+    await store.write(lambda conn: session_records.finish(conn, session, "success", None))
 
 
 async def test_a_silent_session_that_only_samples_is_ended(
@@ -116,7 +116,7 @@ async def test_a_silent_session_that_only_samples_is_ended(
     await asyncio.sleep(0.05)
     await keeper.sweep()
     with pytest.raises(GoneError, match="expired"):
-        await store.write(lambda conn: sessions.heartbeat(conn, session))
+        await store.write(lambda conn: session_records.heartbeat(conn, session))
 
 
 async def test_after_the_machine_was_suspended_clients_get_their_time_again(
@@ -128,11 +128,11 @@ async def test_after_the_machine_was_suspended_clients_get_their_time_again(
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
     await keeper.sweep()
-    await store.write(lambda conn: sessions.heartbeat(conn, session))
+    await store.write(lambda conn: session_records.heartbeat(conn, session))
     await asyncio.sleep(0.3)
     await keeper.sweep()
     with pytest.raises(GoneError, match="expired"):
-        await store.write(lambda conn: sessions.heartbeat(conn, session))
+        await store.write(lambda conn: session_records.heartbeat(conn, session))
 
 
 async def test_weights_under_a_running_sample_outlive_their_session(
@@ -184,8 +184,8 @@ async def test_an_expired_checkpoint_is_removed_once_nobody_samples_it(
     await keeper.sweep()
     assert names(tmp_path / "checkpoints") == []
     async with store.read() as conn:
-        assert await checkpoints.garbage(conn, time.time()) == []
-        assert await sampling.version(conn, version.id) is None
+        assert await checkpoint_records.garbage(conn, time.time()) == []
+        assert await sampling_sessions.version(conn, version.id) is None
 
 
 async def test_a_directory_is_removed_only_after_nobody_remembers_it(
@@ -201,7 +201,7 @@ async def test_a_directory_is_removed_only_after_nobody_remembers_it(
         raise OperationalError("DELETE", None, OSError("disk full"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "forget", full)
+        patch.setattr(checkpoint_records, "forget", full)
         with pytest.raises(OperationalError):
             await keeper.sweep()
     assert exists(version)

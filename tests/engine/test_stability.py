@@ -19,10 +19,12 @@ from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.sessions import SessionKeeper
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.protocol.stored_samples import sample_body
-from skyrl_tinker.store import futures, sampling, sqlite, stability
+from skyrl_tinker.store import sampling_sessions, stability_records
+from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.store.stability import SequenceRecord
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine import journal
 
@@ -62,19 +64,19 @@ class Sampling:
 
     async def sample(self, session: SessionId, *, record: bool) -> Accepted:
         sampler = await self.store.write(
-            lambda conn: sampling.create(
+            lambda conn: sampling_sessions.create(
                 conn, session, 0, base_model="tiny", model_path=None, version_id=None
             )
         )
         params = SamplingParams(max_tokens=3)
         body = sample_body(SampleRequest((1, 2), 2, params, record_stability_info=record))
         accepted = await self.store.write(
-            lambda conn: futures.submit_sample(
+            lambda conn: queue.submit_sample(
                 conn, sampler, 1, owner=None, body=body, digest=b"", num_samples=2
             )
         )
         async with self.store.read() as conn:
-            self.driver.submit(await futures.queued_after(conn, 0))
+            self.driver.submit(await queue.queued_after(conn, 0))
         return accepted
 
     async def done(self, accepted: Accepted) -> None:
@@ -104,9 +106,9 @@ async def statements(store: Store) -> list[str]:
     return seen
 
 
-async def records_of(store: Store, accepted: Accepted) -> dict[stability.Key, SequenceRecord]:
+async def records_of(store: Store, accepted: Accepted) -> dict[stability_records.Key, SequenceRecord]:
     async with store.read() as conn:
-        return await stability.find(conn, accepted.sequence_ids)
+        return await stability_records.find(conn, accepted.sequence_ids)
 
 
 async def test_every_sequence_of_a_recorded_sample_has_its_record(store: Store, drawn: Sampling) -> None:
@@ -142,7 +144,7 @@ async def test_a_failed_sample_leaves_no_record(store: Store, drawn: Sampling) -
 async def test_a_result_that_comes_too_late_leaves_no_record(store: Store, drawn: Sampling) -> None:
     drawn.samplers.go_on.clear()
     accepted = await drawn.sample(await journal.new_session(store), record=True)
-    await store.write(lambda conn: futures.fail_pending(conn, None, Failure("gone", "server")))
+    await store.write(lambda conn: queue.fail_pending(conn, None, Failure("gone", "server")))
     drawn.samplers.go_on.set()
     async with asyncio.timeout(10):
         while drawn.driver.in_flight() or drawn.driver.queued():  # noqa: ASYNC110

@@ -33,9 +33,10 @@ from skyrl_tinker.engine.publisher import Publisher
 from skyrl_tinker.engine.syncs import Syncs
 from skyrl_tinker.errors import SamplerError, StorageError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.store import futures, models, sampling
+from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine import journal
 
@@ -106,7 +107,7 @@ class World:
         assert created.model_id is not None
         key = await journal.key_of(self.store, created.model_id)
         if spec is not None:
-            await self.store.write(lambda conn: models.set_spec(conn, key, spec, "tiny", {}))
+            await self.store.write(lambda conn: model_records.set_spec(conn, key, spec, "tiny", {}))
         body = SaveSamplerBody(sampling_session_seq_id=0).to_bytes()
         kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
         return key, await journal.submit(self.store, created.model_id, 1, kind, body)
@@ -114,7 +115,7 @@ class World:
     async def run(self) -> None:
         """All that were submitted, in one unit, to the last answer and comparison."""
         async with self.store.read() as conn:
-            queued = await futures.queued_after(conn, 0)
+            queued = await queue.queued_after(conn, 0)
         rows = [row for row in queued if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER]
         async with asyncio.TaskGroup() as background:
             await self.syncs.run(rows, background)
@@ -152,14 +153,17 @@ async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
 async def test_a_database_that_fails_for_a_moment_costs_no_save(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish, failures = sampling.set_directory, [OperationalError("UPDATE", None, OSError("disk full"))]
+    publish, failures = (
+        sampling_sessions.set_directory,
+        [OperationalError("UPDATE", None, OSError("disk full"))],
+    )
 
     async def fails_once(conn: AsyncConnection, version: VersionId, directory: str) -> None:
         if failures:
             raise failures.pop()
         await publish(conn, version, directory)
 
-    monkeypatch.setattr(sampling, "set_directory", fails_once)
+    monkeypatch.setattr(sampling_sessions, "set_directory", fails_once)
     monkeypatch.setattr(answers, "RETRY_S", 0.01)
     _, saved = await world.submit()
     await world.run()

@@ -11,8 +11,8 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState, RequestK
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import answers
 from skyrl_tinker.errors import TrainerError, UserError
-from skyrl_tinker.store import models
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.model_records import ModelRow
 from tests.engine import journal
 from tests.engine.world import World
 
@@ -96,14 +96,14 @@ async def test_step_metrics_are_finite_json(world: World) -> None:
 async def test_a_database_that_fails_for_a_moment_loses_no_request(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, failures = models.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
+    read, failures = model_records.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
 
     async def by_key(conn: AsyncConnection, key: ModelKey) -> ModelRow | None:
         if failures:
             raise failures.pop()
         return await read(conn, key)
 
-    monkeypatch.setattr(models, "by_key", by_key)
+    monkeypatch.setattr(model_records, "by_key", by_key)
     model = await world.model()
     assert failures == []
     assert (await world.done(await journal.submit_step(world.store, model, 1))).status is FutureStatus.DONE
@@ -113,7 +113,7 @@ async def test_a_database_that_fails_for_a_moment_loses_no_request(
 async def test_a_full_disk_under_the_database_delays_creations_and_releases(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, failures = models.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
+    write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
 
     async def set_state(
         conn: AsyncConnection, key: ModelKey, state: ModelState, reason: str | None = None
@@ -122,7 +122,7 @@ async def test_a_full_disk_under_the_database_delays_creations_and_releases(
             raise failures.pop()
         await write(conn, key, state, reason)
 
-    monkeypatch.setattr(models, "set_state", set_state)
+    monkeypatch.setattr(model_records, "set_state", set_state)
     monkeypatch.setattr(answers, "RETRY_S", 0.01)
     model = await world.model()
     assert failures == []

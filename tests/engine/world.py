@@ -31,7 +31,7 @@ from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saver import Saver
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Accepted, Outcome
+from skyrl_tinker.store.futures.queue import Accepted, Outcome
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup
 from tests.engine import journal

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.domain.ids import SamplingSessionId, SessionId
-from skyrl_tinker.store import Store, migrate
-from skyrl_tinker.store.models import ModelRow
-from tests.store.rows import base_sampler, create, new_session
+from skyrl_tinker.store import Store
+from skyrl_tinker.store.database import migrate
+from skyrl_tinker.store.model_records import ModelRow
+from tests.store.support.rows import base_sampler, create, new_session
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import CustomLoss, Failure
 from skyrl_tinker.errors import GoneError, NotFoundError, SeqIdReusedError, UserError
-from skyrl_tinker.store import Store, custom_losses, futures
+from skyrl_tinker.store import Store, custom_losses
 from skyrl_tinker.store.custom_losses import NewLoss
-from skyrl_tinker.store.models import ModelRow
-from tests.store.rows import finish_session, new_session, outcome, queued
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.model_records import ModelRow
+from tests.store.support.rows import finish_session, new_session, outcome, queued
 
 LOSS = CustomLoss(
     "f", (("logprobs", 1), ("w", 0)), ({"op": "output", "args": [{"float": "inf"}, None, 1.5]},)
@@ -25,11 +26,11 @@ async def upload(
     seq_id: int = 0,
     loss: CustomLoss | None = LOSS,
     digest: bytes = b"digest",
-) -> futures.Accepted:
+) -> queue.Accepted:
     new = NewLoss(session, seq_id, loss)
     failure = REFUSED if loss is None else None
     return await store.write(
-        lambda conn: futures.submit_custom_loss(
+        lambda conn: queue.submit_custom_loss(
             conn, new, owner=None, digest=digest, result=b"{}", failure=failure
         )
     )
@@ -75,7 +76,7 @@ async def test_a_refused_loss_keeps_its_number_and_its_failure(store: Store, ses
     assert again.request_id == accepted.request_id
     answer = await outcome(store, accepted.request_id)
     assert answer.status is FutureStatus.FAILED
-    assert answer.body == futures.failure_body(REFUSED)
+    assert answer.body == queue.failure_body(REFUSED)
     assert await found(store, session) is None
 
 
@@ -88,7 +89,7 @@ async def test_the_engine_never_sees_them(store: Store, session: SessionId, mode
 
 async def test_a_restart_leaves_them_as_they_are(store: Store, session: SessionId) -> None:
     accepted = await upload(store, session)
-    assert await store.write(lambda conn: futures.fail_pending(conn, None, Failure("dead", "server"))) == 0
+    assert await store.write(lambda conn: queue.fail_pending(conn, None, Failure("dead", "server"))) == 0
     assert (await outcome(store, accepted.request_id)).status is FutureStatus.DONE
 
 

@@ -17,9 +17,9 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, OptimizerFamily, StepItem
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pass_results import forward_backward_output_json
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.store.migrate import migrate
+from skyrl_tinker.store.futures.queue import Accepted
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from tests.engine import journal

@@ -12,8 +12,8 @@ from skyrl_tinker.api.answers import from_rows
 from skyrl_tinker.api.deps import Deps, Owner
 from skyrl_tinker.protocol.schemas import utc
 from skyrl_tinker.protocol.schemas.usage import AuditEntry, AuditQuery, AuditResponse
-from skyrl_tinker.store import audit
-from skyrl_tinker.store.audit import Event
+from skyrl_tinker.store import audit_log as audit
+from skyrl_tinker.store.audit_log import Event
 
 _DAY_S = 86400
 _RESOURCES: Mapping[str, str] = {

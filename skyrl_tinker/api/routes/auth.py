@@ -14,7 +14,7 @@ from skyrl_tinker.protocol.schemas.auth import (
     KeyOrganization,
     KeyUser,
 )
-from skyrl_tinker.store import keys
+from skyrl_tinker.store import api_keys
 
 _HOW = "ask whoever runs this server for a key (`skyrl-tinker keys create`) and set TINKER_API_KEY to it"
 _NO_KEYS = "this server has no API keys: it takes any"
@@ -54,7 +54,7 @@ async def revoke_api_key(deps: Deps, caller: Who) -> dict[str, str]:
     owner = caller.owner
     if owner is None:
         raise NotSupportedError(f"{_NO_KEYS}, so there is none to revoke")
-    await deps.store.write(lambda conn: keys.revoke(conn, str(owner)))
+    await deps.store.write(lambda conn: api_keys.revoke(conn, str(owner)))
     await deps.keys.refresh()
     return {}
 

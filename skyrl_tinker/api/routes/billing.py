@@ -19,9 +19,10 @@ from skyrl_tinker.protocol.schemas.usage import (
     UsageQuery,
     UsageResponse,
 )
-from skyrl_tinker.store import keys, storage
-from skyrl_tinker.store.storage import Kept
-from skyrl_tinker.store.usage import HOUR_S
+from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.reports import storage
+from skyrl_tinker.store.reports.storage import Kept
+from skyrl_tinker.store.usage_records import HOUR_S
 
 _MOST_HOURS = 14 * 24
 
@@ -60,7 +61,7 @@ async def current_storage(
     query: Annotated[StorageQuery, Query()], deps: Deps, owner: Owner
 ) -> StorageResponse:
     async with deps.store.read() as conn:
-        name = await keys.name_of(conn, owner)
+        name = await api_keys.name_of(conn, owner)
         found = await storage.current(conn, owner, query.project_id)
     return StorageResponse(data=[_item(each, name) for each in found])
 

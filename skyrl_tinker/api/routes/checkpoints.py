@@ -24,8 +24,9 @@ from skyrl_tinker.protocol.schemas.runs import (
     SetTtlRequest,
 )
 from skyrl_tinker.protocol.validation import validate_ttl
-from skyrl_tinker.store import checkpoint_list, checkpoints
-from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.reports import checkpoint_list
 
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})", re.ASCII)
 _KNOWS_EXTERNAL = (0, 28)
@@ -101,7 +102,7 @@ async def set_ttl(
     ttl_seconds = validate_ttl(wanted.ttl_seconds)
 
     async def change(conn: AsyncConnection) -> None:
-        await checkpoints.set_ttl(conn, await _own(conn, owner, run, f"{kind}/{name}"), ttl_seconds)
+        await checkpoint_records.set_ttl(conn, await _own(conn, owner, run, f"{kind}/{name}"), ttl_seconds)
 
     await deps.store.write(change)
     return {}
@@ -110,7 +111,7 @@ async def set_ttl(
 @router.delete(_OF_RUN + "/{checkpoint_id:path}", summary="Delete a checkpoint")
 async def delete_checkpoint(run: str, checkpoint_id: str, deps: Deps, owner: Owner) -> dict[str, str]:
     async def delete(conn: AsyncConnection) -> None:
-        await checkpoints.delete(conn, await _own(conn, owner, run, checkpoint_id))
+        await checkpoint_records.delete(conn, await _own(conn, owner, run, checkpoint_id))
 
     await deps.store.write(delete)
     deps.bell.ring("engine")  # which removes the directory
@@ -119,7 +120,7 @@ async def delete_checkpoint(run: str, checkpoint_id: str, deps: Deps, owner: Own
 
 async def _set_public(deps: Deps, owner: OwnerId | None, run: str, checkpoint_id: str, public: bool) -> None:
     async def change(conn: AsyncConnection) -> None:
-        await checkpoints.publish(conn, await _own(conn, owner, run, checkpoint_id), public)
+        await checkpoint_records.publish(conn, await _own(conn, owner, run, checkpoint_id), public)
 
     await deps.store.write(change)
 
@@ -127,7 +128,7 @@ async def _set_public(deps: Deps, owner: OwnerId | None, run: str, checkpoint_id
 async def _own(conn: AsyncConnection, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
     """UserError for a malformed id, NotFoundError."""
     where = tinker_path.parse_checkpoint_id(ModelId(run), checkpoint_id)
-    return await checkpoints.own(conn, owner, where.model_id, where.kind, where.name)
+    return await checkpoint_records.own(conn, owner, where.model_id, where.kind, where.name)
 
 
 @router.post(

@@ -14,8 +14,8 @@ from skyrl_tinker.api.trace import chrome_trace
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.store import checkpoints
-from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 BINARY = "application/octet-stream"
 root = APIRouter(prefix="/download", tags=["downloads"])
@@ -79,7 +79,7 @@ async def trace(session_id: str, request: Request, deps: Deps) -> StreamingRespo
 async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
     """By the number that its URL was signed for: another one of its name is none of that client's."""
     async with deps.store.read() as conn:
-        row = await checkpoints.by_number(conn, number)
+        row = await checkpoint_records.by_number(conn, number)
     if row is None:
         raise NotFoundError("this checkpoint is deleted or expired")
     return row

@@ -14,8 +14,8 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas import ExternalWeightsUrlsResponse, utc
-from skyrl_tinker.store import checkpoints
-from skyrl_tinker.store.checkpoints import CheckpointRow
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 router = APIRouter(tags=["downloads"])
 _CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint_id:path}"
@@ -58,4 +58,4 @@ async def archive(
 async def _own(deps: Services, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
     where = tinker_path.parse_checkpoint_id(ModelId(run), checkpoint_id)
     async with deps.store.read() as conn:
-        return await checkpoints.own(conn, owner, where.model_id, where.kind, where.name)
+        return await checkpoint_records.own(conn, owner, where.model_id, where.kind, where.name)

@@ -25,9 +25,9 @@ from skyrl_tinker.protocol.schemas import (
     RetrieveFuturesResponse,
     TryAgainResponse,
 )
-from skyrl_tinker.store import completions, waiting
-from skyrl_tinker.store.completions import Completion
-from skyrl_tinker.store.futures import Outcome
+from skyrl_tinker.store.futures import cancellation, completions
+from skyrl_tinker.store.futures.completions import Completion
+from skyrl_tinker.store.futures.queue import Outcome
 
 router = APIRouter(tags=["futures"])
 hot = APIRouter(tags=["futures"], route_class=HotRoute)
@@ -73,7 +73,7 @@ async def _reason(deps: Services, request_id: RequestId) -> Reason:
         return Reason("paused_capacity", f"the engine is {engine.state}: {engine.detail}")
     queues = await deps.queues.seen()
     async with deps.store.read() as conn:
-        place = await waiting.place(conn, request_id)
+        place = await cancellation.place(conn, request_id)
     if place is None or queues is None:
         return Reason("active", None)
     return reason(place, queues)
@@ -147,7 +147,7 @@ async def cancel_future(request: Request, deps: Deps, owner: Owner) -> dict[str,
     """400 for what is no sample: requests that came later build on those of a model."""
     wanted = await read_model(request, CancelFutureRequest)
     request_id = RequestId(wanted.request_id)
-    await deps.store.write(lambda conn: waiting.cancel_sample(conn, owner, request_id), deps.wake_engine)
+    await deps.store.write(lambda conn: cancellation.cancel_sample(conn, owner, request_id), deps.wake_engine)
     return {}
 
 

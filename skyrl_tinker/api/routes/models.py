@@ -28,9 +28,10 @@ from skyrl_tinker.protocol.schemas import (
     parse,
 )
 from skyrl_tinker.protocol.validation import validate_load_weights
-from skyrl_tinker.store import models, waiting
-from skyrl_tinker.store.futures import Accepted
-from skyrl_tinker.store.models import ModelRow
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.futures import cancellation
+from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.model_records import ModelRow
 
 router = APIRouter(tags=["models"])
 
@@ -87,7 +88,7 @@ async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
     wanted = await read_model(request, UnloadModelRequest)
     model_id = ModelId(wanted.model_id)
     accepted = await deps.store.write(
-        lambda conn: waiting.submit_unload(conn, owner, model_id), deps.wake_engine
+        lambda conn: cancellation.submit_unload(conn, owner, model_id), deps.wake_engine
     )
     return announce(deps, owner, accepted, pending=True)
 
@@ -100,7 +101,7 @@ async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
 async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoResponse:
     wanted = await read_model(request, GetInfoRequest)
     async with deps.store.read() as conn:
-        row = await models.find(conn, owner, ModelId(wanted.model_id))
+        row = await model_records.find(conn, owner, ModelId(wanted.model_id))
     if row is None:
         raise NotFoundError(f"no model {wanted.model_id}")
     return _info(row, deps.facts)

@@ -18,7 +18,7 @@ from skyrl_tinker.protocol.schemas.runs import (
     TrainingRunsQuery,
     TrainingRunsResponse,
 )
-from skyrl_tinker.store import runs
+from skyrl_tinker.store.reports import training_runs
 
 router = APIRouter(tags=["runs"], prefix="/training_runs")
 
@@ -28,7 +28,9 @@ async def list_training_runs(
     query: Annotated[TrainingRunsQuery, Query()], deps: Deps, owner: Owner
 ) -> Response:
     async def read(conn: AsyncConnection) -> TrainingRunsResponse:
-        page = await runs.page(conn, owner, query.access_scope, query.limit, query.offset, query.project_id)
+        page = await training_runs.page(
+            conn, owner, query.access_scope, query.limit, query.offset, query.project_id
+        )
         return TrainingRunsResponse(
             training_runs=[training_run(run) for run in page.runs],
             cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
@@ -42,7 +44,7 @@ async def get_training_run(
     run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, owner: Owner
 ) -> TrainingRun:
     async with deps.store.read() as conn:
-        found = await runs.find(conn, owner, ModelId(run), query.access_scope)
+        found = await training_runs.find(conn, owner, ModelId(run), query.access_scope)
     if found is None:
         raise NotFoundError(f"no training run {run}")
     return training_run(found)

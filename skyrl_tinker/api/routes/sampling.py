@@ -26,9 +26,10 @@ from skyrl_tinker.protocol.schemas import (
 )
 from skyrl_tinker.protocol.stored_samples import sample_body
 from skyrl_tinker.protocol.validation import Limits, validate_base_model, validate_sample
-from skyrl_tinker.store import futures, owners, sampling
-from skyrl_tinker.store.checkpoints import CheckpointRow
-from skyrl_tinker.store.futures import Accepted
+from skyrl_tinker.store import owners, sampling_sessions
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
 
 router = APIRouter(tags=["sampling"])
 hot = APIRouter(tags=["sampling"], route_class=HotRoute)
@@ -48,10 +49,10 @@ async def create_sampling_session(
         session_id, number = SessionId(wanted.session_id), wanted.sampling_session_seq_id
         await owners.require_session(conn, owner, session_id)
         path = wanted.model_path
-        if path is not None and (first := await sampling.made_of(conn, session_id, number, path)):
+        if path is not None and (first := await sampling_sessions.made_of(conn, session_id, number, path)):
             return first
         base_model, version_id = await _target(conn, owner, wanted, deps.limits)
-        return await sampling.create(
+        return await sampling_sessions.create(
             conn,
             session_id,
             number,
@@ -90,7 +91,7 @@ def _version_of(row: CheckpointRow, limits: Limits) -> VersionId:
 @router.get("/samplers/{sampler_id}", summary="What a sampling session samples from")
 async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerResponse:
     async with deps.store.read() as conn:
-        row = await sampling.find(conn, owner, SamplingSessionId(sampler_id))
+        row = await sampling_sessions.find(conn, owner, SamplingSessionId(sampler_id))
     if row is None:
         raise NotFoundError(f"no sampling session {sampler_id}")
     return GetSamplerResponse(
@@ -107,7 +108,7 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
     """Its seq_ids begin at that number times 10^9, so that they are nobody else's."""
     wanted = await read_model(request, JoinSamplingSessionRequest)
     session_id = SamplingSessionId(wanted.sampling_session_id)
-    counter = await deps.store.write(lambda conn: sampling.join(conn, owner, session_id))
+    counter = await deps.store.write(lambda conn: sampling_sessions.join(conn, owner, session_id))
     return JoinSamplingSessionResponse(client_counter=counter)
 
 
@@ -134,7 +135,7 @@ class _Sample:
     num_samples: int
 
     async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
-        return await futures.submit_sample(
+        return await queue.submit_sample(
             conn,
             self.session_id,
             self.seq_id,

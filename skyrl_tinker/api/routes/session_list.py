@@ -30,8 +30,9 @@ from skyrl_tinker.protocol.schemas.session_list import (
     SessionSummary,
     SetProjectRequest,
 )
-from skyrl_tinker.store import keys, session_list, session_search
-from skyrl_tinker.store.session_search import Cursor, Found, Search, Status
+from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.reports import session_search, session_summaries
+from skyrl_tinker.store.reports.session_search import Cursor, Found, Search, Status
 
 router = APIRouter(tags=["sessions"], prefix="/sessions")
 
@@ -41,7 +42,7 @@ async def list_sessions(
     query: Annotated[SessionsQuery, Query()], deps: Deps, owner: Owner
 ) -> SessionsResponse:
     async with deps.store.read() as conn:
-        return SessionsResponse(sessions=await session_list.page(conn, owner, query.limit, query.offset))
+        return SessionsResponse(sessions=await session_summaries.page(conn, owner, query.limit, query.offset))
 
 
 @router.post(
@@ -54,7 +55,7 @@ async def search_sessions(request: Request, deps: Deps, owner: Owner) -> Respons
     wanted = await read_model(request, SessionSearchRequest)
 
     async def read(conn: AsyncConnection) -> SessionSearchResponse:
-        urn = user_urn(await keys.name_of(conn, owner))
+        urn = user_urn(await api_keys.name_of(conn, owner))
         if not _about(wanted.owner, urn):
             return SessionSearchResponse(sessions=[])
         found = await session_search.search(conn, owner, _search(wanted), wanted.limit + 1)
@@ -68,7 +69,7 @@ async def get_session(
     session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, owner: Owner
 ) -> SessionContents:
     async with deps.store.read() as conn:
-        found = await session_list.contents(conn, owner, SessionId(session_id))
+        found = await session_summaries.contents(conn, owner, SessionId(session_id))
     return SessionContents(
         training_run_ids=found.training_runs,
         sampler_ids=found.samplers,
@@ -86,7 +87,7 @@ async def set_project(session_id: str, request: Request, deps: Deps, owner: Owne
     """There is no list of projects: a project is whatever sessions name."""
     wanted = await read_model(request, SetProjectRequest)
     await deps.store.write(
-        lambda conn: session_list.set_project(conn, owner, SessionId(session_id), wanted.project_id)
+        lambda conn: session_summaries.set_project(conn, owner, SessionId(session_id), wanted.project_id)
     )
     return {}
 

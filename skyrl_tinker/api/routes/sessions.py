@@ -14,7 +14,7 @@ from skyrl_tinker.protocol.schemas import (
     HeartbeatRequest,
     HeartbeatResponse,
 )
-from skyrl_tinker.store import owners, sessions, state
+from skyrl_tinker.store import owners, server_state, session_records
 
 router = APIRouter(tags=["sessions"])
 
@@ -24,7 +24,7 @@ async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSe
     wanted = await read_model(request, CreateSessionRequest)
 
     async def create(conn: AsyncConnection) -> CreateSessionResponse:
-        session_id = await sessions.create(
+        session_id = await session_records.create(
             conn,
             owner=owner,
             tags=wanted.tags,
@@ -33,7 +33,7 @@ async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSe
             display_name=wanted.display_name,
             sdk_version=wanted.sdk_version,
         )
-        warning = await state.get(conn, state.WARNING)
+        warning = await server_state.get(conn, server_state.WARNING)
         return CreateSessionResponse(session_id=session_id, warning_message=warning)
 
     return await deps.store.write(create)
@@ -50,7 +50,7 @@ async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> Heart
 
     async def beat(conn: AsyncConnection) -> None:
         await owners.require_session(conn, owner, session_id)
-        await sessions.heartbeat(conn, session_id)
+        await session_records.heartbeat(conn, session_id)
 
     await deps.store.write(beat)
     return HeartbeatResponse()
@@ -66,7 +66,7 @@ async def finish_session(session_id: str, request: Request, deps: Deps, owner: O
 
     async def finish(conn: AsyncConnection) -> None:
         await owners.require_session(conn, owner, SessionId(session_id))
-        await sessions.finish(conn, SessionId(session_id), wanted.reason.type, wanted.detail)
+        await session_records.finish(conn, SessionId(session_id), wanted.reason.type, wanted.detail)
 
     await deps.store.write(finish)
     deps.bell.ring("engine")  # its models can be released

@@ -1,0 +1,159 @@
+"""Copies of checkpoints. Each belongs to a training run of its own, which exists for its path alone."""
+
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import (
+    ModelId,
+    ModelKey,
+    ModelState,
+    OwnerId,
+    RequestKind,
+    SessionId,
+    VersionId,
+)
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.store import (
+    audit_log,
+    checkpoint_records,
+    model_records,
+    owners,
+    sampling_sessions,
+    session_records,
+)
+from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint, expiry
+from skyrl_tinker.store.database.tables import Future, Model, Session
+from skyrl_tinker.store.futures import finish, record
+from skyrl_tinker.store.model_records import NewModel
+from skyrl_tinker.store.owners import owned_by
+
+_WHY_RELEASED = "this run holds a copied checkpoint, it cannot be trained: make a new model from its path"
+_ADAMW = {"type": "adamw"}
+_KIND = RequestKind.COPY_WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """`project_id` None: the session is there, and live. Else it is made for the copy, if it is not yet."""
+
+    session_id: SessionId
+    model_seq_id: int
+    project_id: str | None
+
+    @property
+    def model_id(self) -> ModelId:
+        return ModelId(f"{self.session_id}:train:{self.model_seq_id}")
+
+
+@dataclass(frozen=True, slots=True)
+class NewCopy:
+    """`directory` has the files of `source`. `digest`: of the request."""
+
+    source: CheckpointRow
+    directory: str
+    destination: Destination
+    ttl_seconds: int | None
+    digest: bytes
+
+    @property
+    def path(self) -> TinkerPath:
+        return TinkerPath(self.destination.model_id, self.source.kind, self.source.name)
+
+
+async def made(conn: AsyncConnection, owner: OwnerId | None, where: Destination, digest: bytes) -> bool:
+    """Whether this request was carried out. SeqIdReusedError when another one was."""
+    query = (
+        select(*record.FIRST)
+        .join(Model, Model.key == Future.model_key)
+        .join(Session, Session.session_id == Model.session_id)
+        .where(Model.model_id == where.model_id, Future.seq_id == 0, owned_by(owner))
+    )
+    first = (await conn.execute(query)).one_or_none()
+    if first is not None:
+        record.require_same(first, _KIND, digest, f"the training run {where.model_id}")
+    return first is not None
+
+
+async def add(conn: AsyncConnection, owner: OwnerId | None, new: NewCopy) -> bool:
+    """False when the same request was carried out meanwhile.
+
+    SeqIdReusedError, NotFoundError (no such session), GoneError (it is finished).
+    """
+    if await made(conn, owner, new.destination, new.digest):
+        return False
+    await _open(conn, owner, new.destination)
+    key = await _run(conn, new)
+    await checkpoint_records.add(conn, _checkpoint(new, key, await _version(conn, new, key)), replace=False)
+    await audit_log.record(
+        conn,
+        new.destination.session_id,
+        "checkpoint_copy",
+        model_id=new.destination.model_id,
+        tinker_path=str(new.path),
+        source_path=new.source.path,
+    )
+    return True
+
+
+async def _open(conn: AsyncConnection, owner: OwnerId | None, where: Destination) -> None:
+    if where.project_id is None:
+        await owners.require_session(conn, owner, where.session_id)
+        await session_records.require_live(conn, where.session_id)
+        return
+    await session_records.create(
+        conn,
+        owner=owner,
+        tags=["copy_weights"],
+        user_metadata={},
+        project_id=where.project_id,
+        display_name=None,
+        sdk_version="",
+        session_id=where.session_id,
+    )
+    await session_records.finish(conn, where.session_id, "success", None)
+
+
+async def _run(conn: AsyncConnection, new: NewCopy) -> ModelKey:
+    """The run, over before it began, and in the journal the request that took its number."""
+    source, where = new.source, new.destination
+    metadata = await conn.scalar(select(Model.user_metadata).where(Model.key == source.model_key))
+    config = source.optimizer_config or _ADAMW
+    model = NewModel(
+        where.session_id, where.model_seq_id, source.base_model, source.spec, config, metadata or {}
+    )
+    key = await model_records.add(conn, model, ModelState.RELEASED, _WHY_RELEASED)
+    request = record.New(_KIND, 0, new.digest, where.session_id, key)
+    future_id, _ = await record.journal(conn, request, where.model_id)
+    await finish.succeed(conn, future_id, finish.JSON_TYPE, b"{}")
+    return key
+
+
+async def _version(conn: AsyncConnection, new: NewCopy, key: ModelKey) -> VersionId | None:
+    """What samplers know the copied weights by, if they are weights for sampling."""
+    if new.source.version_id is None:
+        return None
+    version = await sampling_sessions.new_version(
+        conn, key, "lora" if new.source.spec.rank else "full", durable=True
+    )
+    await sampling_sessions.set_directory(conn, version, new.directory)
+    return version
+
+
+def _checkpoint(new: NewCopy, key: ModelKey, version: VersionId | None) -> NewCheckpoint:
+    source = new.source
+    return NewCheckpoint(
+        model_key=key,
+        kind=source.kind,
+        name=source.name,
+        directory=new.directory,
+        base_model=source.base_model,
+        spec=source.spec,
+        size_bytes=source.size_bytes,
+        has_optimizer=source.has_optimizer,
+        optimizer_config=source.optimizer_config,
+        user_metadata=source.user_metadata,
+        version_id=version,
+        expires_at=expiry(new.ttl_seconds),
+    )

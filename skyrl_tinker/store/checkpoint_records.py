@@ -1,0 +1,243 @@
+"""Named checkpoints. Each has a directory of its own, never used again; what is replaced becomes garbage."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, func, insert, or_, select, true, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, OwnerId, SessionId, VersionId
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.store import audit_log
+from skyrl_tinker.store.database.rows import AnyRow, insert_id
+from skyrl_tinker.store.database.tables import Checkpoint, Model, Session
+from skyrl_tinker.store.model_records import spec_columns, spec_of
+from skyrl_tinker.store.owners import owned_by
+from skyrl_tinker.store.sampling_sessions import held
+
+WITH_MODEL = (
+    select(Checkpoint.__table__, Model.model_id, Model.session_id)
+    .join(Model, Model.key == Checkpoint.model_key)
+    .join(Session, Session.session_id == Model.session_id)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    """`directory` is complete on disk. `version_id`: the sampler weights that lie in it."""
+
+    model_key: ModelKey
+    kind: CheckpointKind
+    name: str
+    directory: str
+    base_model: str
+    spec: LoraSpec
+    size_bytes: int
+    has_optimizer: bool = False
+    optimizer_config: Mapping[str, Any] | None = None
+    user_metadata: Mapping[str, Any] | None = None
+    version_id: VersionId | None = None
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRow:
+    id: int
+    model_key: ModelKey
+    model_id: ModelId
+    session_id: SessionId
+    kind: CheckpointKind
+    name: str
+    directory: str
+    version_id: VersionId | None
+    base_model: str
+    spec: LoraSpec
+    has_optimizer: bool
+    optimizer_config: Mapping[str, Any]
+    size_bytes: int
+    user_metadata: Mapping[str, Any]
+    created_at: float
+    expires_at: float | None
+    public: bool
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+
+async def add(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
+    """Record a checkpoint; one of the same name is replaced (its directory becomes garbage).
+
+    Raises UserError if there is one and `replace` is false.
+    """
+    now = time.time()
+    same = (
+        Checkpoint.model_key == new.model_key,
+        Checkpoint.kind == new.kind,
+        Checkpoint.name == new.name,
+        Checkpoint.deleted_at.is_(None),
+    )
+    if not replace and await conn.scalar(select(Checkpoint.id).where(*same, _not_expired(now))):
+        raise UserError(
+            f"checkpoint {new.kind}/{new.name} of this model exists and overwrite is false: "
+            "choose another name or delete it first"
+        )
+    await conn.execute(update(Checkpoint).where(*same).values(deleted_at=now))
+    number = await insert_id(conn, insert(Checkpoint), {"created_at": now, **_columns(new)})
+    (row,) = await _all(conn, Checkpoint.id == number)
+    await _audit(conn, row, "create", size_bytes=new.size_bytes)
+    return number
+
+
+async def find(
+    conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
+) -> CheckpointRow | None:
+    """This owner's, or a published one. None if there is none of that name, or it is deleted or expired."""
+    return await _named(conn, or_(owned_by(owner), Checkpoint.public), model_id, kind, name)
+
+
+async def any_owners(
+    conn: AsyncConnection, model_id: ModelId, kind: CheckpointKind, name: str
+) -> CheckpointRow | None:
+    """For who has no owner to ask for: the engine, before it saves."""
+    return await _named(conn, true(), model_id, kind, name)
+
+
+async def by_number(conn: AsyncConnection, checkpoint_id: int) -> CheckpointRow | None:
+    """For who was given its number. None if it is deleted or expired."""
+    rows = await _all(conn, Checkpoint.id == checkpoint_id, *live())
+    return rows[0] if rows else None
+
+
+async def own(
+    conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
+) -> CheckpointRow:
+    """One that this owner may change. Raises NotFoundError."""
+    row = await _named(conn, owned_by(owner), model_id, kind, name)
+    if row is None:
+        raise NotFoundError(f"no checkpoint tinker://{model_id}/{kind}/{name}")
+    return row
+
+
+async def of_model(conn: AsyncConnection, model_key: ModelKey) -> list[CheckpointRow]:
+    """The live ones, oldest first."""
+    return await _all(conn, Checkpoint.model_key == model_key, *live())
+
+
+async def last_of_model(
+    conn: AsyncConnection, model_key: ModelKey, kind: CheckpointKind
+) -> CheckpointRow | None:
+    rows = await _all(conn, Checkpoint.model_key == model_key, Checkpoint.kind == kind, *live())
+    return rows[-1] if rows else None
+
+
+async def delete(conn: AsyncConnection, row: CheckpointRow) -> None:
+    """From now on nobody finds it."""
+    await _set(conn, row, deleted_at=time.time())
+    await _audit(conn, row, "delete")
+
+
+async def publish(conn: AsyncConnection, row: CheckpointRow, public: bool) -> None:
+    """Others find it, or no longer do. Nothing happens when that is so already."""
+    if row.public is not public:
+        await _set(conn, row, public=public)
+        await _audit(conn, row, "publish" if public else "unpublish")
+
+
+async def set_ttl(conn: AsyncConnection, row: CheckpointRow, ttl_seconds: int | None) -> None:
+    """From now; None: it never expires."""
+    expires_at = expiry(ttl_seconds)
+    await _set(conn, row, expires_at=expires_at)
+    await _audit(conn, row, "set_ttl", expires_at=expires_at)
+
+
+async def garbage(conn: AsyncConnection, now: float) -> list[CheckpointRow]:
+    """Deleted or expired, and held by no live sampling session: remove the directory, then `forget`."""
+    over = or_(Checkpoint.deleted_at.is_not(None), Checkpoint.expires_at <= now)
+    return await _all(conn, over, Checkpoint.removed_at.is_(None), ~held(Checkpoint.version_id))
+
+
+async def forget(conn: AsyncConnection, checkpoint_id: int) -> None:
+    """Its directory is gone. The row stays for the bill."""
+    now = time.time()
+    ended = func.coalesce(Checkpoint.deleted_at, Checkpoint.expires_at, now)
+    values = {"removed_at": now, "deleted_at": ended}
+    await conn.execute(update(Checkpoint).where(Checkpoint.id == checkpoint_id).values(values))
+
+
+async def _named(
+    conn: AsyncConnection, whose: ColumnElement[bool], model_id: ModelId, kind: CheckpointKind, name: str
+) -> CheckpointRow | None:
+    named = (Model.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
+    rows = await _all(conn, whose, *named, *live())
+    return rows[0] if rows else None
+
+
+async def _set(conn: AsyncConnection, row: CheckpointRow, **values: Any) -> None:
+    await conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(values))
+
+
+async def _audit(conn: AsyncConnection, row: CheckpointRow, action: str, **details: Any) -> None:
+    what = {"model_id": row.model_id, "tinker_path": row.path, **details}
+    await audit_log.record(conn, row.session_id, f"checkpoint_{action}", **what)
+
+
+def expiry(ttl_seconds: int | None) -> float | None:
+    return None if ttl_seconds is None else time.time() + ttl_seconds
+
+
+def live() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """SQL: neither deleted nor expired."""
+    return Checkpoint.deleted_at.is_(None), _not_expired(time.time())
+
+
+def _not_expired(now: float) -> ColumnElement[bool]:
+    return or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now)
+
+
+def _columns(new: NewCheckpoint) -> dict[str, Any]:
+    return {
+        "model_key": new.model_key,
+        "kind": new.kind,
+        "name": new.name,
+        "directory": new.directory,
+        "version_id": new.version_id,
+        "base_model": new.base_model,
+        "has_optimizer": new.has_optimizer,
+        "optimizer_config": dict(new.optimizer_config or {}),
+        "size_bytes": new.size_bytes,
+        "user_metadata": dict(new.user_metadata or {}),
+        "expires_at": new.expires_at,
+        **spec_columns(new.spec),
+    }
+
+
+async def _all(conn: AsyncConnection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
+    query = WITH_MODEL.where(*where).order_by(Checkpoint.id)
+    return [checkpoint_of(row) for row in await conn.execute(query)]
+
+
+def checkpoint_of(row: AnyRow) -> CheckpointRow:
+    """Of a row of WITH_MODEL."""
+    return CheckpointRow(
+        id=row.id,
+        model_key=ModelKey(row.model_key),
+        model_id=ModelId(row.model_id),
+        session_id=SessionId(row.session_id),
+        kind=row.kind,
+        name=row.name,
+        directory=row.directory,
+        version_id=row.version_id,
+        base_model=row.base_model,
+        spec=spec_of(row),
+        has_optimizer=row.has_optimizer,
+        optimizer_config=row.optimizer_config,
+        size_bytes=row.size_bytes,
+        user_metadata=row.user_metadata,
+        created_at=row.created_at,
+        expires_at=row.expires_at,
+        public=row.public,
+    )

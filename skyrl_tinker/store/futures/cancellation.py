@@ -1,0 +1,91 @@
+"""Where a request stands that somebody waits for, and the two ways to end one early that are requests, too.
+
+To cancel and to unload enters the journal behind what it is about, and so reaches the engine after it.
+"""
+
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, literal, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, RequestKind
+from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.store import session_records
+from skyrl_tinker.store.database.tables import Future, Model, Session
+from skyrl_tinker.store.futures.record import SESSION, Accepted, New, again, journal, keep_body
+from skyrl_tinker.store.owners import OWNED
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`future_id`: the journal's order. `model_key`, `seq_id`: of training requests."""
+
+    future_id: int
+    kind: RequestKind
+    session_id: str | None
+    model_key: int | None
+    seq_id: int | None
+
+
+_PLACE = select(Future.id, Future.kind, Future.session_id, Future.model_key, Future.seq_id).where(
+    Future.request_id == bindparam("request_id")
+)
+_TARGET = (
+    select(Future.id, Future.kind, Future.status, Future.session_id)
+    .join(Session, Session.session_id == Future.session_id)
+    .where(Future.request_id == bindparam("request_id"), OWNED)
+)
+_MODEL = (
+    select(Model.key, *SESSION)
+    .join(Session, Session.session_id == Model.session_id)
+    .where(Model.model_id == bindparam("model_id"), OWNED)
+)
+_UNLOADING = select(Future.request_id, Future.sequence_ids).where(
+    Future.model_key == bindparam("model_key"),
+    Future.seq_id.is_(None),
+    Future.kind == literal(RequestKind.UNLOAD_MODEL, Future.kind.type),
+)
+
+
+async def place(conn: AsyncConnection, request_id: RequestId) -> Place | None:
+    row = (await conn.execute(_PLACE, {"request_id": request_id})).one_or_none()
+    return None if row is None else Place(*row)
+
+
+async def cancel_sample(conn: AsyncConnection, owner: OwnerId | None, request_id: RequestId) -> bool:
+    """Ask the engine to stop this sample; False when it has finished already.
+
+    Raises NotFoundError, and UserError for a request that is no sample.
+    """
+    row = (await conn.execute(_TARGET, {"request_id": request_id, "owner": owner})).one_or_none()
+    if row is None:
+        raise NotFoundError(f"no future {request_id!r} on this server")
+    if row.kind is not RequestKind.SAMPLE:
+        raise UserError(
+            f"request_id: found a {row.kind}, expected a sample: "
+            "training requests cannot be cancelled, since those behind them build on them"
+        )
+    if row.status is not FutureStatus.PENDING:
+        return False
+    new = New(RequestKind.CANCEL_SAMPLE, None, b"", row.session_id)
+    future_id, _ = await journal(conn, new, None)
+    keep_body(conn, future_id, str(row.id).encode())
+    return True
+
+
+async def submit_unload(conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId) -> Accepted:
+    """Behind all that was accepted of this model. The same again gives the first answer.
+
+    Raises NotFoundError (no model), GoneError (session finished).
+    """
+    row = (await conn.execute(_MODEL, {"model_id": model_id, "owner": owner})).one_or_none()
+    if row is None:
+        raise NotFoundError(f"no model {model_id}")
+    first = (await conn.execute(_UNLOADING, {"model_key": row.key})).first()
+    if first is not None:
+        return again(first, model_id)
+    session_records.check_live(row)
+    new = New(RequestKind.UNLOAD_MODEL, None, b"", row.session_id, model_key=row.key)
+    future_id, accepted = await journal(conn, new, model_id)
+    keep_body(conn, future_id, b"")
+    return accepted

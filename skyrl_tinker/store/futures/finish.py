@@ -1,0 +1,105 @@
+"""How futures end: once, with bytes that stay fetchable."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from sqlalchemy import bindparam, delete, insert, literal, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import FutureStatus
+from skyrl_tinker.domain.values import Failure, Usage
+from skyrl_tinker.store import usage_records as usages
+from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.tables import Future, Request, Result
+
+JSON_TYPE = "application/json"
+NO_USAGE = Usage()
+
+_END = Prepared(
+    update(Future)
+    .where(Future.id == bindparam("future_id"), Future.status == FutureStatus.PENDING)
+    .values({name: bindparam(name) for name in ("status", "finished_at", "error", "category")})
+)
+_RESULT = Prepared(
+    insert(Result), ("future_id", "content_type", "body", "input_tokens", "cached_tokens", "output_tokens")
+)
+# Until there are snapshots to replay from, nothing needs the body of a finished request.
+_DROP_BODY = Prepared(delete(Request).where(Request.future_id == bindparam("future_id")))
+
+
+async def succeed(
+    conn: AsyncConnection, future_id: int, content_type: str, body: bytes, usage: Usage = NO_USAGE
+) -> None:
+    """Finish with the bytes that the client gets. Nothing happens if it has finished already."""
+    await succeed_all(conn, {future_id: (content_type, body, usage)})
+
+
+async def succeed_all(conn: AsyncConnection, results: Mapping[int, tuple[str, bytes, Usage]]) -> list[int]:
+    """Content type, body and tokens by future id. Returns the ids of those that had not finished already; the
+    others are passed over."""
+    end = _end(FutureStatus.DONE, None)
+    return [id_ for id_, result in results.items() if _finish(conn, id_, end, *result)]
+
+
+async def fail(conn: AsyncConnection, future_id: int, failure: Failure) -> None:
+    """Finish with an error. Nothing happens if it has finished already."""
+    _finish(conn, future_id, _end(FutureStatus.FAILED, failure), JSON_TYPE, failure_body(failure), NO_USAGE)
+
+
+async def fail_pending(conn: AsyncConnection, up_to_id: int | None, failure: Failure) -> int:
+    """Fail all that is pending (up to an id): what a dead engine left. Returns how many."""
+    pending = [Future.status == FutureStatus.PENDING]
+    if up_to_id is not None:
+        pending.append(Future.id <= up_to_id)
+    result = select(Future.id, literal(JSON_TYPE), literal(failure_body(failure))).where(*pending)
+    results = insert(Result).from_select(["future_id", "content_type", "body"], result.order_by(Future.id))
+    await conn.execute(results)
+    await conn.execute(delete(Request).where(Request.future_id.in_(select(Future.id).where(*pending))))
+    end = update(Future).where(*pending).values(_end(FutureStatus.FAILED, failure))
+    return (await conn.execute(end)).rowcount
+
+
+async def purge_results(conn: AsyncConnection, older_than: float) -> int:
+    """Drop result bytes of futures that finished before `older_than`; the futures stay, so dedupe holds.
+
+    Results are in the order in which their futures finished: no more is read than goes.
+    """
+    await usages.roll_up(conn)
+    in_order = select(Result.id).join(Future, Future.id == Result.future_id).order_by(Result.id)
+    stays = await conn.scalar(in_order.where(Future.finished_at >= older_than).limit(1))
+    old = [] if stays is None else [Result.id < stays]
+    return (await conn.execute(delete(Result).where(*old))).rowcount
+
+
+def failure_body(failure: Failure) -> bytes:
+    """What a client gets that fetches a failed future."""
+    return orjson.dumps({"error": failure.message, "category": failure.category})
+
+
+def _finish(
+    conn: AsyncConnection,
+    future_id: int,
+    end: Mapping[str, Any],
+    content_type: str,
+    body: bytes,
+    usage: Usage,
+) -> bool:
+    """False: it has finished already."""
+    key = {"future_id": future_id}
+    if not _END.run(conn, {**key, **end}):
+        return False
+    tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
+    _RESULT.run(conn, {**key, **tokens, "content_type": content_type, "body": body})
+    _DROP_BODY.run(conn, key)
+    return True
+
+
+def _end(status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
+    return {
+        "status": status,
+        "finished_at": time.time(),
+        "error": failure and failure.message,
+        "category": failure and failure.category,
+    }

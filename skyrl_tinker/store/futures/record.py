@@ -1,0 +1,101 @@
+"""How a request is written down: found again by its key, or as a new future."""
+
+import time
+from dataclasses import dataclass
+from uuid import uuid4
+
+from sqlalchemy import insert
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestId, RequestKind
+from skyrl_tinker.errors import SeqIdReusedError, UserError
+from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.tables import Future, Request, Session
+
+MAX_SEQ_ID = 2**63 - 1
+
+FIRST = (Future.request_id, Future.kind, Future.digest, Future.sequence_ids)
+"""What tells whether a request that came before is the same."""
+SESSION = (Session.session_id, Session.finished_at, Session.finish_reason)
+_COLUMNS = (
+    "request_id",
+    "kind",
+    "session_id",
+    "model_key",
+    "seq_id",
+    "digest",
+    "sequence_ids",
+    "status",
+    "created_at",
+)
+_FUTURE = Prepared(insert(Future).returning(Future.id), _COLUMNS)
+_BODY = Prepared(insert(Request), ("future_id", "body"))
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """`created` false: the same request came before, and this is its answer."""
+
+    request_id: RequestId
+    sequence_ids: tuple[str, ...]
+    model_id: ModelId | None
+    created: bool
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """A future to be written."""
+
+    kind: RequestKind
+    seq_id: int | None
+    digest: bytes
+    session_id: str
+    model_key: ModelKey | None = None
+
+
+async def journal(conn: AsyncConnection, new: New, model_id: ModelId | None) -> tuple[int, Accepted]:
+    """Write the future, pending. Returns its key, too."""
+    request_id = RequestId(uuid4().hex)
+    (row,) = _FUTURE.rows(
+        conn,
+        {
+            "request_id": request_id,
+            "kind": new.kind,
+            "session_id": new.session_id,
+            "model_key": new.model_key,
+            "seq_id": new.seq_id,
+            "digest": new.digest,
+            "sequence_ids": (),
+            "status": FutureStatus.PENDING,
+            "created_at": time.time(),
+        },
+    )
+    return row.id, Accepted(request_id, (), model_id, created=True)
+
+
+def keep_body(conn: AsyncConnection, future_id: int, body: bytes) -> None:
+    """What the engine reads of a request that is pending."""
+    _BODY.run(conn, {"future_id": future_id, "body": body})
+
+
+def again(row: AnyRow, model_id: ModelId | None) -> Accepted:
+    """The answer of the request that came first."""
+    return Accepted(RequestId(row.request_id), tuple(row.sequence_ids), model_id, created=False)
+
+
+def check_seq_id(name: str, seq_id: int, lowest: int) -> None:
+    """Raises UserError."""
+    if not lowest <= seq_id <= MAX_SEQ_ID:
+        raise UserError(f"{name} must lie between {lowest} and {MAX_SEQ_ID}, found {seq_id}")
+
+
+def require_same(row: AnyRow, kind: RequestKind, digest: bytes, key: str) -> None:
+    """Raises SeqIdReusedError if the request that came first under this key is another one."""
+    if row.kind != kind:
+        raise SeqIdReusedError(f"{key} was used for {row.kind}, now for {kind}")
+    if row.digest != digest:
+        raise SeqIdReusedError(
+            f"{key} was used for {row.kind} with another payload "
+            f"(digest {row.digest.hex()[:12]} then, {digest.hex()[:12]} now)"
+        )

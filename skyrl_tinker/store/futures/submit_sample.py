@@ -1,0 +1,109 @@
+"""Accepting samples: one statement finds out that all is well and writes the future."""
+
+import time
+from uuid import uuid4
+
+from sqlalchemy import and_, bindparam, insert, literal, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import (
+    FutureStatus,
+    OwnerId,
+    RequestId,
+    RequestKind,
+    SamplingSessionId,
+    sequence_ids,
+)
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store import session_records
+from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.tables import Future, SamplingSession, Session
+from skyrl_tinker.store.futures.record import (
+    FIRST,
+    SESSION,
+    Accepted,
+    again,
+    check_seq_id,
+    keep_body,
+    require_same,
+)
+from skyrl_tinker.store.owners import OWNED
+
+_SAME_KEY = and_(
+    Future.sampling_session_id == bindparam("sampling_session_id"), Future.seq_id == bindparam("seq_id")
+)
+_MINE = and_(SamplingSession.sampling_session_id == bindparam("sampling_session_id"), OWNED)
+_VALUES = {
+    Future.request_id: bindparam("request_id", type_=Future.request_id.type),
+    Future.kind: literal(RequestKind.SAMPLE, Future.kind.type),
+    Future.session_id: Session.session_id,
+    Future.sampling_session_id: SamplingSession.sampling_session_id,
+    Future.seq_id: bindparam("seq_id", type_=Future.seq_id.type),
+    Future.digest: bindparam("digest", type_=Future.digest.type),
+    Future.sequence_ids: bindparam("sequence_ids", type_=Future.sequence_ids.type),
+    Future.status: literal(FutureStatus.PENDING, Future.status.type),
+    Future.created_at: bindparam("now", type_=Future.created_at.type),
+}
+_SAMPLE = Prepared(
+    insert(Future)
+    .from_select(
+        list(_VALUES),
+        select(*_VALUES.values())
+        .select_from(SamplingSession)
+        .join(Session, Session.session_id == SamplingSession.session_id)
+        .where(_MINE, Session.finished_at.is_(None), ~select(Future.id).where(_SAME_KEY).exists()),
+    )
+    .returning(Future.id)
+)
+_OF_SAMPLER = (
+    select(*SESSION, *FIRST)
+    .select_from(SamplingSession)
+    .join(Session, Session.session_id == SamplingSession.session_id)
+    .outerjoin(
+        Future,
+        and_(
+            Future.sampling_session_id == SamplingSession.sampling_session_id,
+            Future.seq_id == bindparam("seq_id"),
+        ),
+    )
+    .where(_MINE)
+)
+
+
+async def submit_sample(
+    conn: AsyncConnection,
+    sampling_session_id: SamplingSessionId,
+    seq_id: int,
+    *,
+    owner: OwnerId | None,
+    body: bytes,
+    digest: bytes,
+    num_samples: int,
+) -> Accepted:
+    """A sample; `sequence_ids` has one id per sequence to come.
+
+    Raises SeqIdReusedError, NotFoundError (no sampling session), GoneError (session finished).
+    """
+    check_seq_id("seq_id", seq_id, lowest=0)
+    request_id = RequestId(uuid4().hex)
+    sequences = sequence_ids(request_id, num_samples)
+    key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
+    new = {"request_id": request_id, "digest": digest, "sequence_ids": sequences, "now": time.time()}
+    row = _SAMPLE.row(conn, {**key, **new})
+    if row is None:
+        return await _again(conn, key, digest)
+    keep_body(conn, row.id, body)
+    return Accepted(request_id, sequences, None, created=True)
+
+
+async def _again(conn: AsyncConnection, key: dict[str, object], digest: bytes) -> Accepted:
+    """The first request of this key, or why there can be none."""
+    sampling_session_id = key["sampling_session_id"]
+    row = (await conn.execute(_OF_SAMPLER, key)).one_or_none()
+    if row is None:
+        raise NotFoundError(f"no sampling session {sampling_session_id}")
+    if row.request_id is None:
+        session_records.check_live(row)
+    name = f"seq_id {key['seq_id']} of sampling session {sampling_session_id}"
+    require_same(row, RequestKind.SAMPLE, digest, name)
+    return again(row, None)

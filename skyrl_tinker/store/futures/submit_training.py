@@ -1,0 +1,146 @@
+"""Accepting training requests and losses. Each `submit_*` is one write: it finds the first request of its
+key or writes the new one, so that duplicates, however they race, get the same answer.
+"""
+
+import time
+
+from sqlalchemy import and_, bindparam, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import ModelId, ModelState, OwnerId, RequestKind
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store import custom_losses, model_records, owners, session_records
+from skyrl_tinker.store.custom_losses import NewLoss
+from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.tables import Future, Model, Session, UploadedLoss
+from skyrl_tinker.store.futures import finish
+from skyrl_tinker.store.futures.record import (
+    FIRST,
+    SESSION,
+    Accepted,
+    New,
+    again,
+    check_seq_id,
+    journal,
+    keep_body,
+    require_same,
+)
+from skyrl_tinker.store.model_records import NewModel
+from skyrl_tinker.store.owners import OWNED
+
+_OF_CREATE = select(*FIRST).where(Future.model_key == bindparam("model_key"), Future.seq_id == 0)
+_OF_MODEL = Prepared(
+    select(Model.key, *SESSION, *FIRST)
+    .join(Session, Session.session_id == Model.session_id)
+    .outerjoin(Future, and_(Future.model_key == Model.key, Future.seq_id == bindparam("seq_id")))
+    .where(Model.model_id == bindparam("model_id"), OWNED)
+)
+_OF_LOSS = (
+    select(*FIRST)
+    .join(UploadedLoss, UploadedLoss.future_id == Future.id)
+    .where(UploadedLoss.loss_id == bindparam("loss_id"))
+)
+_BUMP = Prepared(
+    update(Model).where(Model.key == bindparam("model_key")).values(last_request_at=bindparam("now"))
+)
+
+
+async def submit_create(
+    conn: AsyncConnection,
+    kind: RequestKind,
+    model: NewModel,
+    *,
+    owner: OwnerId | None,
+    body: bytes,
+    digest: bytes,
+    failure: Failure | None = None,
+) -> Accepted:
+    """A model row and its future (seq_id 0). With `failure` both are born failed.
+
+    Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished).
+    """
+    check_seq_id("model_seq_id", model.model_seq_id, lowest=0)
+    await owners.require_session(conn, owner, model.session_id)
+    first = await model_records.by_id(conn, model.model_id)
+    if first is not None:
+        row = (await conn.execute(_OF_CREATE, {"model_key": first.key})).one()
+        require_same(row, kind, digest, f"model_seq_id {model.model_seq_id} of session {model.session_id}")
+        return again(row, model.model_id)
+    await session_records.require_live(conn, model.session_id)
+    state = ModelState.FAILED if failure else ModelState.CREATING
+    key = await model_records.add(conn, model, state, failure.message if failure else None)
+    new = New(kind, 0, digest, model.session_id, model_key=key)
+    return await _record(conn, new, body, failure, model.model_id)
+
+
+async def submit_training(
+    conn: AsyncConnection,
+    kind: RequestKind,
+    model_id: ModelId,
+    seq_id: int,
+    *,
+    owner: OwnerId | None,
+    body: bytes,
+    digest: bytes,
+    failure: Failure | None = None,
+) -> Accepted:
+    """A request of a model's lane. With `failure` it is finished at once, and its seq_id is consumed.
+
+    Raises SeqIdReusedError, NotFoundError (no model), GoneError (session finished).
+    """
+    check_seq_id("seq_id", seq_id, lowest=1)
+    key = {"model_id": model_id, "seq_id": seq_id, "owner": owner}
+    row = _OF_MODEL.row(conn, key)
+    if row is None:
+        raise NotFoundError(f"no model {model_id}")
+    if row.request_id is not None:
+        require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
+        return again(row, model_id)
+    session_records.check_live(row)
+    _BUMP.run(conn, {"model_key": row.key, "now": time.time()})
+    new = New(kind, seq_id, digest, row.session_id, model_key=row.key)
+    return await _record(conn, new, body, failure, model_id)
+
+
+async def submit_custom_loss(
+    conn: AsyncConnection,
+    loss: NewLoss,
+    *,
+    owner: OwnerId | None,
+    digest: bytes,
+    result: bytes,
+    failure: Failure | None = None,
+) -> Accepted:
+    """An uploaded loss and its future, which is born finished: with `result` (JSON), or as failed.
+
+    Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), UserError (too many).
+    """
+    check_seq_id("custom_loss_seq_id", loss.seq_id, lowest=0)
+    await owners.require_session(conn, owner, loss.session_id)
+    row = (await conn.execute(_OF_LOSS, {"loss_id": loss.loss_id})).one_or_none()
+    kind = RequestKind.CREATE_CUSTOM_LOSS
+    if row is not None:
+        require_same(row, kind, digest, f"custom_loss_seq_id {loss.seq_id} of session {loss.session_id}")
+        return again(row, None)
+    await session_records.require_live(conn, loss.session_id)
+    await custom_losses.require_room(conn, loss.session_id)
+    future_id, accepted = await journal(conn, New(kind, loss.seq_id, digest, loss.session_id), None)
+    await custom_losses.add(conn, loss, future_id)
+    if failure is not None:
+        await finish.fail(conn, future_id, failure)
+    else:
+        await finish.succeed(conn, future_id, finish.JSON_TYPE, result)
+    return accepted
+
+
+async def _record(
+    conn: AsyncConnection, new: New, body: bytes, failure: Failure | None, model_id: ModelId | None
+) -> Accepted:
+    """Write the future and either its body or its failure."""
+    future_id, accepted = await journal(conn, new, model_id)
+    if failure is not None:
+        await finish.fail(conn, future_id, failure)
+    else:
+        keep_body(conn, future_id, body)
+    return accepted

@@ -1,0 +1,144 @@
+"""Models that clients train."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Select, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, OwnerId, SessionId
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.store.database.rows import AnyRow, insert_id
+from skyrl_tinker.store.database.tables import Model, Session
+from skyrl_tinker.store.owners import owned_by
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    key: ModelKey
+    model_id: ModelId
+    session_id: SessionId
+    model_seq_id: int
+    base_model: str
+    spec: LoraSpec
+    optimizer_config: Mapping[str, Any]
+    user_metadata: Mapping[str, Any]
+    state: ModelState
+    state_reason: str | None
+    created_at: float
+    last_request_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class NewModel:
+    session_id: SessionId
+    model_seq_id: int
+    base_model: str
+    spec: LoraSpec
+    optimizer_config: Mapping[str, Any]
+    user_metadata: Mapping[str, Any]
+
+    @property
+    def model_id(self) -> ModelId:
+        return ModelId(f"{self.session_id}:train:{self.model_seq_id}")
+
+
+async def find(conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId) -> ModelRow | None:
+    """None for another owner's, too."""
+    query = select(Model.__table__).join(Session, Session.session_id == Model.session_id)
+    return await _one(conn, query.where(Model.model_id == model_id, owned_by(owner)))
+
+
+async def by_id(conn: AsyncConnection, model_id: ModelId) -> ModelRow | None:
+    return await _one(conn, select(Model.__table__).where(Model.model_id == model_id))
+
+
+async def by_key(conn: AsyncConnection, key: ModelKey) -> ModelRow | None:
+    return await _one(conn, select(Model.__table__).where(Model.key == key))
+
+
+async def in_states(conn: AsyncConnection, *states: ModelState) -> list[ModelRow]:
+    """In order of creation."""
+    return await _all(conn, select(Model.__table__).where(Model.state.in_(states)).order_by(Model.key))
+
+
+async def of_session(conn: AsyncConnection, session_id: SessionId) -> list[ModelRow]:
+    """In order of creation."""
+    query = select(Model.__table__).where(Model.session_id == session_id).order_by(Model.key)
+    return await _all(conn, query)
+
+
+async def add(conn: AsyncConnection, new: NewModel, state: ModelState, reason: str | None) -> ModelKey:
+    """Insert; the caller has looked for duplicates in the same transaction."""
+    now = time.time()
+    values = {
+        "model_id": new.model_id,
+        "session_id": new.session_id,
+        "model_seq_id": new.model_seq_id,
+        "base_model": new.base_model,
+        "optimizer_config": dict(new.optimizer_config),
+        "user_metadata": dict(new.user_metadata),
+        "state": state,
+        "state_reason": reason,
+        "created_at": now,
+        "last_request_at": now,
+        **spec_columns(new.spec),
+    }
+    return ModelKey(await insert_id(conn, insert(Model), values))
+
+
+async def set_state(
+    conn: AsyncConnection, key: ModelKey, state: ModelState, reason: str | None = None
+) -> None:
+    await conn.execute(update(Model).where(Model.key == key).values(state=state, state_reason=reason))
+
+
+async def set_spec(
+    conn: AsyncConnection, key: ModelKey, spec: LoraSpec, base_model: str, optimizer_config: Mapping[str, Any]
+) -> None:
+    """What a model created from a checkpoint turns out to be."""
+    values = {"base_model": base_model, "optimizer_config": dict(optimizer_config), **spec_columns(spec)}
+    await conn.execute(update(Model).where(Model.key == key).values(values))
+
+
+def spec_columns(spec: LoraSpec) -> dict[str, Any]:
+    return {
+        "lora_rank": spec.rank,
+        "seed": spec.seed,
+        "train_mlp": spec.train_mlp,
+        "train_attn": spec.train_attn,
+        "train_unembed": spec.train_unembed,
+    }
+
+
+def spec_of(row: AnyRow) -> LoraSpec:
+    """The LoraSpec in a row that has `spec_columns`."""
+    return LoraSpec(row.lora_rank, row.seed, row.train_mlp, row.train_attn, row.train_unembed)
+
+
+async def _one(conn: AsyncConnection, query: Select[Any]) -> ModelRow | None:
+    row = (await conn.execute(query)).one_or_none()
+    return None if row is None else _model(row)
+
+
+async def _all(conn: AsyncConnection, query: Select[Any]) -> list[ModelRow]:
+    return [_model(row) for row in await conn.execute(query)]
+
+
+def _model(row: AnyRow) -> ModelRow:
+    return ModelRow(
+        key=ModelKey(row.key),
+        model_id=ModelId(row.model_id),
+        session_id=SessionId(row.session_id),
+        model_seq_id=row.model_seq_id,
+        base_model=row.base_model,
+        spec=spec_of(row),
+        optimizer_config=row.optimizer_config,
+        user_metadata=row.user_metadata,
+        state=row.state,
+        state_reason=row.state_reason,
+        created_at=row.created_at,
+        last_request_at=row.last_request_at,
+    )

@@ -1,0 +1,1 @@
+"""Read-only listings for the REST routes: runs, checkpoints, sessions, storage and timelines."""

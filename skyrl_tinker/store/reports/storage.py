@@ -1,0 +1,87 @@
+"""What checkpoints take, and took: rows outlive their files."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Select, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.store.checkpoint_records import live
+from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.tables import Checkpoint, Model, Session
+from skyrl_tinker.store.owners import in_project, owned_by
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One checkpoint, from `created_at` until it is deleted or expires (None: it lives), UTC seconds."""
+
+    session_id: str
+    project_id: str | None
+    base_model: str
+    size_bytes: int
+    created_at: float
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The live checkpoints of one project."""
+
+    project_id: str | None
+    count: int
+    size_bytes: int
+
+
+async def between(conn: AsyncConnection, owner: OwnerId | None, start: float, end: float) -> list[Stored]:
+    """This owner's checkpoints that lived at some time in [start, end)."""
+    query = _of_owner(
+        owner,
+        Session.session_id,
+        Session.project_id,
+        Checkpoint.base_model,
+        Checkpoint.size_bytes,
+        Checkpoint.created_at,
+        Checkpoint.deleted_at,
+        Checkpoint.expires_at,
+    ).where(Checkpoint.created_at < end, *(_open_or_after(ends, start) for ends in _ENDS))
+    return [_stored(row) for row in await conn.execute(query)]
+
+
+async def current(conn: AsyncConnection, owner: OwnerId | None, project_id: str | None) -> list[Kept]:
+    """This owner's, by project; of one project only, unless None."""
+    sums = func.count(), func.sum(Checkpoint.size_bytes)
+    query = _of_owner(owner, Session.project_id, *sums).where(*live()).group_by(Session.project_id)
+    if project_id is not None:
+        query = query.where(in_project([project_id]))
+    return [Kept(*row) for row in await conn.execute(query)]
+
+
+def _stored(row: AnyRow) -> Stored:
+    ends = [each for each in (row.deleted_at, row.expires_at) if each is not None]
+    return Stored(
+        row.session_id,
+        row.project_id,
+        row.base_model,
+        row.size_bytes,
+        row.created_at,
+        min(ends, default=None),
+    )
+
+
+_ENDS = (Checkpoint.deleted_at, Checkpoint.expires_at)
+
+
+def _open_or_after(ends: Any, start: float) -> Any:
+    return or_(ends.is_(None), ends > start)
+
+
+def _of_owner(owner: OwnerId | None, *columns: Any) -> Select[Any]:
+    return (
+        select(*columns)
+        .select_from(Checkpoint)
+        .join(Model, Model.key == Checkpoint.model_key)
+        .join(Session, Session.session_id == Model.session_id)
+        .where(owned_by(owner))
+    )

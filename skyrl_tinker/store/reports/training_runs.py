@@ -1,0 +1,129 @@
+"""Training runs as REST shows them: models with their last checkpoints, a page in three queries."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, OwnerId
+from skyrl_tinker.store.api_keys import LOCAL
+from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_of, live
+from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.tables import ApiKey, Checkpoint, Model, Session
+from skyrl_tinker.store.owners import in_project, owned_by
+
+Scope = Literal["owned", "accessible"]
+"""`accessible` adds the runs of others that have a published checkpoint, with nothing but those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`lora_rank` 0: full parameters. `last`: the newest checkpoint of each kind."""
+
+    model_id: ModelId
+    owner: str
+    base_model: str
+    lora_rank: int
+    last_request_at: float
+    state: ModelState
+    user_metadata: Mapping[str, Any]
+    last: Mapping[CheckpointKind, CheckpointRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """`total`: over all pages."""
+
+    runs: list[Run]
+    total: int
+
+
+async def page(
+    conn: AsyncConnection,
+    owner: OwnerId | None,
+    scope: Scope,
+    limit: int,
+    offset: int,
+    project_id: str | None = None,
+) -> Page:
+    """The run that was asked something last comes first."""
+    where = [_visible(owner, scope)]
+    if project_id is not None:
+        where.append(in_project([project_id]))
+    count = select(func.count()).select_from(Model).join(Session, Session.session_id == Model.session_id)
+    total = await conn.scalar(count.where(*where)) or 0
+    return Page(await _runs(conn, owner, where, limit, offset), total)
+
+
+async def find(conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, scope: Scope) -> Run | None:
+    """None for one that this owner does not see."""
+    found = await _runs(conn, owner, [Model.model_id == model_id, _visible(owner, scope)], 1, 0)
+    return found[0] if found else None
+
+
+def _visible(owner: OwnerId | None, scope: Scope) -> ColumnElement[bool]:
+    if scope == "owned":
+        return owned_by(owner)
+    published = select(Checkpoint.id).where(Checkpoint.model_key == Model.key, Checkpoint.public, *live())
+    return or_(owned_by(owner), published.exists())
+
+
+async def _runs(
+    conn: AsyncConnection,
+    owner: OwnerId | None,
+    where: Sequence[ColumnElement[bool]],
+    limit: int,
+    offset: int,
+) -> list[Run]:
+    query = (
+        select(
+            Model.key,
+            Model.model_id,
+            func.coalesce(ApiKey.name, LOCAL).label("owner"),
+            Model.base_model,
+            Model.lora_rank,
+            Model.last_request_at,
+            Model.state,
+            Model.user_metadata,
+        )
+        .join(Session, Session.session_id == Model.session_id)
+        .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
+        .where(*where)
+        .order_by(Model.last_request_at.desc(), Model.key.desc())
+        .limit(limit)
+        .offset(offset)
+    )
+    rows = (await conn.execute(query)).all()
+    last = await _last(conn, owner, [ModelKey(row.key) for row in rows])
+    return [_run(row, last.get(ModelKey(row.key), {})) for row in rows]
+
+
+async def _last(
+    conn: AsyncConnection, owner: OwnerId | None, models: Sequence[ModelKey]
+) -> dict[ModelKey, dict[CheckpointKind, CheckpointRow]]:
+    newest = (
+        select(func.max(Checkpoint.id))
+        .join(Model, Model.key == Checkpoint.model_key)
+        .join(Session, Session.session_id == Model.session_id)
+        .where(Checkpoint.model_key.in_(models), or_(owned_by(owner), Checkpoint.public), *live())
+        .group_by(Checkpoint.model_key, Checkpoint.kind)
+    )
+    found: dict[ModelKey, dict[CheckpointKind, CheckpointRow]] = {}
+    for row in await conn.execute(WITH_MODEL.where(Checkpoint.id.in_(newest))):
+        found.setdefault(ModelKey(row.model_key), {})[row.kind] = checkpoint_of(row)
+    return found
+
+
+def _run(row: AnyRow, last: Mapping[CheckpointKind, CheckpointRow]) -> Run:
+    return Run(
+        ModelId(row.model_id),
+        row.owner,
+        row.base_model,
+        row.lora_rank,
+        row.last_request_at,
+        row.state,
+        row.user_metadata,
+        last,
+    )

@@ -1,0 +1,262 @@
+"""Sampling sessions and the weight versions they hold.
+
+A session is pinned to its version, or, where that version is inflight, follows the newest inflight version of
+the same model. It holds what it samples from until it is finished: whoever lets a silent session expire
+finishes it.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, and_, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.orm import aliased
+
+from skyrl_tinker.domain.ids import ModelKey, OwnerId, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
+from skyrl_tinker.store import session_records
+from skyrl_tinker.store.database.rows import AnyRow, insert_id
+from skyrl_tinker.store.database.tables import AdapterVersion, Model, SamplingSession, Session
+from skyrl_tinker.store.owners import owned_by
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSessionRow:
+    """`version_id`: as it was made, None for the base model. `follows`: the model whose newest inflight
+    version, at least that one, is sampled instead."""
+
+    sampling_session_id: SamplingSessionId
+    session_id: SessionId
+    sampling_session_seq_id: int
+    base_model: str
+    model_path: str | None
+    version_id: VersionId | None
+    follows: ModelKey | None = None
+
+
+async def create(
+    conn: AsyncConnection,
+    session_id: SessionId,
+    sampling_session_seq_id: int,
+    *,
+    base_model: str,
+    model_path: str | None,
+    version_id: VersionId | None,
+) -> SamplingSessionId:
+    """The same again gives the same id.
+
+    Raises SeqIdReusedError if the seq id stands for another target, NotFoundError (no session), GoneError.
+    """
+    new_id = _id(session_id, sampling_session_seq_id)
+    new = SamplingSessionRow(new_id, session_id, sampling_session_seq_id, base_model, model_path, version_id)
+    if (first := await get(conn, new_id)) is not None:
+        _require_same_target(first, new)
+        return new_id
+    await session_records.require_live(conn, session_id)
+    row = insert(SamplingSession).values(
+        sampling_session_id=new_id,
+        session_id=session_id,
+        sampling_session_seq_id=sampling_session_seq_id,
+        base_model=base_model,
+        model_path=model_path,
+        version_id=version_id,
+        created_at=time.time(),
+    )
+    await conn.execute(row)
+    return new_id
+
+
+async def made_of(
+    conn: AsyncConnection, session_id: SessionId, sampling_session_seq_id: int, model_path: str
+) -> SamplingSessionId | None:
+    """The one that this request made when it came before, whatever has become of the checkpoint since."""
+    first = await get(conn, _id(session_id, sampling_session_seq_id))
+    return first.sampling_session_id if first and first.model_path == model_path else None
+
+
+async def find(
+    conn: AsyncConnection, owner: OwnerId | None, sampling_session_id: SamplingSessionId
+) -> SamplingSessionRow | None:
+    """None for another owner's, too."""
+    return await _one(conn, sampling_session_id, owned_by(owner))
+
+
+async def get(conn: AsyncConnection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
+    return await _one(conn, sampling_session_id)
+
+
+async def _one(
+    conn: AsyncConnection, sampling_session_id: SamplingSessionId, *where: ColumnElement[bool]
+) -> SamplingSessionRow | None:
+    query = (
+        select(SamplingSession.__table__, AdapterVersion.inflight, AdapterVersion.model_key)
+        .join(Session, Session.session_id == SamplingSession.session_id)
+        .outerjoin(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
+        .where(SamplingSession.sampling_session_id == sampling_session_id, *where)
+    )
+    row = (await conn.execute(query)).one_or_none()
+    if row is None:
+        return None
+    return SamplingSessionRow(
+        SamplingSessionId(row.sampling_session_id),
+        SessionId(row.session_id),
+        row.sampling_session_seq_id,
+        row.base_model,
+        row.model_path,
+        row.version_id,
+        ModelKey(row.model_key) if row.inflight else None,
+    )
+
+
+async def join(conn: AsyncConnection, owner: OwnerId | None, sampling_session_id: SamplingSessionId) -> int:
+    """A number that no other client of this sampling session has, from 1 on.
+
+    Raises NotFoundError (no sampling session), GoneError (session finished).
+    """
+    query = (
+        select(Session.session_id, Session.finished_at, Session.finish_reason)
+        .join(SamplingSession, SamplingSession.session_id == Session.session_id)
+        .where(SamplingSession.sampling_session_id == sampling_session_id, owned_by(owner))
+    )
+    row = (await conn.execute(query)).one_or_none()
+    if row is None:
+        raise NotFoundError(f"no sampling session {sampling_session_id}")
+    session_records.check_live(row)
+    joined = (
+        update(SamplingSession)
+        .where(SamplingSession.sampling_session_id == sampling_session_id)
+        .values(clones=SamplingSession.clones + 1)
+        .returning(SamplingSession.clones)
+    )
+    return int((await conn.execute(joined)).scalar_one())
+
+
+def _id(session_id: SessionId, sampling_session_seq_id: int) -> SamplingSessionId:
+    return SamplingSessionId(f"{session_id}:sample:{sampling_session_seq_id}")
+
+
+def _require_same_target(first: SamplingSessionRow, new: SamplingSessionRow) -> None:
+    """Under a path the version may have moved on (overwritten checkpoint); the target is still the same."""
+    if first.base_model != new.base_model:
+        differs = f"base_model {first.base_model!r}", repr(new.base_model)
+    elif first.model_path != new.model_path:
+        differs = f"model_path {first.model_path!r}", repr(new.model_path)
+    elif first.model_path is None and first.version_id != new.version_id:
+        differs = f"weight version {first.version_id}", str(new.version_id)
+    else:
+        return
+    raise SeqIdReusedError(
+        f"sampling_session_seq_id {first.sampling_session_seq_id} of session {first.session_id} "
+        f"was used with {differs[0]}, now {differs[1]}"
+    )
+
+
+async def new_version(
+    conn: AsyncConnection,
+    model_key: ModelKey,
+    kind: Literal["lora", "full"],
+    *,
+    durable: bool,
+    inflight: bool = False,
+) -> VersionId:
+    """A version that is not published yet: it has no directory."""
+    values = {
+        "model_key": model_key,
+        "kind": kind,
+        "durable": durable,
+        "inflight": inflight,
+        "created_at": time.time(),
+    }
+    return VersionId(await insert_id(conn, insert(AdapterVersion), values))
+
+
+async def set_directory(conn: AsyncConnection, version_id: VersionId, directory: str) -> None:
+    """Publish: from now on the version can be loaded from there."""
+    await conn.execute(
+        update(AdapterVersion).where(AdapterVersion.id == version_id).values(directory=directory)
+    )
+
+
+async def version(conn: AsyncConnection, version_id: VersionId) -> WeightVersion | None:
+    """None if it is unknown, not published or dropped."""
+    found = await _published(conn, AdapterVersion.id == version_id)
+    return found[0] if found else None
+
+
+async def newest_inflight(conn: AsyncConnection, model_key: ModelKey) -> WeightVersion | None:
+    """What the inflight sampling sessions of a model sample from."""
+    mine = AdapterVersion.model_key == model_key, AdapterVersion.inflight.is_(True)
+    found = await _published(conn, *mine)
+    return found[-1] if found else None
+
+
+async def droppable_versions(conn: AsyncConnection) -> list[WeightVersion]:
+    """Ephemeral versions that no new sample uses: superseded inflight ones, and those of which neither the
+    session of the model nor that of any sampling session on them is live. (The model's counts, since its
+    sampling session may be in the making.)
+    """
+    model_is_live = (
+        select(Model.key)
+        .join(Session, Session.session_id == Model.session_id)
+        .where(Model.key == AdapterVersion.model_key, Session.finished_at.is_(None))
+        .exists()
+    )
+    wanted = or_(model_is_live, held(AdapterVersion.id), _followed())
+    return await _published(conn, AdapterVersion.durable.is_(False), or_(_superseded(), ~wanted))
+
+
+async def ephemeral_versions(conn: AsyncConnection) -> list[WeightVersion]:
+    """Those that are published and not dropped, oldest first."""
+    return await _published(conn, AdapterVersion.durable.is_(False))
+
+
+def held(version_id: Any) -> ColumnElement[bool]:
+    """SQL: a sampling session of a live session was made on this version column."""
+    return (
+        select(SamplingSession.sampling_session_id)
+        .join(Session, Session.session_id == SamplingSession.session_id)
+        .where(SamplingSession.version_id == version_id, Session.finished_at.is_(None))
+        .exists()
+    )
+
+
+def _followed() -> ColumnElement[bool]:
+    """SQL: a sampling session of a live session follows this version's model."""
+    made_on = aliased(AdapterVersion)
+    follower = (
+        select(SamplingSession.sampling_session_id)
+        .join(Session, Session.session_id == SamplingSession.session_id)
+        .join(made_on, made_on.id == SamplingSession.version_id)
+        .where(made_on.model_key == AdapterVersion.model_key, made_on.inflight, Session.finished_at.is_(None))
+    )
+    return and_(AdapterVersion.inflight, follower.exists())
+
+
+def _superseded() -> ColumnElement[bool]:
+    newer = aliased(AdapterVersion)
+    published = newer.directory.is_not(None), newer.dropped_at.is_(None)
+    newer_one = select(newer.id).where(
+        newer.model_key == AdapterVersion.model_key, newer.inflight, newer.id > AdapterVersion.id, *published
+    )
+    return and_(AdapterVersion.inflight, newer_one.exists())
+
+
+async def drop_version(conn: AsyncConnection, version_id: VersionId) -> None:
+    await conn.execute(
+        update(AdapterVersion).where(AdapterVersion.id == version_id).values(dropped_at=time.time())
+    )
+
+
+async def _published(conn: AsyncConnection, *where: ColumnElement[bool]) -> list[WeightVersion]:
+    query = (
+        select(AdapterVersion.__table__)
+        .where(AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None), *where)
+        .order_by(AdapterVersion.id)
+    )
+    return [_version(row) for row in await conn.execute(query)]
+
+
+def _version(row: AnyRow) -> WeightVersion:
+    return WeightVersion(VersionId(row.id), row.kind, row.directory)

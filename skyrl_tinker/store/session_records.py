@@ -1,0 +1,111 @@
+"""Client sessions: alive while they heartbeat, refused once finished."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from sqlalchemy import and_, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
+from skyrl_tinker.errors import GoneError, NotFoundError
+from skyrl_tinker.store import audit_log
+from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.tables import Model, Session
+
+
+async def create(
+    conn: AsyncConnection,
+    *,
+    owner: OwnerId | None,
+    tags: Sequence[str],
+    user_metadata: Mapping[str, Any],
+    project_id: str | None,
+    display_name: str | None,
+    sdk_version: str,
+    session_id: SessionId | None = None,
+) -> SessionId:
+    """`session_id`: a new one, for who must find it again; by default any."""
+    session_id = session_id or SessionId(str(uuid4()))
+    now = time.time()
+    row = insert(Session).values(
+        session_id=session_id,
+        owner_id=owner,
+        created_at=now,
+        last_heartbeat_at=now,
+        tags=list(tags),
+        user_metadata=dict(user_metadata),
+        project_id=project_id,
+        display_name=display_name,
+        sdk_version=sdk_version,
+    )
+    await conn.execute(row)
+    await audit_log.record(
+        conn, session_id, "session_create", project_id=project_id, display_name=display_name
+    )
+    return session_id
+
+
+async def heartbeat(conn: AsyncConnection, session_id: SessionId) -> None:
+    """Raises NotFoundError for an unknown session, GoneError for a finished one."""
+    beat = (
+        update(Session)
+        .where(Session.session_id == session_id, Session.finished_at.is_(None))
+        .values(last_heartbeat_at=time.time())
+    )
+    if not (await conn.execute(beat)).rowcount:
+        await require_live(conn, session_id)
+
+
+async def finish(conn: AsyncConnection, session_id: SessionId, reason: str, detail: str | None) -> None:
+    """The first reason wins. Raises NotFoundError for an unknown session."""
+    end = (
+        update(Session)
+        .where(Session.session_id == session_id, Session.finished_at.is_(None))
+        .values(finished_at=time.time(), finish_reason=reason, finish_detail=detail)
+    )
+    if (await conn.execute(end)).rowcount:
+        await audit_log.record(conn, session_id, "session_finish", reason=reason, detail=detail)
+    else:
+        await _session(conn, session_id)
+
+
+async def owner_of(conn: AsyncConnection, session_id: SessionId) -> OwnerId | None:
+    """Of a session that exists."""
+    owner: OwnerId | None = await conn.scalar(
+        select(Session.owner_id).where(Session.session_id == session_id)
+    )
+    return owner
+
+
+async def require_live(conn: AsyncConnection, session_id: SessionId) -> None:
+    """Raises NotFoundError for an unknown session, GoneError for a finished one."""
+    check_live(await _session(conn, session_id))
+
+
+def check_live(row: AnyRow) -> None:
+    """Raises GoneError if the row's session (session_id, finished_at, finish_reason) is finished."""
+    if row.finished_at is not None:
+        raise GoneError(f"session {row.session_id} is finished ({row.finish_reason}): create a new one")
+
+
+async def expired(conn: AsyncConnection, now: float, timeout_s: float) -> list[SessionId]:
+    """Sessions to end: silent for `timeout_s`, or finished but with models that are not released yet."""
+    holds_models = (
+        select(Model.key)
+        .where(Model.session_id == Session.session_id, Model.state != ModelState.RELEASED)
+        .exists()
+    )
+    silent = and_(Session.finished_at.is_(None), Session.last_heartbeat_at < now - timeout_s)
+    left = and_(Session.finished_at.is_not(None), holds_models)
+    rows = await conn.scalars(select(Session.session_id).where(or_(silent, left)))
+    return [SessionId(session_id) for session_id in rows]
+
+
+async def _session(conn: AsyncConnection, session_id: SessionId) -> AnyRow:
+    query = select(Session.session_id, Session.finished_at, Session.finish_reason)
+    row = (await conn.execute(query.where(Session.session_id == session_id))).one_or_none()
+    if row is None:
+        raise NotFoundError(f"no session {session_id}")
+    return row

@@ -1,0 +1,109 @@
+"""What was sampled, and how likely it was then, for losses that compare: one record per sampled sequence.
+
+A record belongs to the session that sampled it, and lives for a time after its last use.
+"""
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from sqlalchemy import bindparam, delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import FutureStatus, SessionId, request_of
+from skyrl_tinker.domain.values import Float32, Int32
+from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.tables import Future, StabilityRecord
+
+MAX_IDS = 10_000
+"""In one statement: SQLite binds at most 32766 values."""
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+Key = tuple[SessionId, str]
+"""Whose sequence, and its id: who looks with his own session finds only what is his."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRecord:
+    """`prompt_length`: of the prompt that it was sampled for."""
+
+    sequence_id: str
+    tokens: Int32  # [n], sampled
+    logprobs: Float32  # [n], under the weights that sampled them
+    prompt_length: int
+
+
+_COLUMNS = [
+    column for column in StabilityRecord.__table__.c if column is not StabilityRecord.__table__.c.session_id
+]
+_OWNER = select(*(bindparam(column.name, type_=column.type) for column in _COLUMNS), Future.session_id)
+_ADD = insert(StabilityRecord).from_select(
+    [*(column.name for column in _COLUMNS), "session_id"],
+    _OWNER.where(Future.id == bindparam("future_id")),
+)
+_NAMED = StabilityRecord.sequence_id.in_(bindparam("ids", expanding=True))
+_FIND = select(StabilityRecord.__table__).where(_NAMED)
+_RENEW = update(StabilityRecord).where(_NAMED).values(last_used_at=bindparam("now"))
+_REQUESTS = select(Future.session_id, Future.sequence_ids, Future.status).where(
+    Future.request_id.in_(bindparam("ids", expanding=True))
+)
+
+
+async def add(conn: AsyncConnection, records: Mapping[int, Sequence[SequenceRecord]]) -> None:
+    """By the id of the future that sampled them."""
+    now = time.time()
+    rows = [
+        {
+            "future_id": future_id,
+            "sequence_id": record.sequence_id,
+            "tokens": record.tokens.astype(_INT32).tobytes(),
+            "logprobs": record.logprobs.astype(_FLOAT32).tobytes(),
+            "prompt_length": record.prompt_length,
+            "last_used_at": now,
+        }
+        for future_id, own in records.items()
+        for record in own
+    ]
+    await conn.execute(_ADD, rows)
+
+
+async def find(conn: AsyncConnection, ids: Collection[str]) -> dict[Key, SequenceRecord]:
+    """Those of these sequences that have a record."""
+    found: dict[Key, SequenceRecord] = {}
+    for some in _portions(ids):
+        for row in await conn.execute(_FIND, {"ids": some}):
+            found[SessionId(row.session_id), row.sequence_id] = _record(row)
+    return found
+
+
+async def fates(conn: AsyncConnection, ids: Collection[str]) -> dict[Key, FutureStatus]:
+    """How the requests stand that sample, or sampled, these sequences; none for ids never given out."""
+    found: dict[Key, FutureStatus] = {}
+    for some in _portions({request_of(each) for each in ids}):
+        for row in await conn.execute(_REQUESTS, {"ids": some}):
+            found |= {(SessionId(row.session_id), each): row.status for each in row.sequence_ids}
+    return found
+
+
+async def renew(conn: AsyncConnection, ids: Collection[str]) -> None:
+    """They are used now."""
+    for some in _portions(ids):
+        await conn.execute(_RENEW, {"ids": some, "now": time.time()})
+
+
+async def purge(conn: AsyncConnection, older_than: float) -> int:
+    """Drop what was last used before. Returns how many."""
+    old = StabilityRecord.last_used_at < older_than
+    return (await conn.execute(delete(StabilityRecord).where(old))).rowcount
+
+
+def _portions(ids: Collection[str]) -> Iterator[list[str]]:
+    every = sorted(ids)
+    for start in range(0, len(every), MAX_IDS):
+        yield every[start : start + MAX_IDS]
+
+
+def _record(row: AnyRow) -> SequenceRecord:
+    tokens, logprobs = np.frombuffer(row.tokens, _INT32), np.frombuffer(row.logprobs, _FLOAT32)
+    return SequenceRecord(row.sequence_id, tokens, logprobs, row.prompt_length)

@@ -1,0 +1,113 @@
+"""Tokens by the hour, session, base model and kind of request.
+
+A result is written with its tokens, which costs no statement. `roll_up` counts results in, each once, before
+they are purged; until then they are counted when somebody asks.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import BigInteger, ColumnElement, Select, cast, func, select
+from sqlalchemy.dialects.sqlite import Insert, insert
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import OwnerId, RequestKind
+from skyrl_tinker.domain.values import Usage
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.tables import Future, Model, Result, SamplingSession, Session, UsageRecord
+from skyrl_tinker.store.owners import owned_by
+
+HOUR_S = 3600
+KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
+_COUNTED = "usage_counted"  # results up to this id are in usage_records
+_KEY = ("hour", "session_id", "base_model", "kind")
+_TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Hourly:
+    """`hour`: since the epoch."""
+
+    hour: int
+    session_id: str
+    base_model: str
+    kind: RequestKind
+    usage: Usage
+
+
+async def roll_up(conn: AsyncConnection, most: int | None = None) -> bool:
+    """Count results that are not counted yet, `most` of them. Whether there may be more."""
+    done = await _counted(conn)
+    last = await conn.scalar(select(func.max(Result.id))) or 0
+    end = last if most is None else min(last, done + most)
+    if end > done:
+        await conn.execute(_adding(_of_results(Result.id > done, Result.id <= end)))
+        await server_state.put(conn, _COUNTED, end)
+    return end < last
+
+
+async def between(conn: AsyncConnection, owner: OwnerId | None, first: int, end: int) -> list[Hourly]:
+    """This owner's in the hours [first, end). Reads results since the last roll-up: for a thread."""
+    in_time = Future.finished_at >= first * HOUR_S, Future.finished_at < end * HOUR_S
+    fresh = _of_results(Result.id > await _counted(conn), owned_by(owner), *in_time)
+    counted = (
+        select(
+            UsageRecord.hour,
+            UsageRecord.session_id,
+            UsageRecord.base_model,
+            UsageRecord.kind,
+            *(func.sum(getattr(UsageRecord, name)) for name in _TOKENS),
+        )
+        .join(Session, Session.session_id == UsageRecord.session_id)
+        .where(owned_by(owner), UsageRecord.hour >= first, UsageRecord.hour < end)
+        .group_by(UsageRecord.hour, UsageRecord.session_id, UsageRecord.base_model, UsageRecord.kind)
+    )
+    return _merged([*await _grouped(conn, counted), *await _grouped(conn, fresh)])
+
+
+async def _counted(conn: AsyncConnection) -> int:
+    return int(await server_state.get(conn, _COUNTED) or 0)
+
+
+def _of_results(*where: ColumnElement[bool]) -> Select[Any]:
+    """In the form of Hourly."""
+    hour = cast(Future.finished_at / HOUR_S, BigInteger)
+    base_model = func.coalesce(Model.base_model, SamplingSession.base_model)
+    return (
+        select(
+            hour,
+            Future.session_id,
+            base_model,
+            Future.kind,
+            *(func.sum(getattr(Result, name)) for name in _TOKENS),
+        )
+        .join(Future, Future.id == Result.future_id)
+        .join(Session, Session.session_id == Future.session_id)
+        .outerjoin(Model, Model.key == Future.model_key)
+        .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
+        .where(Future.kind.in_(KINDS), Result.input_tokens > 0, *where)
+        .group_by(hour, Future.session_id, base_model, Future.kind)
+    )
+
+
+async def _grouped(conn: AsyncConnection, query: Select[Any]) -> list[Hourly]:
+    rows = await conn.execute(query)
+    return [
+        Hourly(hour, session, model, kind, Usage(*tokens)) for hour, session, model, kind, *tokens in rows
+    ]
+
+
+def _merged(parts: Iterable[Hourly]) -> list[Hourly]:
+    sums: dict[tuple[int, str, str, RequestKind], Usage] = {}
+    for each in parts:
+        key = each.hour, each.session_id, each.base_model, each.kind
+        sums[key] = each.usage + sums.get(key, Usage())
+    return [Hourly(*key, usage) for key, usage in sums.items()]
+
+
+def _adding(counted: Select[Any]) -> Insert:
+    """One statement, however many sessions there are: others wait for the database meanwhile."""
+    row = insert(UsageRecord).from_select([*_KEY, *_TOKENS], counted)
+    more = {name: getattr(UsageRecord, name) + row.excluded[name] for name in _TOKENS}
+    return row.on_conflict_do_update(index_elements=_KEY, set_=more)

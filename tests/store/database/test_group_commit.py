@@ -1,0 +1,321 @@
+"""Group commit: fast together, alone in failure, on disk when acknowledged."""
+
+import asyncio
+import gc
+import sqlite3
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
+from skyrl_tinker.store import Store, server_state
+from skyrl_tinker.store.database import sqlite
+from tests.store.support.rows import new_session
+
+
+async def value(store: Store, key: str) -> object:
+    async with store.read() as conn:
+        return await server_state.get(conn, key)
+
+
+def insert(key: str) -> str:
+    return f"INSERT INTO server_state VALUES ('{key}', '1')"
+
+
+async def test_a_failing_op_fails_alone(store: Store) -> None:
+    async def bad(conn: AsyncConnection) -> None:
+        await server_state.put(conn, "bad", 1)
+        raise UserError("no")
+
+    results = await asyncio.gather(
+        *(store.write(lambda conn, i=i: server_state.put(conn, f"k{i}", i)) for i in range(5)),  # type: ignore[misc]
+        store.write(bad),
+        *(store.write(lambda conn, i=i: server_state.put(conn, f"k{i}", i)) for i in range(5, 10)),  # type: ignore[misc]
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results if result is not None] == [UserError]
+    assert [await value(store, f"k{i}") for i in range(10)] == list(range(10))
+    assert await value(store, "bad") is None
+
+
+async def test_a_failing_op_that_comes_first_fails_alone(store: Store) -> None:
+    async def bad(conn: AsyncConnection) -> None:
+        await server_state.put(conn, "bad", 1)
+        raise UserError("no")
+
+    results = await asyncio.gather(
+        store.write(bad), store.write(lambda conn: server_state.put(conn, "good", 1)), return_exceptions=True
+    )
+    assert isinstance(results[0], UserError)
+    assert results[1] is None
+    assert (await value(store, "bad"), await value(store, "good")) == (None, 1)
+
+
+async def test_a_broken_constraint_fails_alone(store: Store) -> None:
+    async def orphan(conn: AsyncConnection) -> None:
+        await conn.execute(text("INSERT INTO requests VALUES (77, x'00')"))
+
+    good, bad, late = await asyncio.gather(
+        store.write(lambda conn: conn.execute(text(insert("a")))),
+        store.write(orphan),
+        store.write(lambda conn: conn.execute(text(insert("b")))),
+        return_exceptions=True,
+    )
+    assert isinstance(bad, IntegrityError)
+    assert not isinstance(good, Exception)
+    assert not isinstance(late, Exception)
+    assert (await value(store, "a"), await value(store, "b")) == (1, 1)
+
+
+async def test_many_writers_share_a_commit(store: Store, url: str) -> None:
+    await new_session(store)
+    before = wal_commits(url)
+    assert before > 0
+    await asyncio.gather(
+        *(store.write(lambda conn, i=i: server_state.put(conn, f"k{i}", i)) for i in range(200))  # type: ignore[misc]
+    )
+    assert wal_commits(url) - before < 50
+
+
+def wal_commits(url: str) -> int:
+    """Commit frames in the write-ahead log (a frame's header has the database size, else 0, at byte 4)."""
+    log = Path(url.removeprefix("sqlite+aiosqlite:///") + "-wal").read_bytes()
+    page = int.from_bytes(log[8:12], "big")
+    frames = range(32, len(log), 24 + page)
+    return sum(int.from_bytes(log[at + 4 : at + 8], "big") != 0 for at in frames)
+
+
+async def test_an_acknowledged_write_survives_the_process(store: Store, url: str) -> None:
+    session = await new_session(store)
+    with sqlite3.connect(url.removeprefix("sqlite+aiosqlite:///")) as reader:  # while the store is still open
+        rows = reader.execute("SELECT session_id FROM sessions").fetchall()
+    reader.close()
+    assert rows == [(session,)]
+
+
+async def test_writes_are_there_after_reopening(store: Store, url: str) -> None:
+    await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "died_after": None}))
+    await store.close()
+    again = await Store.open(url)
+    try:
+        assert await value(again, "engine") == {"state": "ready", "died_after": None}
+    finally:
+        await again.close()
+
+
+async def test_commits_are_synced_and_foreign_keys_hold(store: Store) -> None:
+    async def pragma(conn: AsyncConnection, name: str) -> object:
+        return await conn.scalar(text(f"PRAGMA {name}"))
+
+    assert await store.write(lambda conn: pragma(conn, "synchronous")) == 2
+    assert await store.write(lambda conn: pragma(conn, "foreign_keys")) == 1
+    async with store.read() as conn:
+        assert await pragma(conn, "journal_mode") == "wal"
+
+
+async def test_a_read_does_not_wait_for_a_write_in_progress(store: Store) -> None:
+    await store.write(lambda conn: server_state.put(conn, "k", "old"))
+    inside, let_go = threading.Event(), threading.Event()
+
+    async def slow(conn: AsyncConnection) -> None:
+        await server_state.put(conn, "k", "new")
+        inside.set()
+        let_go.wait()
+
+    writing = asyncio.create_task(store.write(slow))
+    await asyncio.to_thread(inside.wait)
+    async with asyncio.timeout(1):
+        assert await value(store, "k") == "old"
+    let_go.set()
+    await writing
+    assert await value(store, "k") == "new"
+
+
+async def test_a_read_sees_one_state_throughout(store: Store) -> None:
+    await store.write(lambda conn: server_state.put(conn, "k", 1))
+    async with store.read() as conn:
+        assert await server_state.get(conn, "k") == 1
+        await store.write(lambda conn: server_state.put(conn, "k", 2))
+        assert await server_state.get(conn, "k") == 1
+    assert await value(store, "k") == 2
+
+
+async def test_a_cancelled_caller_breaks_nothing(store: Store) -> None:
+    inside, let_go = threading.Event(), threading.Event()
+
+    async def slow(conn: AsyncConnection) -> None:
+        await server_state.put(conn, "slow", 1)
+        inside.set()
+        let_go.wait()
+
+    running = asyncio.create_task(store.write(slow))
+    await asyncio.to_thread(inside.wait)
+    waiting = asyncio.create_task(store.write(lambda conn: server_state.put(conn, "waiting", 1)))
+    other = asyncio.create_task(store.write(lambda conn: server_state.put(conn, "other", 1)))
+    await asyncio.sleep(0)
+    running.cancel()
+    waiting.cancel()
+    await asyncio.sleep(0)
+    let_go.set()
+    await other
+    assert running.cancelled()
+    assert waiting.cancelled()
+    assert await value(store, "other") == 1
+    assert await value(store, "waiting") is None, "nobody asks for it any more, and it had not begun"
+
+
+async def test_a_full_disk_acknowledges_nothing_that_is_not_there(store: Store) -> None:
+    pages = await store.write(lambda conn: conn.scalar(text("PRAGMA page_count")))
+    await store.write(lambda conn: conn.execute(text(f"PRAGMA max_page_count = {pages + 20}")))
+
+    def put(key: str, size: int) -> object:
+        return store.write(lambda conn: server_state.put(conn, key, "x" * size))
+
+    results = await asyncio.gather(
+        put("a", 10), put("b", 10), put("huge", 1 << 20), put("c", 10), return_exceptions=True
+    )
+    assert isinstance(results[2], OperationalError)
+    for key, result in zip(("a", "b", "huge", "c"), results, strict=True):
+        assert (await value(store, key) is not None) == (result is None)
+    await put("after", 10)
+    assert await value(store, "after") is not None
+
+
+async def test_where_no_transaction_can_begin_every_caller_learns_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(*_: object) -> None:
+        raise OperationalError("BEGIN IMMEDIATE", None, OSError("locked"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite._WritingConnection, "begin", locked)
+        results = await asyncio.gather(
+            *(store.write(lambda conn: server_state.put(conn, "k", 1)) for _ in range(3)),
+            return_exceptions=True,
+        )
+    assert [type(result) for result in results] == [OperationalError] * 3
+    await store.write(lambda conn: server_state.put(conn, "k", 2))
+    assert await value(store, "k") == 2
+
+
+async def test_a_fetch_that_is_given_up_keeps_its_connection_to_its_end(store: Store) -> None:
+    inside, let_go = threading.Event(), threading.Event()
+
+    async def slow(conn: AsyncConnection) -> None:
+        inside.set()
+        let_go.wait()
+        await server_state.get(conn, "k")
+
+    fetching = asyncio.create_task(store.fetch(slow))
+    await asyncio.to_thread(inside.wait)
+    fetching.cancel()
+    await asyncio.sleep(0.01)
+    async with store.read() as conn:  # another connection
+        await server_state.get(conn, "k")
+    let_go.set()
+    await asyncio.wait((fetching,))
+    assert fetching.cancelled()
+    for _ in range(2):
+        assert await value(store, "k") is None
+
+
+async def test_close_writes_what_was_accepted(url: str) -> None:
+    store = await Store.open(url)
+    writes = [
+        asyncio.create_task(store.write(lambda conn, i=i: server_state.put(conn, f"k{i}", i)))  # type: ignore[misc]
+        for i in range(20)
+    ]
+    await asyncio.sleep(0)
+    await store.close()
+    assert all(write.done() for write in writes)
+    again = await Store.open(url)
+    assert [await value(again, f"k{i}") for i in range(20)] == list(range(20))
+    await again.close()
+
+
+async def test_a_closed_store_refuses(url: str) -> None:
+    store = await Store.open(url)
+    await store.close()
+    with pytest.raises(SkyrlTinkerError, match="the store is closed"):
+        await new_session(store)
+
+
+async def test_two_processes_write_by_turns(store: Store, url: str) -> None:
+    other = await Store.open(url)
+    sessions = await asyncio.gather(*(new_session(s) for _ in range(100) for s in (store, other)))
+    await other.close()
+    assert len(set[SessionId](sessions)) == 200
+
+
+async def test_a_busy_process_does_not_starve_another(store: Store, url: str) -> None:
+    busy = await Store.open(url)
+
+    async def keep_writing() -> None:
+        while True:
+            await asyncio.gather(
+                *(busy.write(lambda conn: server_state.put(conn, "busy", 1)) for _ in range(20))
+            )
+
+    hammering = asyncio.create_task(keep_writing())
+    loop = asyncio.get_running_loop()
+    waits = []
+    for i in range(50):
+        start = loop.time()
+        await store.write(lambda conn, i=i: server_state.put(conn, "other", i))  # type: ignore[misc]
+        waits.append(loop.time() - start)
+    hammering.cancel()
+    await asyncio.gather(hammering, return_exceptions=True)
+    await busy.close()
+    assert max(waits) < 0.5
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql+asyncpg://u:secret@h/d", "sqlite:///x.db", "sqlite+aiosqlite://", "mysql://h/d"]
+)
+async def test_other_databases_are_refused_by_name(url: str) -> None:
+    with pytest.raises(StartupError, match=r"only SQLite files are supported") as refused:
+        await Store.open(url)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("others", [0, 3])
+async def test_what_a_refused_write_would_have_written_is_free_at_once(store: Store, others: int) -> None:
+    """Bodies are large, and a collection may be far off: `spare_the_collector`."""
+    body = Body()
+    gone = weakref.ref(body)
+
+    async def refused(conn: AsyncConnection, body: Body = body) -> None:
+        await server_state.put(conn, "bad", body.size)
+        raise UserError("no")
+
+    gc.disable()
+    try:
+        writes = [
+            *(store.write(lambda conn: server_state.put(conn, "k", 1)) for _ in range(others)),
+            store.write(refused),
+        ]
+        del body, refused
+        with pytest.raises(UserError):
+            await asyncio.gather(*writes)
+        del writes
+        assert await until_gone(gone)
+    finally:
+        gc.enable()
+
+
+class Body:
+    size = 1
+
+
+async def until_gone(what: "weakref.ref[Body]") -> bool:
+    for _ in range(100):
+        await asyncio.sleep(0.01)
+        if what() is None:
+            return True
+    return False

@@ -1,0 +1,140 @@
+"""alembic's history and the tables are the same schema."""
+
+import re
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, create_engine, event
+
+import skyrl_tinker
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.store.database import migrate, sqlite
+from skyrl_tinker.store.database.migrate import SCRIPTS
+from skyrl_tinker.store.database.tables import Base
+
+ROWS_OF_0004 = """
+    INSERT INTO sessions VALUES ('s', 1, 1, NULL, NULL, NULL, '[]', '{}', NULL, NULL, '0.38.0');
+    INSERT INTO models VALUES
+        (1, 's:train:0', 's', 0, 'tiny', 8, 0, 1, 1, 1, '{}', '{}', 'ready', NULL, 1, 1);
+    INSERT INTO adapter_versions (id, model_key, kind, directory, durable, created_at)
+        VALUES (1, 1, 'lora', '/a', 1, 1);
+    INSERT INTO sampling_sessions VALUES ('s:sample:0', 's', 0, 'tiny', NULL, 1, 1);
+    INSERT INTO futures (id, request_id, kind, session_id, sampling_session_id, seq_id, digest, sequence_ids,
+        status, created_at, finished_at)
+        VALUES (1, 'r', 'sample', 's', 's:sample:0', 0, x'00', '[]', 'done', 1, 2);
+    INSERT INTO results VALUES (1, 1, 't', x'00');
+    INSERT INTO checkpoints (model_key, kind, name, directory, version_id, base_model, lora_rank, seed,
+        train_mlp, train_attn, train_unembed, has_optimizer, optimizer_config, size_bytes, user_metadata,
+        created_at) VALUES (1, 'sampler_weights', 'a', '/a', 1, 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 1);
+"""
+ROOT = Path(skyrl_tinker.__file__).parents[1]
+
+
+def schema(path: Path) -> dict[str, str]:
+    """Name → DDL of every table and index. Parts are sorted: the order of columns has no meaning, and one
+    that a migration added stands on the line of another."""
+    connection = sqlite3.connect(path)
+    rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    connection.close()
+    return {name: "\n".join(sorted(re.split(r"\s*\n\s*|,\s+", sql))) for name, sql in rows}
+
+
+def connected(path: Path) -> Connection:
+    return create_engine(f"sqlite:///{path}").connect()
+
+
+def test_the_migrated_schema_is_that_of_the_tables(url: str, tmp_path: Path) -> None:
+    with connected(tmp_path / "store.db") as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+        connection.engine.dispose()
+
+
+def test_constraints_and_autoincrement_are_those_of_the_tables(url: str, tmp_path: Path) -> None:
+    with connected(tmp_path / "tables.db") as connection, connection.begin():
+        Base.metadata.create_all(connection)
+    connection.engine.dispose()
+    migrated = schema(tmp_path / "store.db")
+    del migrated["alembic_version"]
+    assert migrated == schema(tmp_path / "tables.db")
+
+
+def test_migrating_again_changes_nothing(url: str, tmp_path: Path) -> None:
+    before = schema(tmp_path / "store.db")
+    migrate(url)
+    assert schema(tmp_path / "store.db") == before
+
+
+def test_the_directory_of_the_database_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "50% of" / "home" / "store.db"
+    migrate(f"sqlite+aiosqlite:///{path}")
+    assert "futures" in schema(path)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_nobody_else_on_the_machine_reads_the_database(tmp_path: Path, there: bool) -> None:
+    path = tmp_path / "store.db"
+    if there:
+        path.touch(mode=0o644)
+    migrate(f"sqlite+aiosqlite:///{path}")
+    with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO server_state VALUES ('secret.jwt', '1')")
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    connection.close()
+    assert "store.db-wal" in modes
+    assert set(modes.values()) == {0o600}
+
+
+def test_rows_of_the_version_before_stay_and_get_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    _upgrade(path, "0004")
+    with sqlite3.connect(path) as connection:
+        connection.executescript(ROWS_OF_0004)
+    connection.close()
+    _upgrade(path, "head")
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+    assert connection.execute("SELECT owner_id FROM sessions").fetchall() == [(None,)]
+    assert connection.execute("SELECT clones FROM sampling_sessions").fetchall() == [(0,)]
+    tokens = "SELECT input_tokens, cached_tokens, output_tokens FROM results"
+    assert connection.execute(tokens).fetchall() == [(0, 0, 0)]
+    assert connection.execute("SELECT public, removed_at FROM checkpoints").fetchall() == [(0, None)]
+    connection.close()
+
+
+def _upgrade(path: Path, revision: str) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(SCRIPTS))
+    engine = create_engine("sqlite://", creator=lambda: sqlite.connect(str(path)))
+    event.listen(engine, "begin", sqlite.starts_with(sqlite.BEGIN_WRITE))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+    engine.dispose()
+
+
+def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE snapshots (x)")  # in the way of the last step
+    connection.close()
+    with pytest.raises(Exception, match="table snapshots already exists"):
+        migrate(f"sqlite+aiosqlite:///{path}")
+    assert set(schema(path)) == {"snapshots"}
+
+
+def test_other_databases_are_refused() -> None:
+    with pytest.raises(StartupError, match="only SQLite files"):
+        migrate("postgresql+asyncpg://h/d")
+
+
+@pytest.mark.parametrize("how", [["-c", "import alembic.command"], ["-m", "alembic", "--version"]])
+def test_our_alembic_directory_does_not_hide_the_package(how: list[str]) -> None:
+    subprocess.run([sys.executable, *how], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True)

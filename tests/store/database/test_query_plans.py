@@ -1,0 +1,83 @@
+"""How SQLite goes about what is asked of a large journal: along indexes, never through all of it."""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import OwnerId, RequestId, SamplingSessionId
+from skyrl_tinker.domain.values import Failure, Usage
+from skyrl_tinker.store import Store, usage_records
+from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.futures import cancellation, completions, queue
+from skyrl_tinker.store.reports import timeline
+from skyrl_tinker.store.reports.timeline import Track
+from tests.store.support.rows import base_sampler, new_session, outcome, sample
+
+OWNER = OwnerId(1)
+SAMPLER = SamplingSessionId("s:sample:0")
+Query = Callable[[AsyncConnection], Awaitable[Any]]
+
+QUERIES: dict[str, Query] = {
+    "new requests": lambda conn: queue.queued_after(conn, 1),
+    "new results": lambda conn: queue.finished_after(conn, 1),
+    "the end of a request": lambda conn: queue.fail(conn, 1, Failure("no", "server")),
+    "outcome": lambda conn: queue.outcome(conn, RequestId("r")),
+    "place": lambda conn: cancellation.place(conn, RequestId("r")),
+    "completions, near": lambda conn: completions.finished_since(conn, SAMPLER, 0, 0),
+    "completions, far": lambda conn: completions.finished_since(conn, SAMPLER, 0, -completions.NEAR - 1),
+    "slices of a model": lambda conn: timeline.slices(conn, Track("", model_key=1), 0, 10),
+    "slices of a sampler": lambda conn: timeline.slices(conn, Track("", sampling_session_id="s"), 0, 10),
+    "usage": lambda conn: usage_records.between(conn, OWNER, 0, 10),
+    "roll-up": lambda conn: usage_records.roll_up(conn, 10),
+    "purge": lambda conn: queue.purge_results(conn, time.time()),
+}
+
+
+async def statements_of(store: Store, query: Query) -> list[str]:
+    """What is executed, with its parameters filled in."""
+    executed: list[str] = []
+
+    async def op(conn: AsyncConnection) -> None:
+        sqlite.raw(conn).set_trace_callback(executed.append)
+        try:
+            await query(conn)
+        finally:
+            sqlite.raw(conn).set_trace_callback(None)
+
+    await store.write(op)
+    return executed
+
+
+async def plan_of(store: Store, statement: str) -> list[str]:
+    async with store.read() as conn:
+        return [row[3] for row in sqlite.raw(conn).execute(f"EXPLAIN QUERY PLAN {statement}")]
+
+
+@pytest.mark.parametrize("name", QUERIES)
+async def test_no_query_goes_through_all_futures(store: Store, sampler: SamplingSessionId, name: str) -> None:
+    for number in range(3):
+        await used(store, sampler, number)
+    executed = await statements_of(store, QUERIES[name])
+    plans = [line for statement in executed for line in await plan_of(store, statement)]
+    assert any("futures" in line for line in plans)
+    assert not [line for line in plans if line.startswith("SCAN futures")]
+
+
+async def test_rolling_up_takes_as_many_statements_for_many_sessions_as_for_one(store: Store) -> None:
+    async def counted(sessions: int) -> int:
+        for _ in range(sessions):
+            await used(store, await base_sampler(store, await new_session(store)))
+        return len(await statements_of(store, usage_records.roll_up))
+
+    await counted(1)  # the first also makes the note of how far it came
+    assert await counted(1) == await counted(20)
+
+
+async def used(store: Store, sampler: SamplingSessionId, number: int = 0) -> None:
+    """A sample that took a token."""
+    accepted = await sample(store, sampler, number)
+    future = (await outcome(store, accepted.request_id)).future_id
+    await store.write(lambda conn: queue.succeed(conn, future, "t", b"r", Usage(input_tokens=1)))

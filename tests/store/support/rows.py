@@ -1,0 +1,102 @@
+"""Rows in one line each."""
+
+from skyrl_tinker.domain.ids import (
+    ModelKey,
+    RequestId,
+    RequestKind,
+    SamplingSessionId,
+    SessionId,
+    VersionId,
+)
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.store import Store, model_records, sampling_sessions, session_records
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.model_records import ModelRow, NewModel
+
+SPEC = LoraSpec(rank=8, seed=2**62, train_unembed=False)
+
+
+async def new_session(store: Store) -> SessionId:
+    return await store.write(
+        lambda conn: session_records.create(
+            conn,
+            owner=None,
+            tags=["a"],
+            user_metadata={"k": [1, None]},
+            project_id=None,
+            display_name=None,
+            sdk_version="0.38.0",
+        )
+    )
+
+
+async def finish_session(store: Store, session: SessionId) -> None:
+    await store.write(lambda conn: session_records.finish(conn, session, "done", None))
+
+
+async def submit_create(
+    store: Store, session: SessionId, seq_id: int = 0, digest: bytes = b"create"
+) -> queue.Accepted:
+    new = NewModel(session, seq_id, "tiny", SPEC, {"betas": [0.9]}, {"run": "x"})
+    return await store.write(
+        lambda conn: queue.submit_create(
+            conn, RequestKind.CREATE_MODEL, new, owner=None, body=b"create", digest=digest
+        )
+    )
+
+
+async def create(store: Store, session: SessionId, seq_id: int = 0) -> ModelRow:
+    accepted = await submit_create(store, session, seq_id)
+    assert accepted.model_id is not None
+    async with store.read() as conn:
+        row = await model_records.by_id(conn, accepted.model_id)
+    assert row is not None
+    return row
+
+
+async def base_sampler(store: Store, session: SessionId, seq_id: int = 0) -> SamplingSessionId:
+    return await store.write(
+        lambda conn: sampling_sessions.create(
+            conn, session, seq_id, base_model="tiny", model_path=None, version_id=None
+        )
+    )
+
+
+async def step(
+    store: Store, model: ModelRow, seq_id: int, body: bytes = b"step", digest: bytes = b"digest"
+) -> queue.Accepted:
+    return await store.write(
+        lambda conn: queue.submit_training(
+            conn, RequestKind.OPTIM_STEP, model.model_id, seq_id, owner=None, body=body, digest=digest
+        )
+    )
+
+
+async def sample(
+    store: Store, sampler: SamplingSessionId, seq_id: int, digest: bytes = b"digest", num_samples: int = 2
+) -> queue.Accepted:
+    return await store.write(
+        lambda conn: queue.submit_sample(
+            conn, sampler, seq_id, owner=None, body=b"sample", digest=digest, num_samples=num_samples
+        )
+    )
+
+
+async def queued(store: Store, cursor: int = 0) -> list[queue.QueuedRow]:
+    async with store.read() as conn:
+        return await queue.queued_after(conn, cursor)
+
+
+async def outcome(store: Store, request_id: RequestId) -> queue.Outcome:
+    async with store.read() as conn:
+        found = await queue.outcome(conn, request_id)
+    assert found is not None
+    return found
+
+
+async def ephemeral(store: Store, model: ModelKey, directory: str = "/ram/v") -> VersionId:
+    version = await store.write(
+        lambda conn: sampling_sessions.new_version(conn, model, "lora", durable=False)
+    )
+    await store.write(lambda conn: sampling_sessions.set_directory(conn, version, directory))
+    return version

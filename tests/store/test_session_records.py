@@ -1,0 +1,193 @@
+"""Sessions live while they heartbeat; what they held is let go afterwards."""
+
+import time
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import ModelState, SessionId, VersionId
+from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.errors import GoneError, NotFoundError
+from skyrl_tinker.store import Store, model_records, sampling_sessions, session_records
+from skyrl_tinker.store.model_records import ModelRow
+from tests.store.support.rows import create, ephemeral, finish_session, new_session
+
+NOBODY = SessionId("nobody")
+
+
+async def expired(store: Store, after_s: float, timeout_s: float = 600) -> list[SessionId]:
+    async with store.read() as conn:
+        return await session_records.expired(conn, time.time() + after_s, timeout_s)
+
+
+async def droppable(store: Store) -> list[WeightVersion]:
+    async with store.read() as conn:
+        return await sampling_sessions.droppable_versions(conn)
+
+
+async def sampler_on(
+    store: Store, session: SessionId, version: VersionId
+) -> sampling_sessions.SamplingSessionId:
+    return await store.write(
+        lambda conn: sampling_sessions.create(
+            conn, session, 0, base_model="tiny", model_path=None, version_id=version
+        )
+    )
+
+
+async def test_a_finished_session_is_gone_and_an_unknown_one_not_found(
+    store: Store, session: SessionId
+) -> None:
+    await store.write(lambda conn: session_records.heartbeat(conn, session))
+    await finish_session(store, session)
+    with pytest.raises(GoneError, match="is finished \\(done\\)"):
+        await store.write(lambda conn: session_records.heartbeat(conn, session))
+    with pytest.raises(NotFoundError):
+        await store.write(lambda conn: session_records.heartbeat(conn, NOBODY))
+    with pytest.raises(NotFoundError):
+        await store.write(lambda conn: session_records.finish(conn, NOBODY, "done", None))
+
+
+async def test_the_first_reason_of_finishing_stands(store: Store, session: SessionId) -> None:
+    await finish_session(store, session)
+    await store.write(lambda conn: session_records.finish(conn, session, "expired", "late"))
+    with pytest.raises(GoneError, match="\\(done\\)"):
+        async with store.read() as conn:
+            await session_records.require_live(conn, session)
+
+
+async def test_a_silent_session_expires_until_its_models_are_released(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    assert await expired(store, after_s=599) == []
+    assert await expired(store, after_s=601) == [session]
+    await store.write(lambda conn: session_records.finish(conn, session, "expired", None))
+    assert await expired(store, after_s=601) == [session]
+    await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.RELEASED))
+    assert await expired(store, after_s=601) == []
+
+
+async def test_a_silent_session_that_only_samples_expires_once(store: Store, session: SessionId) -> None:
+    assert await expired(store, after_s=599) == []
+    assert await expired(store, after_s=601) == [session]
+    await store.write(lambda conn: session_records.finish(conn, session, "expired", None))
+    assert await expired(store, after_s=601) == []
+
+
+async def test_a_heartbeat_keeps_a_session(store: Store, session: SessionId, model: ModelRow) -> None:
+    asked = time.time() + 600
+    await store.write(lambda conn: session_records.heartbeat(conn, session))
+    async with store.read() as conn:
+        assert await session_records.expired(conn, asked, 600) == []
+
+
+async def test_a_finished_session_expires_at_once(store: Store, session: SessionId, model: ModelRow) -> None:
+    other = await new_session(store)
+    await create(store, other)
+    await finish_session(store, session)
+    assert await expired(store, after_s=0) == [session]
+
+
+async def test_a_version_is_known_from_publishing_to_dropping(store: Store, model: ModelRow) -> None:
+    async def get(version_id: VersionId) -> WeightVersion | None:
+        async with store.read() as conn:
+            return await sampling_sessions.version(conn, version_id)
+
+    version = await store.write(
+        lambda conn: sampling_sessions.new_version(conn, model.key, "full", durable=True)
+    )
+    assert await get(version) is None
+    await store.write(lambda conn: sampling_sessions.set_directory(conn, version, "/d"))
+    assert await get(version) == WeightVersion(version, "full", "/d")
+    await store.write(lambda conn: sampling_sessions.drop_version(conn, version))
+    assert await get(version) is None
+
+
+async def test_version_ids_are_never_used_again(store: Store, model: ModelRow) -> None:
+    ids = [await ephemeral(store, model.key) for _ in range(3)]
+    for version in ids:
+        await store.write(lambda conn, version=version: sampling_sessions.drop_version(conn, version))  # type: ignore[misc]
+    assert await ephemeral(store, model.key) > max(ids)
+
+
+async def test_an_ephemeral_version_goes_when_the_last_session_on_it_is_finished(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    version = await ephemeral(store, model.key, "/ram/v1")
+    assert await droppable(store) == [], "its sampling session may be in the making"
+    other = await new_session(store)
+    await sampler_on(store, session, version)
+    await sampler_on(store, other, version)
+    await finish_session(store, session)
+    assert await droppable(store) == [], "another session samples from it"
+    await finish_session(store, other)
+    assert await droppable(store) == [WeightVersion(version, "lora", "/ram/v1")]
+    await store.write(lambda conn: sampling_sessions.drop_version(conn, version))
+    assert await droppable(store) == []
+
+
+async def inflight(store: Store, model: ModelRow, directory: str) -> VersionId:
+    async def op(conn: AsyncConnection) -> VersionId:
+        version = await sampling_sessions.new_version(conn, model.key, "lora", durable=False, inflight=True)
+        await sampling_sessions.set_directory(conn, version, directory)
+        return version
+
+    return await store.write(op)
+
+
+async def test_an_inflight_session_follows_the_newest_published_version_of_its_model(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    async def target() -> WeightVersion | None:
+        async with store.read() as conn:
+            row = await sampling_sessions.get(conn, sampler)
+            assert row is not None
+            assert row.follows == model.key
+            return await sampling_sessions.newest_inflight(conn, row.follows)
+
+    sampler = await sampler_on(store, session, await inflight(store, model, "/ram/v1"))
+    second = await inflight(store, model, "/ram/v2")
+    await ephemeral(store, model.key, "/ram/v3")  # a snapshot is nobody's target
+    await store.write(
+        lambda conn: sampling_sessions.new_version(conn, model.key, "lora", durable=False, inflight=True)
+    )
+    assert await target() == WeightVersion(second, "lora", "/ram/v2")
+
+
+async def test_a_superseded_inflight_version_goes_at_once_and_the_newest_with_its_last_session(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    other = await new_session(store)
+    first = await inflight(store, model, "/ram/v1")
+    await sampler_on(store, session, first)
+    await sampler_on(store, other, first)
+    assert await droppable(store) == []
+    second = await inflight(store, model, "/ram/v2")
+    assert await droppable(store) == [WeightVersion(first, "lora", "/ram/v1")]
+    await store.write(lambda conn: sampling_sessions.drop_version(conn, first))
+    await finish_session(store, session)
+    assert await droppable(store) == [], "a session that was made on the first one follows"
+    await finish_session(store, other)
+    assert await droppable(store) == [WeightVersion(second, "lora", "/ram/v2")]
+
+
+async def test_a_durable_version_is_never_droppable(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    version = await store.write(
+        lambda conn: sampling_sessions.new_version(conn, model.key, "lora", durable=True)
+    )
+    await store.write(lambda conn: sampling_sessions.set_directory(conn, version, "/d"))
+    await finish_session(store, session)
+    assert await droppable(store) == []
+
+
+async def test_a_sampling_session_is_read_as_written(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    version = await ephemeral(store, model.key)
+    sampler = await sampler_on(store, session, version)
+    async with store.read() as conn:
+        row = await sampling_sessions.get(conn, sampler)
+        assert row == sampling_sessions.SamplingSessionRow(sampler, session, 0, "tiny", None, version)
+        assert await sampling_sessions.get(conn, sampling_sessions.SamplingSessionId("nobody")) is None
