@@ -115,14 +115,17 @@ def _last_served(settings: Settings) -> Base:
 
 def _write(source: Path, base: Base, directory: Path) -> tuple[LoraSpec, int]:
     """The checkpoint's directory; returns what it holds and its size in bytes."""
-    from skyrl_tinker.training import checkpoint, foreign  # torch and transformers: seconds
+    from skyrl_tinker.training.checkpoints import (  # torch and transformers: seconds
+        checkpoint_save,
+        peft_import,
+    )
 
-    model = foreign.convert(foreign.read_foreign(source), base.directory)
-    captured = checkpoint.capture(model, base.directory, optimizer=False, rank=0, world=1)
+    model = peft_import.convert(peft_import.read_foreign(source), base.directory)
+    captured = checkpoint_save.capture(model, base.directory, optimizer=False, rank=0, world=1)
     scratch = directory.with_name(f".{directory.name}.tmp")
     try:
-        files = checkpoint.persist(captured, scratch)
-        size = checkpoint.commit(captured.contents, files, scratch, directory)
+        files = checkpoint_save.persist(captured, scratch)
+        size = checkpoint_save.commit(captured.contents, files, scratch, directory)
     except OSError as error:
         raise StorageError(f"{directory} could not be written: {error.strerror or error}") from error
     return model.spec, size

@@ -34,10 +34,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, PassItem, StepItem
-from skyrl_tinker.training import distributed, memory
-from skyrl_tinker.training.batch import build_batch
+from skyrl_tinker.training import distributed
+from skyrl_tinker.training.batching.batch import build_batch
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.spec import TrainerSpec
+from skyrl_tinker.training.memory import allocator
+from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 
 RANK = 32
@@ -226,7 +227,7 @@ def peak_mb(worker: Worker, name: str, tokens: int, device: str) -> float:
     data = make_data([512] * (tokens // 512), SHAPES[name]["vocab_size"])
     step = make_step(worker, [1], data[:1])
     step()  # the optimizer's state is there from now on
-    memory.give_back()
+    allocator.give_back()
     step = make_step(worker, [1], data)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -33,7 +33,7 @@ from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.group import ServerGroup
 from skyrl_tinker.inference.spec import SamplerSpec
 from skyrl_tinker.tiny_model import make_model
-from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
+from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.base import sync_weights
 from skyrl_tinker.weight_sync.choice import TransportName, make_transport
 

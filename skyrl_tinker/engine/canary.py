@@ -24,7 +24,7 @@ from skyrl_tinker.engine.probe import (
 )
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.adapters import publish_adapter
 
 MODEL = ModelKey(-1)

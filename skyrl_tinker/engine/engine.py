@@ -39,7 +39,7 @@ from skyrl_tinker.processes import spare_the_collector
 from skyrl_tinker.store import sampling_sessions, server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
+from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.base import WeightTransport
 from skyrl_tinker.weight_sync.choice import TransportName, backend_of, choose, make_transport
 

@@ -26,7 +26,7 @@ from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import CapturedState, TrainerGroup
+from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 SHARD_BYTES = 5 * 10**9
 """About the size of a file of a full-parameter model, as the hub has them."""

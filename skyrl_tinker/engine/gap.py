@@ -19,7 +19,7 @@ from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 
 METRIC = "sampler_logprob_gap"
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}

@@ -19,7 +19,7 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import PreparedPass, TrainerGroup
+from skyrl_tinker.training.trainer_group import PreparedPass, TrainerGroup
 
 SMALL_BYTES = 64 << 10
 T = TypeVar("T")

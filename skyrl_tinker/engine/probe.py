@@ -17,7 +17,7 @@ from skyrl_tinker.domain.values import (
 )
 from skyrl_tinker.engine.inflight import Wanted
 from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 
 
 def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:

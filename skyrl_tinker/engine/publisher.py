@@ -27,7 +27,7 @@ from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.adapters import flush, publish_adapter
 
 TYPE = "save_weights_for_sampler"

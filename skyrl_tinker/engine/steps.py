@@ -12,7 +12,7 @@ from skyrl_tinker.protocol.stored_requests import OptimStepBody
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 
 
 class Steps:

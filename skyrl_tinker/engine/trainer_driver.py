@@ -37,7 +37,7 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 
 OVER = Failure("the session of this model is finished; its training state is released", "user")
 UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")

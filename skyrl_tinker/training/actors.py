@@ -14,8 +14,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from skyrl_tinker.domain.values import Gpu
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, StorageError, TrainerError, UserError
-from skyrl_tinker.training.ledger import Changes
-from skyrl_tinker.training.spec import TrainerSpec
+from skyrl_tinker.training.state_ledger import Changes
+from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 STRAGGLERS_S = 2.0
 """After one rank failed: how long the others get to tell what they saw, before they are given up."""

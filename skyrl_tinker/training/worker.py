@@ -12,32 +12,27 @@ from skyrl_tinker.domain.manifest import Contents, FileEntry
 from skyrl_tinker.domain.values import AdapterWeights, LoraSpec, OptimizerFamily, StepItem, StepOutput
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError, UserError
 from skyrl_tinker.processes import spare_the_collector
-from skyrl_tinker.training import (
-    budget,
-    checkpoint,
-    distributed,
-    memory,
-    out_of_memory,
-    published,
-    restore,
-)
-from skyrl_tinker.training.batch import TrainingInputBatch
-from skyrl_tinker.training.checkpoint import Captured, Layout
+from skyrl_tinker.training import distributed
+from skyrl_tinker.training.batching.batch import TrainingInputBatch
+from skyrl_tinker.training.batching.outputs import RankOutput
+from skyrl_tinker.training.checkpoints import checkpoint_load, checkpoint_save, sampler_export
+from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.full import FullModel, create_full
-from skyrl_tinker.training.ledger import Kept
-from skyrl_tinker.training.lora import LoraModel
-from skyrl_tinker.training.meeting import Meeting
-from skyrl_tinker.training.model import frozen_network, trainable_network
-from skyrl_tinker.training.offload import Aside, network_tensors
+from skyrl_tinker.training.memory import allocator, memory_budget
+from skyrl_tinker.training.memory.device_cache import Residents
+from skyrl_tinker.training.memory.offload import Aside
+from skyrl_tinker.training.memory.state_mirror import Vault
+from skyrl_tinker.training.models.full_parameter import FullModel, create_full
+from skyrl_tinker.training.models.lora import LoraModel
+from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
+from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 from skyrl_tinker.training.optimizers import optim_step
-from skyrl_tinker.training.out_of_memory import is_out_of_memory
-from skyrl_tinker.training.outputs import RankOutput
-from skyrl_tinker.training.passes import PassRunner
-from skyrl_tinker.training.residents import Residents
-from skyrl_tinker.training.spec import TrainerSpec
-from skyrl_tinker.training.state import Part, TrainableModel
-from skyrl_tinker.training.vault import Vault
+from skyrl_tinker.training.passes import out_of_memory
+from skyrl_tinker.training.passes.out_of_memory import is_out_of_memory
+from skyrl_tinker.training.passes.pass_runner import PassRunner
+from skyrl_tinker.training.rendezvous import Meeting
+from skyrl_tinker.training.state_ledger import Kept
+from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 
 class Worker:
@@ -46,7 +41,7 @@ class Worker:
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         torch.set_num_threads(spec.threads)
-        memory.keep_freed()
+        allocator.keep_freed()
         self.spec = spec
         self.rank = rank
         self.vault = Vault(spec, rank)
@@ -144,21 +139,21 @@ class Worker:
 
     def capture_full(self, key: ModelKey, directory: str) -> None:
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        published.write_weights(self._unchanged(key), Path(directory), dtype, writer=self.rank == 0)
+        sampler_export.write_weights(self._unchanged(key), Path(directory), dtype, writer=self.rank == 0)
 
     def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> Contents:
         """Keep host copies of this rank's share under `number` until they are persisted."""
-        return self._capture(key, number, optimizer, checkpoint.STATE)
+        return self._capture(key, number, optimizer, checkpoint_save.STATE)
 
     def capture_export(self, key: ModelKey, number: int, shard_bytes: int) -> Contents:
         """The weights alone, for use elsewhere: an adapter, or all in the trainer's dtype in shards."""
         if isinstance(self._unchanged(key), LoraModel):
-            return self._capture(key, number, False, checkpoint.STATE)
+            return self._capture(key, number, False, checkpoint_save.STATE)
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
         return self._capture(key, number, False, Layout(dtype, shard_bytes))
 
     def _capture(self, key: ModelKey, number: int, optimizer: bool, layout: Layout) -> Contents:
-        self._captured[number] = captured = checkpoint.capture(
+        self._captured[number] = captured = checkpoint_save.capture(
             self._unchanged(key),
             self.spec.directory,
             optimizer=optimizer,
@@ -172,18 +167,18 @@ class Worker:
         """Write the share captured under `number`, in any thread. Its copies are free when this returns."""
         captured = self._captured.pop(number)
         with self._storing():
-            return checkpoint.persist(captured, Path(scratch))
+            return checkpoint_save.persist(captured, Path(scratch))
 
     def commit_state(
         self, contents: Contents, files: Mapping[str, FileEntry], scratch: str, directory: str
     ) -> int:
         """One rank only, in any thread, after all have persisted. Returns bytes."""
         with self._storing():
-            return checkpoint.commit(contents, files, Path(scratch), Path(directory))
+            return checkpoint_save.commit(contents, files, Path(scratch), Path(directory))
 
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
         model = self._model(key)
-        restore.load(model, Path(directory), optimizer=optimizer, ranks=self._ranks)
+        checkpoint_load.load(model, Path(directory), optimizer=optimizer, ranks=self._ranks)
         self.vault.keep(key, model, model.parts)
 
     def release(self, key: ModelKey) -> None:
@@ -191,7 +186,7 @@ class Worker:
         self._residents.drop(key)
         self.vault.drop(key)
         if isinstance(self._models.pop(key, None), FullModel):
-            memory.give_back()
+            allocator.give_back()
 
     def offload(self) -> None:
         """Set all state aside on the host and give the device's memory back. Nothing to do the second time.
@@ -203,7 +198,7 @@ class Worker:
         self._base_aside.offload(network_tensors(self._base))
         self._residents.offload()
         self._offloaded = True
-        memory.uncache()
+        allocator.uncache()
 
     def onload(self) -> None:
         """Bring it back, to the last bit. Nothing to do the second time."""
@@ -233,14 +228,14 @@ class Worker:
         else:
             for network in (self._base, *(model.network for model in self._full_models().values())):
                 network.reset()
-        memory.give_back()
+        allocator.give_back()
 
     def _rejoin(self) -> None:
         """Networks are tied to the process group that they were sharded over: all are loaded again."""
         assert self._meeting is not None
         self._base_aside = Aside()
         del self._base, self._runner
-        memory.give_back()
+        allocator.give_back()
         self.attach(self._meeting.join())
         for key, model in self._full_models().items():
             self._residents.change([key])
@@ -271,7 +266,7 @@ class Worker:
             raise StateLostError(f"the trainer has no state of model {key}")
 
     def _require_room(self, optimizer: OptimizerFamily) -> None:
-        budget.require_room(
+        memory_budget.require_room(
             sum(parameter.numel() for parameter in self._base.parameters()),
             optimizer,
             network_tensors(self._base),

@@ -18,10 +18,10 @@ from skyrl_tinker.store.database.tables import StabilityRecord
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.tiny_model import make_model
-from skyrl_tinker.training.group import PreparedPass, TrainerGroup, TrainerSpec
+from skyrl_tinker.training.trainer_group import PreparedPass, TrainerGroup, TrainerSpec
 from tests.engine import journal, recorded
 from tests.engine.recorded import Example
-from tests.training.losses.uploads import upload
+from tests.training.losses.support.uploads import upload
 
 SAMPLED = (10, 11, 12, 13)
 PROMPT = (1, 2, 3)

@@ -33,7 +33,7 @@ from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.queue import Accepted, Outcome
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.engine import journal
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))

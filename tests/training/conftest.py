@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.spec import TrainerSpec
+from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 
 torch.set_num_threads(1)

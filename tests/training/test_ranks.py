@@ -7,8 +7,8 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
-from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
-from tests.training.passes import make_data, make_item
+from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
+from tests.training.support.passes import make_data, make_item
 
 SPECS = {
     ModelKey(1): LoraSpec(8, 1),

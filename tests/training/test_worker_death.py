@@ -23,10 +23,10 @@ from skyrl_tinker.domain.values import (
     StepOutput,
 )
 from skyrl_tinker.errors import TrainerError, UnitFailedError
-from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
-from skyrl_tinker.training.lives import Lives
-from tests.training.passes import make_data, make_item
-from tests.training.test_group import make_echo
+from skyrl_tinker.training.restart_policy import Lives
+from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
+from tests.training.support.passes import make_data, make_item
+from tests.training.test_trainer_group import make_echo
 
 A, B, FULL, TWIN = (ModelKey(number) for number in (1, 2, 3, 4))
 SPECS = {A: LoraSpec(8, 1), B: LoraSpec(4, 2, train_mlp=False), FULL: LoraSpec(0, 0)}

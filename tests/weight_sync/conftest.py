@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
+from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.choice import make_transport
 from skyrl_tinker.weight_sync.port import WeightTransport
 from tests.inference.samplers import Served, each_sampler, sampler

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.tiny_model import make_model
-from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
+from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.gloo import GlooSender
 
 MODEL = ModelKey(1)
@@ -49,7 +49,7 @@ def watched_sender() -> Callable[[int], Any]:
     class Watched(GlooSender):
         def begin(self) -> int:
             """Resident bytes, after the process gave back what it had kept; the peak starts anew."""
-            from skyrl_tinker.training.memory import give_back
+            from skyrl_tinker.training.memory.allocator import give_back
 
             give_back()
             Path("/proc/self/clear_refs").write_text("5")

@@ -18,7 +18,7 @@ from skyrl_tinker.inference.client import RemoteInferenceClient
 from skyrl_tinker.inference.control_plane import ControlPlane
 from skyrl_tinker.inference.data_plane import fixed
 from skyrl_tinker.inference.group import ServerGroup
-from skyrl_tinker.training.group import TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.base import WeightSyncError, sync_weights
 from skyrl_tinker.weight_sync.choice import make_transport
 from skyrl_tinker.weight_sync.port import Message, WeightTransport
@@ -32,7 +32,7 @@ from tests.inference.samplers import (
     target_logprobs,
     write_model,
 )
-from tests.training.passes import make_data, make_item
+from tests.training.support.passes import make_data, make_item
 from tests.weight_sync.conftest import CHUNK_BYTES, launch_trainer
 
 MODEL = ModelKey(1)

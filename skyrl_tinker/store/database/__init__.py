@@ -1,1 +1,1 @@
-"""Everything specific to SQLite: connections, group commit, the inter-process write lock, tables and migrations."""
+"""Everything specific to SQLite: connections, group commit, inter-process lock, tables, migrations."""

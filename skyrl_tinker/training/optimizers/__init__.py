@@ -6,9 +6,9 @@ import torch
 
 from skyrl_tinker.domain.values import AdamParams, DimuonParams, StepItem, StepOutput
 from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.models.trainable_model import TrainableModel
 from skyrl_tinker.training.optimizers import adamw, dimuon
 from skyrl_tinker.training.optimizers.base import clip, not_finite, other_optimizer
-from skyrl_tinker.training.state import TrainableModel
 
 __all__ = ["optim_step"]
 

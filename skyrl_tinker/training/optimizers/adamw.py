@@ -4,7 +4,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from skyrl_tinker.domain.values import AdamParams
-from skyrl_tinker.training.state import Part, TrainableModel
+from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 
 
 def apply(model: TrainableModel, gradients: list[torch.Tensor], params: AdamParams) -> None:

@@ -3,7 +3,7 @@
 import torch
 
 from skyrl_tinker.domain.values import AdamParams, DimuonParams
-from skyrl_tinker.training.state import TrainableModel
+from skyrl_tinker.training.models.trainable_model import TrainableModel
 
 
 def clip(gradients: list[torch.Tensor], norm: float, limit: float) -> None:

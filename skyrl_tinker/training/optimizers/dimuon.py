@@ -22,7 +22,7 @@ A head that is not tied is a matrix.
 import torch
 
 from skyrl_tinker.domain.values import DimuonParams
-from skyrl_tinker.training.state import Kind, Part, TrainableModel
+from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel
 
 _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315

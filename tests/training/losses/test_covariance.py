@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from skyrl_tinker.training.losses.covariance import share
-from tests.training.losses import naive
-from tests.training.losses.cases import filled, make, run
+from tests.training.losses.support import naive
+from tests.training.losses.support.cases import filled, make, run
 
 
 def many(name: str, count: int = 4000, **config: float) -> tuple[torch.Tensor, naive.Request]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.losses.custom import custom
-from tests.training.losses.uploads import Function, Inputs, compute, context, draw, upload
+from tests.training.losses.support.uploads import Function, Inputs, compute, context, draw, upload
 
 Result = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 

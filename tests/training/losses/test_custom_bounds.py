@@ -24,8 +24,8 @@ from skyrl_tinker.training.losses.custom_bounds import (
 )
 from skyrl_tinker.training.losses.custom_graph import read
 from skyrl_tinker.training.losses.custom_ops import CALL_FUNCTION, CALL_METHOD
-from skyrl_tinker.training.spec import TrainerSpec
-from tests.training.losses.uploads import by_hand, compute, context, draw, node, ref
+from skyrl_tinker.training.trainer_spec import TrainerSpec
+from tests.training.losses.support.uploads import by_hand, compute, context, draw, node, ref
 
 L = ref("logprobs")
 

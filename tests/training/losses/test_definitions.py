@@ -8,8 +8,8 @@ import torch
 
 from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
-from tests.training.losses import naive
-from tests.training.losses.cases import CASES, CONFIGS, NAMES, datums_of, make, run
+from tests.training.losses.support import naive
+from tests.training.losses.support.cases import CASES, CONFIGS, NAMES, datums_of, make, run
 
 STEP = 1e-6
 

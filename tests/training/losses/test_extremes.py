@@ -5,8 +5,8 @@ from math import exp, inf, isnan, nan
 import pytest
 import torch
 
-from tests.training.losses import naive
-from tests.training.losses.cases import NAMES, filled, make, run
+from tests.training.losses.support import naive
+from tests.training.losses.support.cases import NAMES, filled, make, run
 
 FAR = 200.0  # exp(200) overflows float32
 

@@ -1,7 +1,7 @@
 import torch
 
-from tests.training.losses.cases import datums_of, make, run
-from tests.training.losses.naive import Request
+from tests.training.losses.support.cases import datums_of, make, run
+from tests.training.losses.support.naive import Request
 
 
 def with_inputs(request: Request, **inputs: list[float]) -> Request:

@@ -1,7 +1,7 @@
 import torch
 
-from tests.training.losses.cases import make, run
-from tests.training.losses.naive import Request
+from tests.training.losses.support.cases import make, run
+from tests.training.losses.support.naive import Request
 
 NAME = "stable_reinforce"
 

@@ -5,8 +5,8 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, LoraSpec
 from skyrl_tinker.protocol.validation import validate_step_params
 from skyrl_tinker.training.worker import Worker
-from tests.training import reference
-from tests.training.passes import assert_close, make_data, make_item, run_one, step, weights_of
+from tests.training.support import reference
+from tests.training.support.passes import assert_close, make_data, make_item, run_one, step, weights_of
 
 PLAIN = AdamParams(learning_rate=1e-2)
 FANCY = AdamParams(1e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.5)

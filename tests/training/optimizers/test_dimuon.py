@@ -9,12 +9,12 @@ from torch import Tensor
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import DimuonParams, LoraSpec, StepItem
-from skyrl_tinker.training.group import TrainerGroup, TrainerSpec
 from skyrl_tinker.training.optimizers.dimuon import matrix_sign
+from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.training.worker import Worker
-from tests.training import reference
 from tests.training.conftest import MakeWorker
-from tests.training.passes import assert_close, make_data, make_item, run_one, step, weights_of
+from tests.training.support import reference
+from tests.training.support.passes import assert_close, make_data, make_item, run_one, step, weights_of
 
 PARAMS = DimuonParams(0.02, beta1=0.8, grad_clip_norm=0.5)
 LORA, FULL = ModelKey(1), ModelKey(2)

@@ -7,7 +7,7 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, DimuonParams, LoraSpec
 from skyrl_tinker.training.worker import Worker
-from tests.training.passes import (
+from tests.training.support.passes import (
     assert_close,
     assert_equal,
     gradients_of,

@@ -1,0 +1,73 @@
+"""What the ranks hand back from a pass, and how their shares become one answer per request. NumPy only."""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from skyrl_tinker.domain.values import Failure, Float32, PassOutput
+from skyrl_tinker.training.batching.batch import TrainingInputBatch
+
+Metrics = Mapping[str, float]
+"""Keys are `name:sum`, `name:min`, `name:max` or `name:mean`. On the ranks, :mean is a sum over datums."""
+
+_REDUCERS: Mapping[str, Callable[[float, float], float]] = {
+    "sum": operator.add,
+    "mean": operator.add,
+    "min": min,
+    "max": max,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutput:
+    """One rank's share of a pass."""
+
+    segments: tuple[int, ...]
+    logprobs: Float32  # the segments' logprobs, cell by cell, end to end
+    metrics: Mapping[int, Metrics]  # by request index
+    failures: Mapping[int, Failure]  # by request index
+    retried: bool = False  # memory ran out the first time
+
+
+def merge_metrics(first: Metrics, second: Metrics) -> Metrics:
+    """Reduce key by key, as the key's suffix says; a key of one side only is kept."""
+    merged = dict(first)
+    for key, value in second.items():
+        merged[key] = _REDUCERS[key.rpartition(":")[2]](merged[key], value) if key in merged else value
+    return merged
+
+
+def assemble(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> list[PassOutput | Failure]:
+    """One output per request, in the order of the requests."""
+    failures = {index: failure for output in outputs for index, failure in output.failures.items()}
+    metrics: dict[int, Metrics] = {}
+    for output in outputs:
+        for index, found in output.metrics.items():
+            metrics[index] = merge_metrics(metrics.get(index, {}), found)
+    logprobs = _by_segment(batch, outputs)
+    return [
+        failures.get(index) or _output(batch, index, logprobs, metrics.get(index, {"loss:sum": 0.0}))
+        for index in range(len(batch.requests))
+    ]
+
+
+def _by_segment(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> dict[int, Float32]:
+    found: dict[int, Float32] = {}
+    for output in outputs:
+        start = 0
+        for segment in output.segments:
+            shape = batch.shapes[segment]
+            found[segment] = output.logprobs[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+    return found
+
+
+def _output(
+    batch: TrainingInputBatch, index: int, logprobs: Mapping[int, Float32], metrics: Metrics
+) -> PassOutput:
+    segments = batch.segments_of(index)
+    averaged = {
+        key: value / len(segments) if key.endswith(":mean") else value for key, value in metrics.items()
+    }
+    return PassOutput(batch.requests[index].request_id, tuple(logprobs[s] for s in segments), averaged)

@@ -1,0 +1,1 @@
+"""Checkpoint files: written by all ranks side by side, loaded on any number of them, imported from PEFT."""

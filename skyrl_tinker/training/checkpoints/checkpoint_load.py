@@ -1,0 +1,112 @@
+"""Loading a checkpoint, saved on any number of ranks, into a model: tensor by tensor."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from skyrl_tinker.domain.manifest import Manifest, read_manifest, verify_files
+from skyrl_tinker.errors import StorageError, UserError
+from skyrl_tinker.training.checkpoints.checkpoint_save import OPTIMIZER_STEM, key_of
+from skyrl_tinker.training.checkpoints.shards import SUFFIX
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
+
+Read = Callable[[str], torch.Tensor]
+"""By key. The files are open: whoever deletes the checkpoint meanwhile takes nothing away."""
+
+
+def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Ranks) -> None:
+    """In place, gradients are cleared; without `optimizer` its state starts anew. Every rank must call it.
+
+    Raises UserError or StorageError, on all ranks alike and before anything is changed, when the checkpoint
+    is damaged, does not fit or cannot be read.
+    """
+    with ExitStack() as files:
+        manifest, read = ranks.together(lambda: _open(model, directory, optimizer, ranks, files))
+        _fill(model, (Part.WEIGHT,), read)
+        model.clear_gradients()
+        model.reset_optimizer()
+        if optimizer:
+            _fill(model, _moments(model, manifest), read)
+            model.step = manifest.step
+
+
+def _open(
+    model: TrainableModel, directory: Path, optimizer: bool, ranks: Ranks, files: ExitStack
+) -> tuple[Manifest, Read]:
+    with _faults(directory):
+        manifest = read_manifest(directory)
+        _require_fit(model, directory, manifest, optimizer)
+        verify_files(directory, manifest, list(manifest.files)[ranks.rank :: ranks.world])
+        weights, moments = _names(manifest)
+        opened = _open_files(directory, [*weights, *(moments if optimizer else ())], files)
+    parts = (Part.WEIGHT, *(_moments(model, manifest) if optimizer else ()))
+    _require_shapes(directory, model, parts, opened)
+    return manifest, lambda key: opened[key].get_tensor(key)
+
+
+@contextmanager
+def _faults(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"checkpoint {directory} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise UserError(f"checkpoint {directory} is damaged: {error}") from error
+
+
+def _require_fit(model: TrainableModel, directory: Path, manifest: Manifest, optimizer: bool) -> None:
+    if optimizer and manifest.optimizer is None:
+        raise UserError(f"checkpoint {directory} was saved without optimizer state")
+    if optimizer and manifest.optimizer != model.optimizer:
+        raise UserError(
+            f"checkpoint {directory} has the state of the optimizer {manifest.optimizer}, this model has "
+            f"{model.optimizer}: load it without optimizer state"
+        )
+    if manifest.spec.rank != model.spec.rank:
+        raise UserError(
+            f"checkpoint {directory}: expected LoRA rank {model.spec.rank}, found {manifest.spec.rank}"
+        )
+
+
+def _names(manifest: Manifest) -> tuple[list[str], list[str]]:
+    """Files of weights, files of the optimizer."""
+    tensors = [name for name in manifest.files if name.endswith(SUFFIX)]
+    moments = [name for name in tensors if name.startswith(OPTIMIZER_STEM)]
+    return [name for name in tensors if name not in moments], moments
+
+
+def _open_files(directory: Path, names: Iterable[str], files: ExitStack) -> dict[str, Any]:
+    """The open file of each key."""
+    found: dict[str, Any] = {}
+    for name in names:
+        file = files.enter_context(safe_open(directory / name, "pt"))
+        found |= dict.fromkeys(file.keys(), file)
+    return found
+
+
+def _require_shapes(
+    directory: Path, model: TrainableModel, parts: tuple[Part, ...], opened: Mapping[str, Any]
+) -> None:
+    expected = {key_of(part, name): shape for part in parts for name, shape in model.shapes().items()}
+    found = {key: tuple(file.get_slice(key).get_shape()) for key, file in opened.items()}
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            raise UserError(
+                f"checkpoint {directory}: {key}: expected shape {expected.get(key)}, found {found.get(key)}"
+            )
+
+
+def _moments(model: TrainableModel, manifest: Manifest) -> tuple[Part, ...]:
+    """Before the first step they are zeros, which have no file."""
+    return model.moments if manifest.step else ()
+
+
+def _fill(model: TrainableModel, parts: tuple[Part, ...], read: Read) -> None:
+    for part in parts:
+        for name in model.shapes():
+            model.write(part, name, read(key_of(part, name)))

@@ -1,0 +1,163 @@
+"""Saving the state of a model: safetensors and JSON, the same for any number of ranks, atomic by rename.
+
+A LoRA checkpoint is a PEFT adapter directory as well. A full one holds model.safetensors with the names of
+the base, or several shards and their index as Hugging Face lays them out: ranks write side by side, each
+whole tensors. Beside them lie the optimizer's tensors, sharded alike, and manifest.json. No pickle.
+
+Three steps: `capture` while the trainer waits, `persist` on every rank while it goes on, and when all are
+done `commit`, which makes the directory appear.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+
+import torch
+
+from skyrl_tinker.domain.manifest import FILE_NAME, Contents, FileEntry, Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.training.checkpoints.shards import deal, shard_name
+from skyrl_tinker.training.checkpoints.tensor_file import sync, write_tensors
+from skyrl_tinker.training.models.lora import LoraModel
+from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
+
+FULL_STEM, OPTIMIZER_STEM = "model", "optimizer"
+INDEX_FILE = "model.safetensors.index.json"
+
+Tensors = dict[str, torch.Tensor]  # by key in the file
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """`files`: what this rank writes, in host memory of its own. `contents`: the same everywhere."""
+
+    files: Mapping[str, Tensors]
+    contents: Contents
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How weights lie in files. `shard_bytes`: about the size of each; with None every rank writes one."""
+
+    dtype: torch.dtype = torch.float32
+    shard_bytes: int | None = None
+
+    def shards(self, sizes: Mapping[str, int], writers: int) -> int:
+        """How many files. `sizes`: elements by tensor."""
+        if self.shard_bytes is None:
+            return writers
+        return max(writers, ceil(sum(sizes.values()) * self.dtype.itemsize / self.shard_bytes))
+
+
+STATE = Layout()
+
+
+def key_of(part: Part, name: str) -> str:
+    """Of a tensor in its file."""
+    return name if part is Part.WEIGHT else f"{name}.{part}"
+
+
+def capture(
+    model: TrainableModel,
+    base_model: str,
+    *,
+    optimizer: bool,
+    rank: int,
+    world: int,
+    layout: Layout = STATE,
+) -> Captured:
+    """Copies of the model as it is now. Every rank must call it: gathering is collective.
+
+    Each rank keeps only what it will write; a whole tensor at a time is on the device.
+    """
+    shapes = model.shapes()
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
+    writers = _writers(model, world)
+    shares = deal(sizes, layout.shards(sizes, writers))
+    owner = {name: index for index, share in enumerate(shares) for name in share}
+    files: dict[str, Tensors] = {}
+    for part in (Part.WEIGHT, *_moments(model, optimizer)):
+        for name in shapes:
+            whole = model.read(part, name)
+            if owner[name] % writers == rank:
+                file = files.setdefault(_file_name(model, part, owner[name], len(shares)), {})
+                # a copy: what was read may change or move
+                file[key_of(part, name)] = whole.to("cpu", layout.dtype, copy=True)
+    return Captured(files, _contents(model, base_model, optimizer, shares, layout), layout.dtype)
+
+
+def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:
+    """Write this rank's files, durably. No collective. Raises OSError."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    for name, tensors in captured.files.items():
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        write_tensors(scratch / name, shapes, captured.dtype, tensors.values())
+    return {name: entry_of(scratch / name) for name in captured.files}
+
+
+def commit(contents: Contents, files: Mapping[str, FileEntry], scratch: Path, directory: Path) -> int:
+    """All ranks have persisted `files`: the checkpoint appears, complete. Returns its size in bytes.
+
+    Raises UserError when the directory is there already, OSError when it cannot be written.
+    """
+    if directory.exists():
+        raise UserError(f"a checkpoint can not be written to {directory}: it exists")
+    for name, text in contents.texts.items():
+        (scratch / name).write_text(text)
+    texts = {name: entry_of(scratch / name) for name in contents.texts}
+    write_manifest(scratch, contents.with_files({**files, **texts}))
+    for name in (*contents.texts, FILE_NAME):
+        sync(scratch / name)
+    sync(scratch)
+    size = sum(file.stat().st_size for file in scratch.iterdir())
+    scratch.rename(directory)
+    sync(directory.parent)
+    return size
+
+
+def _writers(model: TrainableModel, world: int) -> int:
+    """Every rank has the whole of a LoRA model, and it is small."""
+    return 1 if isinstance(model, LoraModel) else world
+
+
+def _moments(model: TrainableModel, optimizer: bool) -> tuple[Part, ...]:
+    """Before the first step they are all zeros: reading would only make them."""
+    return model.moments if optimizer and model.step else ()
+
+
+def _file_name(model: TrainableModel, part: Part, index: int, count: int) -> str:
+    if part is not Part.WEIGHT:
+        return shard_name(OPTIMIZER_STEM, index, count)
+    return ADAPTER_FILE if isinstance(model, LoraModel) else shard_name(FULL_STEM, index, count)
+
+
+def _contents(
+    model: TrainableModel, base_model: str, optimizer: bool, shares: list[list[str]], layout: Layout
+) -> Contents:
+    family = model.optimizer if optimizer else None
+    manifest = Manifest(base_model, model.spec, model.step, family)
+    if isinstance(model, LoraModel):
+        config = adapter_config(model.shapes(), model.spec.rank, base_model)
+        return Contents(manifest, {ADAPTER_CONFIG_FILE: _json(config)})
+    return Contents(
+        manifest, {INDEX_FILE: _json(_index(model, shares, layout.dtype))} if len(shares) > 1 else {}
+    )
+
+
+def _index(model: TrainableModel, shares: list[list[str]], dtype: torch.dtype) -> dict[str, object]:
+    """model.safetensors.index.json."""
+    size = sum(prod(shape) for shape in model.shapes().values()) * dtype.itemsize
+    files = {
+        name: shard_name(FULL_STEM, index, len(shares))
+        for index, share in enumerate(shares)
+        for name in share
+    }
+    return {"metadata": {"total_size": size}, "weight_map": files}
+
+
+def _json(value: Mapping[str, object]) -> str:
+    return json.dumps(value, indent=1) + "\n"

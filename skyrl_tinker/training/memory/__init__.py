@@ -1,0 +1,1 @@
+"""Placement of state in memory: device cache, offload to the host, budget, state kept for restarts."""

@@ -1,0 +1,109 @@
+"""Causal attention within each segment of a packed row: no sequence sees another."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from skyrl_tinker.training.batching.packed_row import Segments
+
+IMPLEMENTATION = "skyrl_tinker_packed"
+"""Under this name transformers finds the chosen kernel; it builds no mask for names it does not know."""
+
+_log = logging.getLogger(__name__)
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None], torch.Tensor]
+"""(q [1, H, T, D], k and v [1, Hkv, T, D], segments, scale) -> [T, H, D]"""
+
+
+def register(device: str, dtype: torch.dtype) -> None:
+    """Choose the kernel for this process. Idempotent."""
+    name, kernel = choose(device, dtype)
+    _log.info("attention on %s in %s: %s", device, dtype, name)
+    AttentionInterface.register(IMPLEMENTATION, partial(_attend, kernel))
+
+
+def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
+    """The flash kernels are for CUDA and 16-bit types only."""
+    if device == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        if find_spec("flash_attn") is not None:
+            return "flash_attn", _flash_attn
+        if find_spec("torch.nn.attention.varlen") is not None:
+            return "varlen_attn of torch", _varlen_attn
+    return "SDPA by segments", _segment_by_segment
+
+
+def _attend(
+    kernel: Kernel,
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, H, T, D]
+    key: torch.Tensor,  # [1, Hkv, T, D]
+    value: torch.Tensor,  # [1, Hkv, T, D]
+    attention_mask: torch.Tensor | None,
+    *,
+    segments: Segments,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Returns ([1, T, H, D], None)."""
+    return kernel(query, key, value, segments, scaling)[None], None
+
+
+def _segment_by_segment(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+) -> torch.Tensor:
+    sizes = [count * length for count, length in segments.runs]
+    q, k, v = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
+    outputs = [_run(*part, scaling) for part in zip(q, k, v, segments.runs, strict=True)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    run: tuple[int, int],
+    scaling: float | None,
+) -> torch.Tensor:
+    """[heads, count * length, D] each: as one batch of the SDPA kernel; returns [count * length, H, D]."""
+    q, k, v = (tensor.view(len(tensor), *run, -1).transpose(0, 1) for tensor in (query, key, value))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _flash_attn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
+
+    bounds, longest = segments.cu_seqlens, segments.longest
+    q, k, v = _tokens_first(query, key, value)
+    out: torch.Tensor = flash_attn_varlen_func(
+        q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True
+    )
+    return out
+
+
+def _varlen_attn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # absent from builds without it
+
+    bounds, longest = segments.cu_seqlens, segments.longest
+    q, k, v = _tokens_first(query, key, value)
+    out = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[1, heads, T, D] -> [T, heads, D]"""
+    return [tensor[0].transpose(0, 1).contiguous() for tensor in tensors]

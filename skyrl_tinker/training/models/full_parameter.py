@@ -1,0 +1,134 @@
+"""Full-parameter models: each has its own sharded, trainable copy of the base."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.models.network import Network, network_tensors, trainable_network
+from skyrl_tinker.training.models.trainable_model import Kind, TrainableModel
+from skyrl_tinker.training.trainer_spec import TrainerSpec
+
+_PREFIX = "causal_lm."
+
+
+class FullModel(TrainableModel):
+    """Parameters, gradients and moments are this rank's shards; a tied head exists once, as the embedding."""
+
+    def __init__(
+        self, key: ModelKey, spec: LoraSpec, network: Network, ranks: Ranks, optimizer: OptimizerFamily
+    ) -> None:
+        super().__init__(spec, optimizer)
+        self.network_key = key
+        self._settle(network, ranks)
+        self._saved: list[torch.Tensor | None] = []
+
+    def _settle(self, network: Network, ranks: Ranks) -> None:
+        self.network = network
+        self._ranks = ranks
+        self._parameters = {
+            name.removeprefix(_PREFIX): parameter for name, parameter in network.named_parameters()
+        }
+        self._index = {name: index for index, name in enumerate(self._parameters)}
+        tables = [module for module in network.modules() if isinstance(module, nn.Embedding)]
+        self._tables = {id(module.weight) for module in tables}
+
+    def move(self, network: Network, ranks: Ranks) -> None:
+        """Go on, outside of a pass, with the same shards in a fresh network over a fresh process group."""
+        old = self._parameters
+        self._settle(network, ranks)
+        for name, parameter in self._parameters.items():
+            _local(parameter.detach()).copy_(_local(old[name].detach()))
+            gradient = old[name].grad
+            if gradient is not None:
+                parameter.grad = self._sharing(name, _local(gradient))
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [_local(parameter.detach()) for parameter in self._parameters.values()]
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        return network_tensors(self.network)
+
+    def _local_gradients(self) -> list[torch.Tensor]:
+        found = (parameter.grad for parameter in self._parameters.values())
+        return [_local(gradient) for gradient in found if gradient is not None]
+
+    def _keep_gradients(self) -> None:
+        """Costs a second set of gradients only while a pass adds to earlier ones."""
+        self._saved = [parameter.grad for parameter in self._parameters.values()]
+        self._drop_gradients()
+
+    def _restore_gradients(self) -> None:
+        for parameter, saved in zip(self._parameters.values(), self._saved, strict=True):
+            parameter.grad = saved
+        self._saved = []
+
+    def _join_gradients(self) -> None:
+        for parameter, saved in zip(self._parameters.values(), self._saved, strict=True):
+            if saved is not None and parameter.grad is not None:
+                parameter.grad.add_(saved)
+        self._saved = []
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _make_gradients(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._sharing(name, torch.empty_like(_local(parameter.detach())))
+
+    def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
+        gradients = [_local(parameter.grad) for parameter in self._parameters.values()]
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
+        square = norms.square().sum()
+        ranks.sum_(square)
+        return gradients, square.sqrt()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    def kind(self, name: str) -> Kind:
+        parameter = self._parameters[name]
+        if id(parameter) in self._tables:
+            return Kind.TABLE
+        return Kind.MATRIX if parameter.dim() == 2 else Kind.VECTOR
+
+    def own(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[self._index[name]]
+
+    def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
+        return self._sharing(name, share).full_tensor()
+
+    def share(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        like = self._sharded(name)
+        there = whole.to(self._ranks.device)
+        return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+    def _sharing(self, name: str, share: torch.Tensor) -> DTensor:
+        """A whole of which `share` is this rank's part, laid out as the parameter is."""
+        like = self._sharded(name)
+        return DTensor.from_local(
+            share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def _sharded(self, name: str) -> DTensor:
+        parameter = self._parameters[name].detach()
+        assert isinstance(parameter, DTensor)
+        return parameter
+
+
+def create_full(
+    key: ModelKey, spec: LoraSpec, trainer: TrainerSpec, ranks: Ranks, optimizer: OptimizerFamily = "adamw"
+) -> FullModel:
+    """Every rank must call it. That there is memory for it has been seen to."""
+    network = trainable_network(trainer, ranks.mesh)
+    return FullModel(key, spec, network, ranks, optimizer)
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor), "every parameter takes part in every pass"
+    return tensor.to_local()

@@ -1,0 +1,197 @@
+"""LoRA adapters (arXiv:2106.09685) of many models beside one frozen base, outside its module tree."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from skyrl_tinker.domain.peft_config import ALPHA, KEY_PREFIX
+from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.models.trainable_model import Kind, TrainableModel
+
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A linear layer of the base that adapters may adapt; `name` is its path in the causal LM."""
+
+    name: str
+    inputs: int
+    outputs: int
+    is_head: bool
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    def wanted_by(self, spec: LoraSpec) -> bool:
+        if self.is_head:
+            return spec.train_unembed
+        return (spec.train_attn and self.leaf in ATTENTION) or (spec.train_mlp and self.leaf in MLP)
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor  # [r, in], leaf
+    b: torch.Tensor  # [out, r], leaf
+
+
+class Factors(NamedTuple):
+    """A pair as plain tensors, for code that makes its gradients by itself."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_t: torch.Tensor  # the same, transposed
+    b_t: torch.Tensor
+    grad_a: torch.Tensor  # to be added to
+    grad_b: torch.Tensor
+
+    @classmethod
+    def of(cls, pair: Pair) -> "Factors":
+        assert pair.a.grad is not None
+        assert pair.b.grad is not None
+        a, b = pair.a.detach(), pair.b.detach()
+        return cls(a, b, a.T, b.T, pair.a.grad, pair.b.grad)
+
+    def to(self, dtype: torch.dtype) -> "Factors":
+        """All but the gradients."""
+        a, b = self.a.to(dtype), self.b.to(dtype)
+        return Factors(a, b, a.T, b.T, self.grad_a, self.grad_b)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    offset: int
+    shape: tuple[int, int]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
+
+
+class LoraModel(TrainableModel):
+    """One adapter, the same on every rank. Its tensors are views of one flat buffer, and so are their
+    gradients and moments, so that reducing, clipping and AdamW are one kernel each.
+    """
+
+    network_key = None
+
+    def __init__(
+        self,
+        spec: LoraSpec,
+        targets: Sequence[Target],
+        device: torch.device,
+        optimizer: OptimizerFamily = "adamw",
+    ) -> None:
+        """Raises UserError when the spec selects no layer of the base."""
+        super().__init__(spec, optimizer)
+        self.targets = tuple(target for target in targets if target.wanted_by(spec))
+        if not self.targets:
+            raise UserError(f"LoraConfig selects no layer of the base model: {spec}")
+        self.scale = ALPHA / spec.rank
+        self._slots = _layout(self.targets, spec.rank)
+        size = sum(math.prod(slot.shape) for slot in self._slots.values())
+        self._flat = torch.zeros(size, device=device)
+        self._gradients = torch.zeros(size, device=device)
+        self._saved: torch.Tensor | None = None
+        self._initialise()
+        self.pairs: Mapping[str, Pair] = {
+            target.name: Pair(*(self._leaf(key) for key in _keys(target))) for target in self.targets
+        }
+        self.factors: Mapping[str, Factors] = {name: Factors.of(pair) for name, pair in self.pairs.items()}
+
+    def _initialise(self) -> None:
+        """A as PEFT does it (Kaiming-uniform, a = sqrt 5), B zero; depends on seed and layer names only."""
+        for target in self.targets:
+            generator = torch.Generator().manual_seed(_seed(self.spec.seed, target.name))
+            fresh = torch.empty(self.spec.rank, target.inputs)
+            nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
+            self._slots[_keys(target)[0]].of(self._flat).copy_(fresh)
+
+    def _leaf(self, key: str) -> torch.Tensor:
+        leaf = self._slots[key].of(self._flat).detach().requires_grad_()
+        leaf.grad = self._slots[key].of(self._gradients)
+        return leaf
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [self._flat]
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        yield self._flat
+        yield self._gradients
+
+    def _local_gradients(self) -> list[torch.Tensor]:
+        return [self._gradients]
+
+    def _keep_gradients(self) -> None:
+        self._saved = self._gradients.clone() if self.has_gradients else None
+
+    def _restore_gradients(self) -> None:
+        if self._saved is None:
+            self._gradients.zero_()
+        else:
+            self._gradients.copy_(self._saved)
+        self._saved = None
+
+    def _join_gradients(self) -> None:
+        self._saved = None  # the pass added to the accumulated ones in place
+
+    def _drop_gradients(self) -> None:
+        self._gradients.zero_()
+
+    def _make_gradients(self) -> None:
+        """They are always there."""
+
+    def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
+        ranks.sum_(self._gradients)
+        return [self._gradients], torch.linalg.vector_norm(self._gradients, dtype=torch.float64)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {key: slot.shape for key, slot in self._slots.items()}
+
+    def kind(self, name: str) -> Kind:
+        return Kind.MATRIX
+
+    def own(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return self._slots[name].of(tensors[0])
+
+    def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
+        return share
+
+    def share(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+
+def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[Target, ...]:
+    return tuple(
+        Target(name, module.in_features, module.out_features, module is head)
+        for name, module in causal_lm.named_modules()
+        if isinstance(module, nn.Linear) and (module is head or name.rpartition(".")[2] in ATTENTION | MLP)
+    )
+
+
+def _keys(target: Target) -> tuple[str, str]:
+    return (f"{KEY_PREFIX}{target.name}.lora_A.weight", f"{KEY_PREFIX}{target.name}.lora_B.weight")
+
+
+def _layout(targets: Sequence[Target], rank: int) -> dict[str, _Slot]:
+    slots: dict[str, _Slot] = {}
+    offset = 0
+    for target in targets:
+        shapes = ((rank, target.inputs), (target.outputs, rank))
+        for key, shape in zip(_keys(target), shapes, strict=True):
+            slots[key] = _Slot(offset, shape)
+            offset += math.prod(shape)
+    return slots
+
+
+def _seed(seed: int, name: str) -> int:
+    """63 bits from the model's seed and the layer's name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,152 @@
+"""The base's linear layers with adapters: one autograd node each, however many requests share the row.
+
+What a request adds to a gradient is one addend, whatever else of its model is in the row: so the sums do not
+depend, to the last bit, on how requests were grouped into rows and passes.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from skyrl_tinker.training.batching.packed_row import Span
+from skyrl_tinker.training.models.lora import Factors, LoraModel, Target
+
+Adapters = tuple[tuple[Span, LoraModel], ...]
+
+
+class Active(NamedTuple):
+    """Whose adapter applies to which tokens of a row."""
+
+    models: tuple[LoraModel, ...]  # of each request
+    sizes: list[int]  # tokens of each request and, if there are any, of nobody
+
+    @classmethod
+    def of(cls, adapters: Adapters, tokens: int) -> "Active":
+        """`tokens`: of the row. The spans tile it but for its end."""
+        sizes = [len(span) for span, _ in adapters]
+        rest = tokens - sum(sizes)
+        return cls(tuple(model for _, model in adapters), [*sizes, rest] if rest else sizes)
+
+
+@dataclass(slots=True)
+class Routing:
+    """What applies to the row that is in the network now."""
+
+    active: Active = field(default_factory=lambda: Active((), []))
+
+    @contextmanager
+    def of(self, active: Active) -> Iterator[None]:
+        before, self.active = self.active, active
+        try:
+            yield
+        finally:
+            self.active = before
+
+
+def install(causal_lm: nn.Module, targets: Sequence[Target], routing: Routing) -> None:
+    """Every target but the head, whose logits are made chunk by chunk elsewhere."""
+    for target in targets:
+        module = causal_lm.get_submodule(target.name)
+        assert isinstance(module, nn.Linear)
+        if not target.is_head:
+            module.forward = partial(_forward, module, target.name, routing)  # type: ignore[method-assign]
+
+
+def apart(leaf: torch.Tensor) -> torch.Tensor:
+    """The leaf for one use, whose gradient is added to .grad by itself: autograd would take the sum over all
+    uses in the row first."""
+    found: torch.Tensor = _Apart.apply(leaf)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.leaf = leaf
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> None:
+        ctx.leaf.grad += upstream[0]
+
+
+_Part = tuple[int, Factors, float]
+"""The number of a request in the row, and what it adds there: (index, factors, scale)."""
+
+
+def _forward(module: nn.Linear, name: str, routing: Routing, x: torch.Tensor) -> torch.Tensor:
+    models, sizes = routing.active
+    parts = [
+        (index, model.factors[name], model.scale)
+        for index, model in enumerate(models)
+        if name in model.factors
+    ]
+    if not parts:
+        return linear(x, module.weight, module.bias)
+    anchor = models[parts[0][0]].pairs[name].a
+    y: torch.Tensor = _Adapted.apply(  # type: ignore[no-untyped-call]
+        x, module.weight, module.bias, anchor, parts, sizes
+    )
+    return y
+
+
+class _Adapted(torch.autograd.Function):
+    """y = x W^T + scale * (x A^T) B^T on each request's tokens; x [1, T, in], y [1, T, out], W frozen.
+
+    Backward adds to the gradients of A and B in place. `anchor` is a leaf: autograd would otherwise not call
+    it where x needs no gradient (the first layer). Small tenants cost calls rather than arithmetic: each
+    tensor is cut for all of them in one, by `sizes`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        anchor: torch.Tensor,
+        parts: list[_Part],
+        sizes: list[int],
+    ) -> torch.Tensor:
+        y = linear(x, weight, bias)
+        xs, ys = x.squeeze(0).split_with_sizes(sizes), y.squeeze(0).split_with_sizes(sizes)
+        inners = []
+        for index, factors, scale in parts:
+            own = factors if factors.a.dtype == x.dtype else factors.to(x.dtype)
+            inner = xs[index].mm(own.a_t)
+            ys[index].addmm_(inner, own.b_t, alpha=scale)
+            inners.append(inner)
+        ctx.parts, ctx.sizes = parts, sizes
+        ctx.save_for_backward(x, weight, *inners)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, *inners = ctx.saved_tensors
+        dx = upstream[0] @ weight if ctx.needs_input_grad[0] else None
+        dxs = () if dx is None else dx.squeeze(0).split_with_sizes(ctx.sizes)
+        dy = upstream[0].squeeze(0)
+        dys, dys_t = dy.split_with_sizes(ctx.sizes), dy.T.split_with_sizes(ctx.sizes, 1)
+        xs = x.squeeze(0).split_with_sizes(ctx.sizes)
+        for (index, factors, scale), inner in zip(ctx.parts, inners, strict=True):
+            own = factors if factors.a.dtype == dy.dtype else factors.to(dy.dtype)
+            outer = dys[index].mm(own.b)  # [t, r]
+            _accumulate(own.grad_b, dys_t[index], inner, scale)
+            _accumulate(own.grad_a, outer.T, xs[index], scale)
+            if dxs:
+                dxs[index].addmm_(outer, own.a, alpha=scale)
+        return dx, None, None, None, None, None
+
+
+def _accumulate(gradient: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+    """gradient += scale * left right."""
+    if left.dtype == gradient.dtype:
+        gradient.addmm_(left, right, alpha=scale)
+    else:
+        gradient.add_(left @ right, alpha=scale)

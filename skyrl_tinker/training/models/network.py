@@ -1,0 +1,198 @@
+"""The network on the workers: a transformers causal LM under FSDP2 that answers with target logprobs."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.batching.packed_row import Row
+from skyrl_tinker.training.models import attention, lora, lora_layers, recompute
+from skyrl_tinker.training.models.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
+from skyrl_tinker.training.models.lora import LoraModel
+from skyrl_tinker.training.models.lora_layers import Active, Adapters, Routing
+from skyrl_tinker.training.trainer_spec import TrainerSpec
+
+_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class Network(nn.Module):
+    """The root that FSDP wraps: the head's weight is used chunk by chunk inside its forward."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.routing = Routing()
+        self.targets = lora.find_targets(causal_lm, causal_lm.get_output_embeddings())
+        lora_layers.install(causal_lm, self.targets, self.routing)
+        self._has_run = False
+        self._head_name = next(target.name for target in self.targets if target.is_head)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        found: nn.ModuleList = self.causal_lm.base_model.layers
+        return tuple(found)
+
+    def reset(self) -> None:
+        """After a forward or backward pass that was broken off, with the peers' connections whole."""
+        assert isinstance(self, FSDPModule)
+        if self._has_run:
+            self.reset_iter_state()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._has_run = True  # before FSDP's hooks, which set up what `reset` clears
+        logprobs: torch.Tensor = super().__call__(*args, **kwargs)
+        return logprobs
+
+    def forward(self, row: Row, adapters: Adapters = (), whole_backward: bool = False) -> torch.Tensor:
+        """Target logprobs [C] float32. The adapters' spans tile the row's datums, or there are none.
+
+        `whole_backward`: let gradients flow down to the first layer even if no adapter needs it there, so
+        that all ranks gather the same layers in backward.
+        """
+        embedded = self.causal_lm.get_input_embeddings()(row.tokens)
+        if whole_backward and not embedded.requires_grad:
+            embedded.requires_grad_()
+        with self.routing.of(Active.of(adapters, row.tokens.shape[1])):
+            hidden = self.causal_lm.base_model(
+                inputs_embeds=embedded,
+                position_ids=row.positions,
+                attention_mask=None,
+                use_cache=False,
+                segments=row.segments,
+            ).last_hidden_state.squeeze(0)
+        weight = self.causal_lm.get_output_embeddings().weight
+        if adapters:
+            return self._logprobs(hidden, weight, row, adapters)
+        tokens = len(row.targets) if row.cell_tokens is None else len(hidden)
+        return token_logprobs(hidden[:tokens], Head(weight), row.targets, row.cell_tokens)
+
+    def _logprobs(
+        self, hidden: torch.Tensor, weight: torch.Tensor, row: Row, adapters: Adapters
+    ) -> torch.Tensor:
+        parts, logits = [], 0
+        # Backward comes to what was made last first: so gradients add up in the order of the row.
+        for group in reversed(self._groups(adapters, shared_tokens(len(weight)))):
+            first, last = group[0], group[-1]
+            start = adapters[first][0].start
+            own = hidden[start : adapters[last][0].stop]
+            cells = slice(row.requests[first].start, row.requests[last].stop)
+            cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells] - start
+            logits += len(own) * len(weight)
+            parts.append(
+                token_logprobs(
+                    own,
+                    self._head(own, weight, adapters[first][1]),
+                    row.targets[cells],
+                    cell_tokens,
+                    keep=logits <= KEPT_OF_ROW,
+                    dense=row.dense[first],
+                    cuts=[len(adapters[index][0]) for index in group],
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts[::-1])
+
+    def _groups(self, adapters: Adapters, room: int) -> list[list[int]]:
+        """Which requests of the row have their logprobs made in one go: neighbours without a head of their
+        own, of at most `room` tokens together. Not a single token: several threads would sum up its logits
+        in another order than those of many."""
+        groups: list[list[int]] = []
+        left = 0
+        for index, (span, model) in enumerate(adapters):
+            fits = self._head_name not in model.pairs and len(span) > 1
+            if fits and len(span) <= left:
+                groups[-1].append(index)
+                left -= len(span)
+            else:
+                groups.append([index])
+                left = room - len(span) if fits else 0
+        return groups
+
+    def _head(self, hidden: torch.Tensor, weight: torch.Tensor, model: LoraModel) -> Head:
+        pair = model.pairs.get(self._head_name)
+        if pair is None:
+            return Head(weight)
+        inner = (hidden @ lora_layers.apart(pair.a).to(hidden.dtype).T) * model.scale
+        return Head(weight, inner, lora_layers.apart(pair.b).to(hidden.dtype))
+
+
+def frozen_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
+    """The base under all adapters, in the compute type."""
+    network = _load(spec, getattr(torch, spec.dtype))
+    network.requires_grad_(False)
+    _shard(network, mesh, MixedPrecisionPolicy())
+    return network
+
+
+def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
+    """A full copy to train: float32 weights and gradients, computed in the compute type."""
+    network = _load(spec, torch.float32)
+    compute = None if spec.dtype == "float32" else getattr(torch, spec.dtype)
+    _shard(network, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
+    return network
+
+
+def _shard(network: Network, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Always resharded after forward: a forward-only call otherwise leaves stale whole weights behind."""
+    for layer in network.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def _load(spec: TrainerSpec, dtype: torch.dtype) -> Network:
+    """Weights in `dtype`, not sharded yet."""
+    attention.register(spec.device, getattr(torch, spec.dtype))
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    causal_lm: Any = AutoModelForCausalLM.from_pretrained(
+        spec.directory, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, local_files_only=True
+    )
+    causal_lm.eval()
+    _refuse_unsupported(causal_lm)
+    network = Network(causal_lm)
+    if spec.gradient_checkpointing:
+        recompute.install(network.layers, network.routing)
+    return network
+
+
+def _refuse_unsupported(causal_lm: Any) -> None:
+    """Raises StartupError for what packed attention and the chunked head would compute wrongly."""
+    config = causal_lm.config
+    found = [name for name in _UNSUPPORTED if getattr(config, name, None) not in (None, 1.0)]
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if any(kind != "full_attention" for kind in kinds or ()):
+        found.append("layer_types other than full_attention")
+    if kinds is None and window is not None and window < config.max_position_embeddings:
+        found.append(f"a sliding window of {window} tokens")
+    found += [f"rope type {kind}" for kind in ("dynamic", "longrope") if kind in _rope_types(config)]
+    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+        found.append("a bias of the output head")
+    if found:
+        raise StartupError(f"{config.architectures}: the trainer does not support {', '.join(found)}")
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers alike, or by layer type. Some depend on the longest sequence of the row."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return {
+        each["rope_type"]
+        for each in (found, *found.values())
+        if isinstance(each, dict) and "rope_type" in each
+    }
+
+
+def network_tensors(network: nn.Module) -> Iterator[torch.Tensor]:
+    """Shards, gradients and buffers (also those that no checkpoint holds), whole weights given up first."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for parameter in network.parameters():
+        yield parameter.detach()
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from network.buffers()

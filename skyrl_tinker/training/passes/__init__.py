@@ -1,0 +1,1 @@
+"""Forward and backward of one batch, with a loss per request and recovery from exhausted memory."""

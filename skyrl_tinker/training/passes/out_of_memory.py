@@ -1,0 +1,67 @@
+"""A pass that does not fit into memory: undone, then tried once more in rows of half the size.
+
+What the allocators report is caught here. A process that the kernel kills says nothing: then TrainerGroup
+does the same with a fresh one.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.training.batching.batch import TrainingInputBatch
+from skyrl_tinker.training.batching.outputs import RankOutput
+
+_log = logging.getLogger(__name__)
+_OF_THE_CPU = ("can't allocate memory", "std::bad_alloc")
+"""What RuntimeErrors say that are none but this: PyTorch's CPU allocator, and C++ below it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OF_THE_CPU)
+
+
+def run_pass(
+    batch: TrainingInputBatch,
+    budget: int,
+    run: Callable[[int], RankOutput],
+    gave_up: Callable[[Exception], bool],
+    recover: Callable[[], None],
+) -> RankOutput:
+    """`run(tokens per row)`, undone by itself whatever it raises; when memory runs out twice, every request
+    of the pass fails.
+
+    `gave_up` tells whether an error means that memory ran out, here or on a peer; `recover` makes the worker
+    fit to run again.
+    """
+    budgets = (budget, max(1, budget // 2))
+    for tokens in budgets:
+        try:
+            return replace(run(tokens), retried=tokens != budget)
+        except Exception as error:  # also a connection that a peer broke
+            if not gave_up(error):
+                raise
+            _log.warning("out of memory in rows of %d tokens: %s", tokens, _first_line(error))
+        recover()  # not above: the error's traceback keeps what the pass had allocated
+    return _refused(batch, budgets)
+
+
+def _refused(batch: TrainingInputBatch, budgets: tuple[int, int]) -> RankOutput:
+    failure = Failure(
+        f"{len(batch.tokens)} tokens in {len(batch.lengths)} datums did not fit into the trainer's memory, "
+        f"neither in rows of {budgets[0]} tokens (token_budget) nor of {budgets[1]}; the longest datum has "
+        f"{batch.lengths.max()} tokens. Send shorter sequences, or start the server with a smaller "
+        "--token-budget, with --gradient-checkpointing or with more trainer ranks; no gradients were left",
+        "server",
+    )
+    everyone = dict.fromkeys(range(len(batch.requests)), failure)
+    return RankOutput((), np.empty(0, np.float32), {}, everyone, retried=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]

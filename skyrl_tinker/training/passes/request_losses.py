@@ -1,0 +1,148 @@
+"""The loss of one request over some or all of its datums: value, metrics, and gradients of the logprobs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.training.batching.batch import RequestInfo, TrainingInputBatch
+from skyrl_tinker.training.batching.outputs import Metrics
+from skyrl_tinker.training.batching.packed_row import Row, Span
+from skyrl_tinker.training.losses import LOSS_FUNCTIONS
+from skyrl_tinker.training.losses.base import LossContext, LossTerms
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """`upstream` [n]: d loss / d logprobs, zero if there was no backward pass or the loss failed."""
+
+    upstream: torch.Tensor
+    metrics: Metrics
+    failure: Failure | None = None
+
+
+def row_loss(
+    batch: TrainingInputBatch,
+    row: Row,
+    span: Span,
+    logprobs: torch.Tensor,
+    seed: int,
+    backward: bool,
+    seconds: float,
+) -> Scored:
+    """Over the datums of the request `span` that lie in the row; logprobs [n] are those of the span.
+
+    `seconds`: how long a custom loss may take.
+    """
+    segments = [each.owner for each in row.datums if span.start <= each.start < span.stop]
+    inputs = {name: values[span.part] for name, values in row.inputs.items()}
+    return _score(batch, segments, logprobs, inputs, seed, backward, seconds)
+
+
+def whole_loss(batch: TrainingInputBatch, request: int, logprobs: torch.Tensor, seed: int) -> Scored:
+    """Over all datums of the request; logprobs [C] are those of the batch, `upstream` is in their order."""
+    segments = batch.segments_of(request)
+    parts = [batch.cells_of(each) for each in segments]
+    cells = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+    inputs = {
+        name: torch.from_numpy(values[cells]).to(logprobs.device) for name, values in batch.inputs.items()
+    }
+    own = logprobs[torch.from_numpy(cells).to(logprobs.device)]
+    return _score(batch, segments, own, inputs, seed, batch.requests[request].backward)
+
+
+def _score(
+    batch: TrainingInputBatch,
+    segments: list[int],
+    logprobs: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    seed: int,
+    backward: bool,
+    seconds: float = math.inf,
+) -> Scored:
+    info = batch.requests[batch.request[segments[0]]]
+    leaf = logprobs.detach().requires_grad_(backward)
+    try:
+        with torch.set_grad_enabled(backward):
+            context = _context(batch, info, segments, inputs, seed, seconds)
+            terms = LOSS_FUNCTIONS[info.loss_fn](leaf, context)
+        upstream = _gradient(terms, leaf) if backward else torch.zeros_like(leaf)
+    except UserError as error:  # a custom loss beyond its bounds
+        return Scored(torch.zeros_like(logprobs), {}, Failure(str(error), error.category))
+    loss = float(terms.values.detach().sum(dtype=torch.float64))
+    if math.isfinite(loss) and bool(upstream.isfinite().all()):
+        metrics = {name: float(value) for name, value in terms.metrics.items()}
+        return Scored(upstream, {"loss:sum": loss} | metrics)
+    return Scored(torch.zeros_like(logprobs), {}, _not_finite(batch, info, segments, terms, upstream))
+
+
+def _context(
+    batch: TrainingInputBatch,
+    info: RequestInfo,
+    segments: list[int],
+    inputs: Mapping[str, torch.Tensor],
+    seed: int,
+    seconds: float,
+) -> LossContext:
+    spec = info.loss
+    device = next((values.device for values in inputs.values()), torch.device("cpu"))
+    return LossContext(
+        inputs={name: inputs[name] for name in (*spec.inputs, *spec.optional, *spec.recorded)},
+        shapes=tuple(batch.shapes[segment] for segment in segments),
+        config=info.loss_config,
+        seed=seed,
+        custom=info.custom,
+        seconds=seconds,
+        own_inputs=tuple(
+            {name: torch.tensor(values, device=device) for name, values in batch.own_inputs[segment].items()}
+            for segment in segments
+            if segment in batch.own_inputs
+        ),
+    )
+
+
+def _gradient(terms: LossTerms, leaf: torch.Tensor) -> torch.Tensor:
+    """Zero where the loss does not depend on the logprobs."""
+    if not terms.values.requires_grad:
+        return torch.zeros_like(leaf)
+    ones = torch.ones_like(terms.values)
+    (found,) = torch.autograd.grad(terms.values, leaf, ones, materialize_grads=True)
+    return found
+
+
+def _not_finite(
+    batch: TrainingInputBatch,
+    info: RequestInfo,
+    segments: list[int],
+    terms: LossTerms,
+    upstream: torch.Tensor,
+) -> Failure:
+    """Names the first datum, and the position in it, at fault."""
+    values = terms.values.detach()
+    if len(values) == len(upstream):
+        cell = int((~(values.isfinite() & upstream.isfinite())).int().argmax())
+        found = f"loss {float(values[cell])}, gradient {float(upstream[cell])}"
+        where = _place(batch, segments, cell)
+    else:  # one value per datum
+        index = int((~values.isfinite()).int().argmax())
+        found, where = f"loss {float(values[index])}", f"datum {batch.datum[segments[index]]}"
+    return Failure(
+        f"{where}: expected a finite {info.loss_fn} loss and gradient, found {found}; "
+        "the request left no gradients",
+        "user",
+    )
+
+
+def _place(batch: TrainingInputBatch, segments: list[int], cell: int) -> str:
+    for segment in segments:
+        length, *candidates = batch.shapes[segment]
+        size = length * math.prod(candidates)
+        if cell < size:
+            candidate = f", candidate {cell % candidates[0]}" if candidates else ""
+            return f"datum {batch.datum[segment]}, position {cell // math.prod(candidates)}{candidate}"
+        cell -= size
+    raise AssertionError("a cell belongs to a datum")

@@ -1,0 +1,31 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_tinker.training.checkpoints.shards import deal, shard_name
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 8))
+def test_every_tensor_is_dealt_once_and_no_share_has_much_more_than_another(
+    sizes: list[int], shares: int
+) -> None:
+    by_name = {f"t{number}": size for number, size in enumerate(sizes)}
+    dealt = deal(by_name, shares)
+    assert sorted(name for share in dealt for name in share) == sorted(by_name)
+    loads = [sum(by_name[name] for name in share) for share in dealt]
+    assert len(loads) == min(shares, len(sizes))
+    assert min(loads) > 0
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_names_keep_their_order_within_a_share() -> None:
+    assert deal({"b": 1, "a": 5, "c": 3}, 1) == [["b", "a", "c"]]
+    assert deal({"b": 1, "a": 5, "c": 3}, 2) == [["a"], ["b", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("index", "count", "name"),
+    [(0, 1, "model.safetensors"), (0, 4, "model-00001-of-00004.safetensors")],
+)
+def test_shards_are_named_as_hugging_face_names_them(index: int, count: int, name: str) -> None:
+    assert shard_name("model", index, count) == name

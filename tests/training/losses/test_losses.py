@@ -1,0 +1,68 @@
+from functools import partial
+
+import pytest
+
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.loss_specs import LOSSES
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.training.losses import LOSS_FUNCTIONS
+from tests.training.conftest import MakeWorker
+from tests.training.support import reference
+from tests.training.support.passes import (
+    assert_close,
+    gradients_of,
+    make_data,
+    make_item,
+    perturb,
+    run_one,
+    weights_of,
+)
+
+LENGTHS = (5, 64, 64, 1, 90, 17)
+
+
+@pytest.mark.parametrize("loss_fn", sorted(reference.LOSSES))
+def test_loss_and_gradient_equal_the_reference(
+    make_worker: MakeWorker, model_directory: str, loss_fn: str
+) -> None:
+    worker = make_worker(model_directory, token_budget=128)
+    worker.create_model(ModelKey(1), LoraSpec(8, 0))
+    perturb(worker, 1)
+    data = make_data(LENGTHS, 1, loss_fn)
+    output = run_one(worker, make_item(1, data, loss_fn))
+    loss, gradients = reference.adapter_gradients(
+        model_directory, weights_of(worker, 1), data, reference.LOSSES[loss_fn]
+    )
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-3)
+    assert_close(gradients_of(worker, 1), gradients, 1e-5)
+
+
+@pytest.mark.parametrize(("loss_fn", "naive"), [("ppo", reference.ppo), ("cispo", reference.cispo)])
+def test_clip_thresholds_are_those_of_the_request(
+    make_worker: MakeWorker, untied_model: str, loss_fn: str, naive: reference.Loss
+) -> None:
+    worker = make_worker(untied_model)
+    worker.create_model(ModelKey(1), LoraSpec(8, 0))
+    data = make_data(LENGTHS, 1, loss_fn)
+    config = {"clip_low_threshold": 0.3, "clip_high_threshold": 0.9}
+    output = run_one(worker, make_item(1, data, loss_fn, config=config))
+    bounded = partial(naive, low=0.3, high=0.9)
+    loss, gradients = reference.adapter_gradients(untied_model, weights_of(worker, 1), data, bounded)
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-3)
+    assert_close(gradients_of(worker, 1), gradients, 1e-5)
+
+
+def test_every_loss_of_the_wire_is_built() -> None:
+    assert LOSS_FUNCTIONS.keys() == LOSSES.keys()
+
+
+@pytest.mark.parametrize("loss_fn", sorted(reference.LOSSES))
+def test_metric_names_have_one_colon_and_a_known_reduction(
+    make_worker: MakeWorker, untied_model: str, loss_fn: str
+) -> None:
+    worker = make_worker(untied_model)
+    worker.create_model(ModelKey(1), LoraSpec(8, 0))
+    metrics = run_one(worker, make_item(1, make_data((8,), 1, loss_fn), loss_fn)).metrics
+    assert "loss:sum" in metrics
+    assert {name.split(":")[1] for name in metrics} <= {"sum", "min", "max"}
+    assert all(name.count(":") == 1 for name in metrics)

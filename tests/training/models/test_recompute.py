@@ -1,0 +1,163 @@
+"""Gradient checkpointing changes what is kept, never a number."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.trainer_group import TrainerGroup
+from skyrl_tinker.training.trainer_spec import TrainerSpec
+from skyrl_tinker.training.worker import Worker
+from tests.training.support.passes import (
+    assert_equal,
+    gradients_of,
+    make_data,
+    make_item,
+    perturb,
+    run_one,
+    run_pass,
+    step,
+)
+
+LORA = {1: LoraSpec(4, 1), 2: LoraSpec(16, 2, train_mlp=False), 3: LoraSpec(1, 3, train_attn=False)}
+FULL = 4
+FULL_SPEC = LoraSpec(0, 0)
+DTYPES = ("float32", "bfloat16")
+
+
+def _spec(directory: str, *, on: bool, ranks: int = 1, dtype: str = "float32") -> TrainerSpec:
+    return TrainerSpec(
+        directory, ranks, "cpu", dtype, 1, token_budget=96, timeout_s=30.0, gradient_checkpointing=on
+    )
+
+
+def _worker(ranks: Ranks, directory: str, *, on: bool, dtype: str = "float32") -> Worker:
+    worker = Worker(_spec(directory, on=on, dtype=dtype), 0)
+    worker.attach(ranks)
+    return worker
+
+
+def _mixed() -> list[PassItem]:
+    return [
+        make_item(1, make_data((40, 10, 70), 1)),
+        make_item(2, make_data((30, 30), 2, "ppo"), "ppo"),
+        make_item(3, make_data((20,), 3)),
+        make_item(1, make_data((15,), 4), backward=False),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixed_tenants_have_the_same_bits(ranks: Ranks, model_directory: str, dtype: str) -> None:
+    found = []
+    for on in (True, False):
+        worker = _worker(ranks, model_directory, on=on, dtype=dtype)
+        for model, spec in LORA.items():
+            worker.create_model(ModelKey(model), spec)
+            perturb(worker, model)
+        outputs = run_pass(worker, *_mixed())
+        found.append((outputs, {model: gradients_of(worker, model) for model in LORA}))
+    (outputs, gradients), (expected, others) = found
+    for output, other in zip(outputs, expected, strict=True):
+        assert isinstance(output, PassOutput)
+        assert isinstance(other, PassOutput)
+        assert output.metrics == other.metrics
+        for a, b in zip(output.logprobs, other.logprobs, strict=True):
+            np.testing.assert_array_equal(a, b)
+    for model in LORA:
+        assert_equal(gradients[model], others[model])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_full_parameters_have_the_same_bits(ranks: Ranks, model_directory: str, dtype: str) -> None:
+    found = []
+    for on in (True, False):
+        worker = _worker(ranks, model_directory, on=on, dtype=dtype)
+        worker.create_model(ModelKey(FULL), FULL_SPEC)
+        for number in range(2):
+            run_one(worker, make_item(FULL, make_data((40, 30, 20), number)))
+        step(worker, FULL)
+        model = worker._models[ModelKey(FULL)]
+        found.append(dict(enumerate(model.local(model.moments[0]) + model._weights())))
+    for number, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][number])
+
+
+@pytest.mark.parametrize("models", [tuple(LORA), (FULL,)])
+def test_only_the_inputs_of_layers_are_kept(ranks: Ranks, untied_model: str, models: tuple[int, ...]) -> None:
+    kept = []
+    for on in (True, False):
+        worker = _worker(ranks, untied_model, on=on)
+        for model in models:
+            worker.create_model(ModelKey(model), LORA.get(model, FULL_SPEC))
+        kept.append(_bytes_kept(worker, [make_item(model, make_data((32,), 1)) for model in models]))
+    tokens, hidden, layers = 32 * len(models), 64, 2
+    assert kept[1] - kept[0] > tokens * hidden * 4 * layers * 5  # a layer keeps far more than its input
+    assert kept[0] < kept[1] / 2
+
+
+def _bytes_kept(worker: Worker, items: list[PassItem]) -> int:
+    """Of all that autograd holds outside of the checkpoints, weights not counted."""
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter) and tensor.shape[:2] != (512, 64):
+            storage = tensor.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run_pass(worker, *items)
+    return sum(held.values())
+
+
+@pytest.fixture(scope="module")
+def groups(ray_cluster: None, tied_model: str) -> Iterator[tuple[TrainerGroup, TrainerGroup]]:
+    """Of two ranks, with and without."""
+    both = tuple(TrainerGroup.launch(_spec(tied_model, on=on, ranks=2)) for on in (True, False))
+    for group in both:
+        asyncio.run(group.ready())
+    yield both[0], both[1]
+    for group in both:
+        asyncio.run(group.shutdown())
+
+
+async def _trained(group: TrainerGroup, directory: Path) -> tuple[list[PassOutput], dict[str, np.ndarray]]:
+    outputs: list[PassOutput] = []
+    for model, spec in (*LORA.items(), (FULL, FULL_SPEC)):
+        await group.create_model(ModelKey(model), spec)
+    for _ in range(2):
+        items = [*_mixed(), make_item(FULL, make_data((40, 30), 5))]
+        found = await group.run_pass(group.prepare(items))
+        outputs += [output for output in found if isinstance(output, PassOutput)]
+        params = AdamParams(1e-2, eps=1e-3)
+        steps = [StepItem(RequestId("s"), ModelKey(model), params) for model in (*LORA, FULL)]
+        await group.optim_step(steps)
+    probe = make_item(FULL, make_data((30,), 6), backward=False)
+    (last,) = await group.run_pass(group.prepare([probe]))
+    assert isinstance(last, PassOutput)
+    adapters = [await group.capture_adapters([ModelKey(model)]) for model in LORA]
+    weights = {
+        f"{key}/{name}": array
+        for found_adapters in adapters
+        for key, adapter in found_adapters.items()
+        for name, array in adapter.tensors.items()
+    }
+    return [*outputs, last], weights
+
+
+async def test_two_ranks_agree(groups: tuple[TrainerGroup, TrainerGroup], tmp_path: Path) -> None:
+    (outputs, weights), (expected, others) = [await _trained(group, tmp_path) for group in groups]
+    assert len(outputs) == len(expected) == 2 * 5 + 1
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.metrics == pytest.approx(other.metrics, rel=1e-5, abs=1e-3)
+        for a, b in zip(output.logprobs, other.logprobs, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
+    for name, array in weights.items():
+        np.testing.assert_allclose(array, others[name], atol=1e-5, rtol=0, err_msg=name)

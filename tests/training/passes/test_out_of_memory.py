@@ -1,0 +1,185 @@
+"""Real limits: the rank's process may not grow beyond what it is given, as far as its allocator can tell."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, Failure, LoraSpec, PassItem, PassOutput, StepItem
+from skyrl_tinker.training.passes.out_of_memory import is_out_of_memory
+from skyrl_tinker.training.trainer_group import TrainerGroup
+from skyrl_tinker.training.trainer_spec import TrainerSpec
+from tests.training.conftest import MakeWorker
+from tests.training.support.passes import make_data, make_item, run_pass
+
+BUDGET = 16384
+MIB = 1 << 20
+ROOM = {1: 168 * MIB, 2: 145 * MIB, 3: 196 * MIB}
+"""By model: three quarters of what a row of BUDGET tokens takes."""
+ROOM_FOR_LESS = 60 * MIB
+SPECS = {1: LoraSpec(8, 1), 2: LoraSpec(4, 2, train_mlp=False), 3: LoraSpec(0, 0)}
+TWINS = {model: model + 10 for model in SPECS}  # made alike; they never meet a limit
+
+
+def make_limit() -> type:
+    """Made here, so that it travels whole: the ranks cannot import tests."""
+    import ctypes
+    import resource
+    from pathlib import Path
+
+    class Limit:
+        def __init__(self, rank: int) -> None:
+            """Undo memory.keep_freed: what a tensor gives back counts at once."""
+            self.rank = rank
+            for option in (-1, -2, -3):  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
+                ctypes.CDLL(None).mallopt(option, 0 if option == -2 else 1 << 16)
+
+        def grow_at_most(self, size: int, rank: int) -> None:
+            """Bytes from now on, where this is that rank."""
+            if self.rank == rank:
+                lines = Path("/proc/self/status").read_text().splitlines()
+                used = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+                self._set(used + size)
+
+        def lift(self) -> None:
+            self._set(resource.RLIM_INFINITY)
+
+        def _set(self, soft: int) -> None:
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    return Limit
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def whole_group(
+    request: pytest.FixtureRequest, ray_cluster: None, untied_model: str
+) -> Iterator[TrainerGroup]:
+    group = TrainerGroup.launch(
+        TrainerSpec(untied_model, request.param, "cpu", "float32", 1, BUDGET, timeout_s=60.0)
+    )
+    asyncio.run(group.ready())
+    asyncio.run(group.open_sender(make_limit(), every_rank=True))
+    yield group
+    asyncio.run(group.shutdown())
+
+
+@pytest.fixture
+async def group(whole_group: TrainerGroup) -> AsyncIterator[TrainerGroup]:
+    for model, spec in SPECS.items():
+        for key in (model, TWINS[model]):
+            await whole_group.create_model(ModelKey(key), spec)
+    yield whole_group
+    for key in (*SPECS, *TWINS.values()):
+        await whole_group.release(ModelKey(key))
+
+
+@asynccontextmanager
+async def _room(group: TrainerGroup, size: int) -> AsyncIterator[None]:
+    """Only the last rank's process is limited."""
+    await group.sender_call("grow_at_most", size, group.spec.ranks - 1)
+    try:
+        yield
+    finally:
+        await group.sender_call("lift")
+
+
+async def _run(group: TrainerGroup, *items: PassItem) -> list[PassOutput | Failure]:
+    return await group.run_pass(group.prepare(items))
+
+
+def _share(group: TrainerGroup, model: int, tokens: int, seed: int = 1) -> PassItem:
+    """So many tokens on each rank."""
+    return make_item(model, make_data((512,) * (tokens // 512 * group.spec.ranks), seed))
+
+
+async def _trained(group: TrainerGroup, model: int, directory: Path) -> dict[str, np.ndarray]:
+    """The weights after a step."""
+    (output,) = await group.optim_step([StepItem(RequestId("s"), ModelKey(model), AdamParams(1e-2))])
+    assert output.error is None
+    if SPECS.get(model, SPECS.get(model - 10)) == SPECS[3]:
+        await group.capture_full(ModelKey(model), str(directory / str(model)))
+        return dict(load_file(directory / str(model) / "model.safetensors"))
+    return dict((await group.capture_adapters([ModelKey(model)]))[ModelKey(model)].tensors)
+
+
+async def _squeezed(group: TrainerGroup, model: int) -> PassOutput | Failure:
+    """In less and less room, until whole rows do not fit: what a process has at hand already differs."""
+    before = group.retried_passes
+    for tenths in range(10, 5, -1):
+        await group.zero_gradients([ModelKey(model)])
+        async with _room(group, ROOM[model] * tenths // 10):
+            (output,) = await _run(group, _share(group, model, BUDGET))
+        if group.retried_passes > before:
+            return output
+    raise AssertionError("whole rows fitted into the least room")
+
+
+@pytest.mark.parametrize("model", SPECS)
+async def test_half_the_rows_do_what_whole_ones_could_not(
+    group: TrainerGroup, tmp_path: Path, model: int
+) -> None:
+    output = await _squeezed(group, model)
+    assert isinstance(output, PassOutput), output
+    (expected,) = await _run(group, _share(group, TWINS[model], BUDGET))
+    assert isinstance(expected, PassOutput)
+    assert output.metrics == pytest.approx(expected.metrics, rel=1e-5)
+    for found, other in zip(output.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(found, other, atol=1e-5, rtol=0)
+    weights, others = [await _trained(group, key, tmp_path) for key in (model, TWINS[model])]
+    for name, array in weights.items():
+        np.testing.assert_allclose(array, others[name], atol=1e-5, rtol=0, err_msg=name)
+
+
+async def test_a_pass_too_large_fails_alone_and_says_what_to_do(group: TrainerGroup, tmp_path: Path) -> None:
+    """Everyone's earlier gradients are there to the last bit, and training goes on."""
+    earlier = {model: make_data((40, 30), model) for model in SPECS}
+    for model, data in earlier.items():
+        for key in (model, TWINS[model]):
+            await _run(group, make_item(key, data))
+    async with _room(group, ROOM_FOR_LESS):
+        outputs = await _run(group, *(_share(group, model, BUDGET) for model in SPECS))
+    tokens = BUDGET * len(SPECS) * group.spec.ranks
+    for output in outputs:
+        assert isinstance(output, Failure), output
+        assert output.category == "server"
+        assert output.message.startswith(
+            f"{tokens} tokens in {tokens // 512} datums did not fit into the trainer's memory, neither in "
+            "rows of 16384 tokens (token_budget) nor of 8192; the longest datum has 512 tokens. Send shorter"
+        )
+    for model, data in earlier.items():
+        for key in (model, TWINS[model]):
+            (output,) = await _run(group, make_item(key, data[::-1]))
+            assert isinstance(output, PassOutput)
+        weights, others = [await _trained(group, key, tmp_path) for key in (model, TWINS[model])]
+        assert weights.keys() == others.keys()
+        for name, array in weights.items():
+            np.testing.assert_array_equal(array, others[name], err_msg=name)
+
+
+def test_the_allocators_reports_are_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)
+    with pytest.raises(MemoryError) as python:
+        bytearray(1 << 60)
+    assert is_out_of_memory(python.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    for other in (RuntimeError("Connection closed by peer"), ValueError("can't allocate memory")):
+        assert not is_out_of_memory(other)
+
+
+def test_what_is_no_lack_of_memory_is_raised_as_it_is(make_worker: MakeWorker, untied_model: str) -> None:
+    worker = make_worker(untied_model)
+    worker.create_model(ModelKey(1), SPECS[1])
+    item: Any = make_item(1, make_data((8,), 1))
+    item.data[0].tokens[0] = 100_000  # no such row in the embedding
+    with pytest.raises(IndexError):
+        run_pass(worker, item)

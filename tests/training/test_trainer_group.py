@@ -1,0 +1,243 @@
+"""The trainer through Ray: real actors, real process groups."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
+from skyrl_tinker.errors import SamplerError, StorageError, TrainerError, UserError
+from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
+from tests.training.support.passes import make_data, make_item
+
+A, B, FULL = ModelKey(1), ModelKey(2), ModelKey(3)
+SPECS = {A: LoraSpec(8, 1), B: LoraSpec(4, 2, train_mlp=False, train_attn=False), FULL: LoraSpec(0, 0)}
+
+
+@pytest.fixture(scope="module")
+def groups(ray_cluster: None, tied_model: str) -> Iterator[tuple[TrainerGroup, TrainerGroup]]:
+    """Of one rank and of two, started side by side."""
+    both = tuple(TrainerGroup.launch(_spec(tied_model, ranks)) for ranks in (1, 2))
+    for group in both:
+        asyncio.run(group.ready())
+    yield both
+    for group in both:
+        asyncio.run(group.shutdown())
+
+
+@pytest.fixture
+async def one(groups: tuple[TrainerGroup, TrainerGroup]) -> AsyncIterator[TrainerGroup]:
+    yield groups[0]
+    await _release_all(groups[0])
+
+
+@pytest.fixture
+async def two(groups: tuple[TrainerGroup, TrainerGroup]) -> AsyncIterator[TrainerGroup]:
+    yield groups[1]
+    await _release_all(groups[1])
+
+
+def _spec(directory: str, ranks: int) -> TrainerSpec:
+    return TrainerSpec(directory, ranks, "cpu", "float32", 1, token_budget=64, timeout_s=30.0)
+
+
+async def _release_all(group: TrainerGroup) -> None:
+    for model in SPECS:
+        await group.release(model)
+
+
+async def _pass(group: TrainerGroup, *items: PassItem) -> list[PassOutput]:
+    outputs = await group.run_pass(group.prepare(items))
+    assert all(isinstance(output, PassOutput) for output in outputs), outputs
+    return [output for output in outputs if isinstance(output, PassOutput)]
+
+
+def _units(number: int) -> list[tuple[PassItem, ...]]:
+    """Passes of every shape: mixed, forward-only, on one model, and with fewer datums than ranks."""
+    return [
+        (
+            make_item(B, make_data((40, 30), number, "ppo"), "ppo"),
+            make_item(A, make_data((50, 9, 60, 33), number)),
+            make_item(FULL, make_data((20, 50), number)),
+            make_item(A, make_data((12, 12), number), backward=False),
+        ),
+        (make_item(B, make_data((40,), number + 10)),),
+        (make_item(FULL, make_data((1,), number + 20)),),
+    ]
+
+
+Trained = tuple[list[PassOutput], list[dict[str, float]], dict[str, np.ndarray]]
+
+
+async def _train(group: TrainerGroup, tmp_path: Path) -> Trained:
+    outputs, metrics = [], []
+    adam = AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=0.5, eps=1e-3)
+    for model, spec in SPECS.items():
+        await group.create_model(model, spec)
+    for number in range(2):
+        for items in _units(number):
+            outputs += await _pass(group, *items)
+        steps = await group.optim_step([StepItem(RequestId("s"), model, adam) for model in SPECS])
+        metrics += [dict(output.metrics) for output in steps]
+    await group.capture_full(FULL, str(tmp_path / "full"))
+    await group.save_state(FULL, str(tmp_path / "state"), optimizer=True)
+    return outputs, metrics, dict((await group.capture_adapters([A]))[A].tensors)
+
+
+async def test_two_ranks_equal_one(one: TrainerGroup, two: TrainerGroup, tmp_path: Path) -> None:
+    results = [await _train(group, tmp_path / str(group.spec.ranks)) for group in (one, two)]
+    (outputs, metrics, adapter), (outputs2, metrics2, adapter2) = results
+    for output, other in zip(outputs, outputs2, strict=True):
+        assert output.metrics == pytest.approx(other.metrics, rel=1e-5, abs=1e-3)
+        for found, expected in zip(output.logprobs, other.logprobs, strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    for one_step, two_step in zip(metrics, metrics2, strict=True):
+        assert one_step == pytest.approx(two_step, rel=1e-5)
+    assert adapter.keys() == adapter2.keys()
+    for name, array in adapter.items():
+        np.testing.assert_allclose(adapter2[name], array, atol=1e-5, rtol=0, err_msg=name)
+
+
+async def test_a_checkpoint_of_two_ranks_loads_on_one(
+    one: TrainerGroup, two: TrainerGroup, tmp_path: Path
+) -> None:
+    probe = make_item(FULL, make_data((30, 20), 7), backward=False)
+    await _train(two, tmp_path)
+    (before,) = await _pass(two, probe)
+    await one.create_model(FULL, SPECS[FULL])
+    await one.load_state(FULL, str(tmp_path / "state"), optimizer=True)
+    (after,) = await _pass(one, probe)
+    for found, expected in zip(after.logprobs, before.logprobs, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+async def test_a_request_failing_on_one_rank_is_dropped_on_all(two: TrainerGroup) -> None:
+    data = make_data((60, 60), 1, "importance_sampling")
+    data[1].inputs["logprobs"][:] = -1e5  # lands on the second rank
+    adapters = []
+    for model, items in ((A, [make_item(A, data, "importance_sampling")]), (B, [])):
+        await two.create_model(model, LoraSpec(8, 1))
+        prepared = two.prepare([make_item(model, make_data((40, 30), 2)), *items])
+        outputs = await two.run_pass(prepared)
+        assert [isinstance(output, PassOutput) for output in outputs] == [True, *(False for _ in items)]
+        await two.optim_step([StepItem(RequestId("s"), model, AdamParams(1e-2))])
+        adapters.append((await two.capture_adapters([model]))[model].tensors)
+    for name, array in adapters[0].items():
+        np.testing.assert_array_equal(adapters[1][name], array)
+
+
+async def test_a_user_error_leaves_the_group_whole(two: TrainerGroup, tmp_path: Path) -> None:
+    await two.create_model(A, SPECS[A])
+    with pytest.raises(UserError, match="no checkpoint at"):
+        await two.load_state(A, str(tmp_path), optimizer=True)
+    await _pass(two, make_item(A, make_data((30,), 1)))
+
+
+async def test_a_disk_that_fails_one_rank_leaves_the_group_whole(two: TrainerGroup, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    await two.create_model(FULL, SPECS[FULL])
+    with pytest.raises(StorageError, match="rank 0 could not write the checkpoint: Not a directory"):
+        await two.save_state(FULL, str(tmp_path / "file" / "c"), optimizer=True)
+    with pytest.raises(StorageError, match="could not be written"):
+        await two.capture_full(FULL, str(tmp_path / "file" / "c"))
+    assert await two.save_state(FULL, str(tmp_path / "c"), optimizer=True) > 0
+
+
+async def test_ping_answers_while_a_pass_runs(one: TrainerGroup) -> None:
+    await one.create_model(A, SPECS[A])
+    prepared = one.prepare([make_item(A, make_data((512,) * 100, 1))])
+    running = asyncio.ensure_future(one.run_pass(prepared))
+    await asyncio.sleep(0.05)
+    await one.ping()
+    assert not running.done()
+    await running
+
+
+def make_echo() -> type:
+    """Made here, so that it travels whole: the ranks cannot import tests."""
+
+    class Echo:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def say(self, word: str) -> tuple[int, str]:
+            return self.rank, word
+
+        def fail(self) -> None:
+            raise ValueError("broken wire")
+
+    return Echo
+
+
+async def test_a_sender_works_while_a_pass_runs(one: TrainerGroup) -> None:
+    await one.create_model(A, SPECS[A])
+    await one.open_sender(make_echo(), every_rank=True)
+    running = asyncio.ensure_future(one.run_pass(one.prepare([make_item(A, make_data((512,) * 100, 1))])))
+    await asyncio.sleep(0.05)
+    assert await one.sender_call("say", "hello") == [(0, "hello")]
+    assert not running.done()
+    await running
+
+
+async def test_a_failing_sender_leaves_the_group_whole(two: TrainerGroup) -> None:
+    await two.open_sender(make_echo(), every_rank=True)
+    assert await two.sender_call("say", "hello") == [(0, "hello"), (1, "hello")]
+    with pytest.raises(SamplerError, match=r"rank 0 failed in sending weights \(fail\): .*broken wire"):
+        await two.sender_call("fail")
+    await two.open_sender(make_echo(), every_rank=False)
+    assert await two.sender_call("say", "again") == [(0, "again")]
+    await two.create_model(A, SPECS[A])
+    await _pass(two, make_item(A, make_data((30, 30), 1)))
+
+
+async def test_a_released_model_has_no_state(one: TrainerGroup) -> None:
+    await one.create_model(A, SPECS[A])
+    await one.release(A)
+    (output,) = await one.run_pass(one.prepare([make_item(A, make_data((30,), 1))]))
+    assert not isinstance(output, PassOutput)
+    assert output.category == "server"
+
+
+async def test_a_killed_rank_raises_at_once_and_names_itself(ray_cluster: None, tied_model: str) -> None:
+    group = TrainerGroup.launch(_spec(tied_model, 2))
+    await group.ready()
+    await group.create_model(A, SPECS[A])
+    pids = group.pids()
+    os.kill(pids[1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(TrainerError, match=r"^rank 1 died in run_pass: its process ended unexpectedly$"):
+        await _pass(group, make_item(A, make_data((30, 30), 1)))
+    assert time.monotonic() - started < 10.0
+    await group.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+async def test_a_missing_base_model_names_rank_and_cause(ray_cluster: None, tmp_path: Path) -> None:
+    group = TrainerGroup.launch(_spec(str(tmp_path / "nothing"), 1))
+    with pytest.raises(TrainerError, match="rank 0 failed in join: OSError"):
+        await group.ready()
+    await group.shutdown()
+
+
+def test_the_engine_side_imports_no_torch() -> None:
+    code = "import sys, skyrl_tinker.training.trainer_group; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_launch_without_ray_is_refused() -> None:
+    code = (
+        "from skyrl_tinker.training.trainer_group import *\n"
+        "try: TrainerGroup.launch(TrainerSpec('x', 1, 'cpu', 'float32', 1, 64))\n"
+        "except Exception as error: assert 'ray.init' in str(error)\n"
+        "else: raise SystemExit(1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
