@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.inference.samplers import Served
+    from tests.inference.support.samplers import Served
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +39,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Served"]]:
     """Two real vLLM servers, tied and untied, started side by side."""
-    from tests.inference.samplers import launch
+    from tests.inference.support.samplers import launch
 
     root = tmp_path_factory.mktemp("samplers")
     running = {name: launch(root, name) for name in ("tied", "untied")}

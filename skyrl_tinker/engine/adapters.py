@@ -11,7 +11,7 @@ from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.errors import SamplerError, StateLostError
-from skyrl_tinker.inference.client import RemoteInferenceClient
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 
 
 class Adapters:

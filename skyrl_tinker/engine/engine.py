@@ -33,7 +33,7 @@ from skyrl_tinker.engine.sleeping import Sleeping
 from skyrl_tinker.engine.status import Status
 from skyrl_tinker.engine.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError
-from skyrl_tinker.inference.spec import SamplerSpec
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.places import Places
 from skyrl_tinker.processes import spare_the_collector
 from skyrl_tinker.store import sampling_sessions, server_state

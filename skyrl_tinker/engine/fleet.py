@@ -10,9 +10,9 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.engine.placement import SEPARATE, Changing, Placement
 from skyrl_tinker.engine.status import Status
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.health import Loss
-from skyrl_tinker.inference.router import Router
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.health_checks import Loss
+from skyrl_tinker.inference.servers.router import Router
 
 ATTEMPTS = 5
 NOTICED_WITHIN_S = 4.0  # from a failed request to the death that explains it: a death is noticed after 2 s

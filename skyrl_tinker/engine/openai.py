@@ -19,7 +19,7 @@ from skyrl_tinker.engine.metrics import Metrics
 from skyrl_tinker.engine.openai_requests import Wanted, longest_prompt, texts_to_count, upstream_body
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
-from skyrl_tinker.inference.spec import BASE_MODEL
+from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.protocol.schemas.openai import (
     OWNER_HEADER,
     ChatCompletionRequest,

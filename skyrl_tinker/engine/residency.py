@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.inflight import Target, Wanted, newest
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.spec import BASE_MODEL
+from skyrl_tinker.inference.constants import BASE_MODEL
 
 Swap = Callable[[WeightVersion | None, WeightVersion | None], Awaitable[None]]
 

@@ -15,8 +15,8 @@ from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.inflight import Target, Targets, Wanted, newest
 from skyrl_tinker.engine.residency import Residency
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.spec import BASE_MODEL
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.weight_sync.base import WeightSyncError, WeightTransport, sync_weights
 
 AFFINITY_TOKENS = 128

@@ -6,11 +6,11 @@ from pathlib import Path
 from skyrl_tinker.config import Settings
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.placement import Placement
-from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.external import ExternalServers
-from skyrl_tinker.inference.group import ServerGroup
-from skyrl_tinker.inference.router import Router, RouterSpec
-from skyrl_tinker.inference.spec import SamplerSpec
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.external_servers import ExternalServers
+from skyrl_tinker.inference.servers.router import Router, RouterSpec
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
+from skyrl_tinker.inference.servers.server_group import ServerGroup
 
 ToEnd = list[Callable[[], Awaitable[None]]]
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.control_plane import ControlPlane
+from skyrl_tinker.inference.client.control_plane import ControlPlane
 
 TIMEOUT_S = 120.0
 """The first sleep pins as much host memory as the weights take."""

@@ -1,0 +1,5 @@
+"""Sampling with vLLM: the servers, our client to them, and the plugin that runs inside them.
+
+In: sample requests and weight updates. Out: generated tokens with logprobs. Imports `domain`, `errors` and
+`processes`; vllm itself is imported by the plugin alone.
+"""

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tinker
 
-from skyrl_tinker.inference.client import RemoteInferenceClient
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.e2e.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.e2e.conftest import Server
-from tests.inference.samplers import CONTEXT, Served
+from tests.inference.support.samplers import CONTEXT, Served
 
 
 @pytest.fixture

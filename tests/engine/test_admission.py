@@ -6,8 +6,8 @@ import pytest
 
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.health import Loss
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.health_checks import Loss
 
 OLD, NEW = "http://old", "http://new"
 

@@ -12,16 +12,16 @@ from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.engine.status import Status
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.data_plane import fixed
-from skyrl_tinker.inference.external import ExternalServers
-from skyrl_tinker.inference.router import Router, RouterSpec
+from skyrl_tinker.inference.client.data_plane import fixed
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.external_servers import ExternalServers
+from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.weight_sync.adapters import publish_adapter
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
-from tests.inference.samplers import CONTEXT, Served, ask, prompt_of, random_adapter, unique
+from tests.inference.support.samplers import CONTEXT, Served, ask, prompt_of, random_adapter, unique
 
 SAMPLES = 16
 

@@ -9,7 +9,7 @@ from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.pace import Ends, Pace
 from skyrl_tinker.engine.placement import SEPARATE, Placement
 from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.inference.client import RemoteInferenceClient
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.engine.simulation import simulate
 from tests.engine.test_placement import Devices
 from tests.engine.test_sampler_driver import FACTS

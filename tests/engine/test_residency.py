@@ -10,7 +10,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.inflight import Target, Wanted, newest
 from skyrl_tinker.engine.residency import Residency
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.spec import BASE_MODEL
+from skyrl_tinker.inference.constants import BASE_MODEL
 
 A, B, C = (WeightVersion(VersionId(number), "full", f"/weights/{number}") for number in (1, 2, 3))
 

@@ -10,7 +10,7 @@ from skyrl_tinker.engine.answers import Outbox
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.inference.client import RemoteInferenceClient
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.stored_samples import sample_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell

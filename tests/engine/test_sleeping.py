@@ -10,8 +10,8 @@ from aiohttp.test_utils import TestServer
 from skyrl_tinker.engine.fleet import Fleet
 from skyrl_tinker.engine.sleeping import Sleeping
 from skyrl_tinker.engine.status import Status
-from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.health import Loss
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 

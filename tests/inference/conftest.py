@@ -1,3 +1,3 @@
-from tests.inference.samplers import each_sampler, sampler
+from tests.inference.support.samplers import each_sampler, sampler
 
 __all__ = ["each_sampler", "sampler"]

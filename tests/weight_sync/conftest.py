@@ -8,7 +8,7 @@ import pytest
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.choice import make_transport
 from skyrl_tinker.weight_sync.port import WeightTransport
-from tests.inference.samplers import Served, each_sampler, sampler
+from tests.inference.support.samplers import Served, each_sampler, sampler
 
 __all__ = ["each_sampler", "sampler"]
 

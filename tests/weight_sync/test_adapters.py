@@ -12,7 +12,13 @@ from safetensors.numpy import load_file
 
 from skyrl_tinker.domain.values import AdapterWeights
 from skyrl_tinker.weight_sync.adapters import publish_adapter
-from tests.inference.samplers import prompt_of, random_adapter, reference, target_logprobs, write_model
+from tests.inference.support.samplers import (
+    prompt_of,
+    random_adapter,
+    reference,
+    target_logprobs,
+    write_model,
+)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.base import Synced, sync_weights
 from skyrl_tinker.weight_sync.port import Message, WeightTransport
-from tests.inference.samplers import (
+from tests.inference.support.samplers import (
     Sampler,
     ask,
     assert_same_logprobs,

@@ -12,7 +12,14 @@ import orjson
 
 from skyrl_tinker.weight_sync.base import sync_weights
 from skyrl_tinker.weight_sync.port import WeightTransport
-from tests.inference.samplers import CONTEXT, Sampler, prompt_of, reference, target_logprobs, write_model
+from tests.inference.support.samplers import (
+    CONTEXT,
+    Sampler,
+    prompt_of,
+    reference,
+    target_logprobs,
+    write_model,
+)
 
 LENGTH = CONTEXT - 10
 ENOUGH = 8  # tokens, to be sure that the rollout runs

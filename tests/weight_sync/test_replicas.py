@@ -14,15 +14,15 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
-from skyrl_tinker.inference.client import RemoteInferenceClient
-from skyrl_tinker.inference.control_plane import ControlPlane
-from skyrl_tinker.inference.data_plane import fixed
-from skyrl_tinker.inference.group import ServerGroup
+from skyrl_tinker.inference.client.control_plane import ControlPlane
+from skyrl_tinker.inference.client.data_plane import fixed
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.base import WeightSyncError, sync_weights
 from skyrl_tinker.weight_sync.choice import make_transport
 from skyrl_tinker.weight_sync.port import Message, WeightTransport
-from tests.inference.samplers import (
+from tests.inference.support.samplers import (
     CONTEXT,
     Served,
     ask,

@@ -1,0 +1,261 @@
+"""The control plane: what must reach every replica at once, never through the router."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
+from skyrl_tinker.inference.client.in_flight import Running
+
+ABORT_POLL_S = 0.02
+PauseMode = Literal["abort", "wait", "keep"]
+Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""One message for all replicas, or one for each."""
+Params = Mapping[str, str] | Sequence[tuple[str, str]]
+Call = Callable[[str], Awaitable[Any]]
+"""Of one replica, by its URL."""
+T = TypeVar("T", bool, str)
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class ControlPlane:
+    """`server_urls` are all replicas. A call that one of them cannot do raises SamplerError."""
+
+    server_urls: tuple[str, ...]
+    patience_s: float = field(default=60.0, compare=False, kw_only=True)
+    """Without an answer for so long, a call that needs no time has failed."""
+    _http: JsonHttp = field(default_factory=JsonHttp, repr=False, compare=False, kw_only=True)
+    _running: Running = field(default_factory=Running, repr=False, compare=False, kw_only=True)
+
+    def of(self, url: str) -> "ControlPlane":
+        """The control plane of one replica, over the same connections."""
+        return ControlPlane((url,), patience_s=self.patience_s, _http=self._http)
+
+    async def world_sizes(self) -> tuple[int, ...]:
+        """Workers of each replica."""
+        answers = await self._every("GET", "/get_world_size", params={"include_dp": "true"})
+        return tuple(int(answer["world_size"]) for answer in answers)
+
+    async def world_size(self) -> int:
+        """Workers of all replicas together."""
+        return sum(await self.world_sizes())
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """On every replica or none. A name stands for one version only, so a second load is harmless."""
+        results = await self._each(lambda url: self._load(url, name, path))
+        if any(isinstance(result, BaseException) for result in results.values()):
+            touched = [url for url, result in results.items() if result is not False]
+            await self._undo(touched, lambda url: self._unload(url, name))
+            _require(results)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Harmless where it is not loaded."""
+        _require(await self._each(lambda url: self._unload(url, name)))
+
+    async def adapters(self) -> list[str]:
+        """Names of those that any replica has."""
+        answers = await self._every("GET", "/v1/models")
+        return sorted({model["id"] for answer in answers for model in answer["data"] if model.get("parent")})
+
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
+        """abort: running sequences end as aborted; wait: they finish first; keep: they stand still.
+
+        clear_cache False keeps KV entries of the old weights: only right when weights do not change.
+        """
+        params = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
+        await self._all_or_none(
+            lambda url: self._call(url, "POST", "/pause", params=params, long=mode == "wait"),
+            undo=lambda url: self._call(url, "POST", "/resume"),
+        )
+
+    async def resume(self) -> None:
+        """Also those that are not paused; all that can, also when one fails."""
+        await self._every("POST", "/resume")
+
+    async def is_paused(self) -> bool:
+        """SamplerError when some are and some are not."""
+        return _common([bool(answer["is_paused"]) for answer in await self._every("GET", "/is_paused")])
+
+    async def abort(self, tag: str) -> None:
+        """Interrupt the tag's requests that are under way (DataPlane.sample); their callers go on anew.
+
+        Returns when all of them ended, on whatever replica. Those that begin meanwhile are left alone.
+        """
+        attempts = self._running.switch(tag)
+        while left := self._running.still(attempts, tag):
+            ids = [attempt.vllm_id for attempt in left]  # some may not have reached vLLM yet
+            await asyncio.gather(*(self._abort(url, ids) for url in self.server_urls))
+            await asyncio.sleep(ABORT_POLL_S)
+
+    async def _abort(self, url: str, ids: list[str]) -> None:
+        try:
+            await self._call(url, "POST", "/inference/v1/abort_requests", {"request_ids": ids})
+        except UnreachableError:  # what it ran ends with it
+            return
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "keep") -> None:
+        """Pause as `pause` does, without the cache, and free GPU memory: all replicas or none.
+
+        Level 1 takes the weights to host memory, 2 drops them; 0 frees nothing. On CPU none does.
+        """
+        params = {"level": str(level), "mode": mode}
+        await self._all_or_none(
+            lambda url: self._call(url, "POST", "/sleep", params=params, long=True),
+            undo=lambda url: self._call(url, "POST", "/wake_up", long=True),
+        )
+
+    async def wake_up(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
+        """Take these back into GPU memory, or all; requests go on as soon as all is there."""
+        await self._every("POST", "/wake_up", params=[("tags", tag) for tag in tags], long=True)
+
+    async def is_sleeping(self) -> bool:
+        """SamplerError when some are and some are not."""
+        return _common([bool(answer["is_sleeping"]) for answer in await self._every("GET", "/is_sleeping")])
+
+    async def reset_prefix_cache(self) -> None:
+        """Running sequences are computed anew."""
+        params = {"reset_running_requests": "true"}
+        for answer in await self._every("POST", "/reset_prefix_cache", params=params):
+            if not answer["success"]:
+                raise SamplerError("a replica could not reset its prefix cache")
+
+    async def init_weight_transfer_engine(self, info: Messages) -> None:
+        await self._messages("/init_weight_transfer_engine", "init_info", info, repeatable=True)
+
+    async def start_weight_update(self) -> None:
+        await self._every("POST", "/start_weight_update", repeatable=False, long=True)
+
+    async def update_weights(self, info: Messages) -> None:
+        await self._messages("/update_weights", "update_info", info, repeatable=False)
+
+    async def finish_weight_update(self, version: str) -> None:
+        await self._every(
+            "POST", "/finish_weight_update", {"weight_version": version}, repeatable=False, long=True
+        )
+
+    async def weight_version(self) -> str:
+        """Of the full weights that all replicas serve; "default" until the first update."""
+        answers = await self._every("GET", "/weight_info")
+        return _common([str(answer["weight_version"]) for answer in answers])
+
+    async def health(self) -> None:
+        """SamplerError when a replica cannot take requests."""
+        await self._every("GET", "/health")
+
+    async def _load(self, url: str, name: str, path: str) -> bool:
+        """Whether it was not there yet."""
+        try:
+            await self._call(url, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except RefusedError as error:
+            if "already been loaded" in error.answer.message:
+                return False
+            raise
+        return True
+
+    async def _unload(self, url: str, name: str) -> None:
+        try:
+            await self._call(url, "POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except RefusedError as error:
+            if error.answer.status not in (400, 404):  # not loaded
+                raise
+
+    async def _messages(self, path: str, key: str, info: Messages, *, repeatable: bool) -> None:
+        """One message for all replicas, or one for each of `server_urls` in their order."""
+        urls = self.server_urls
+        each = [info] * len(urls) if isinstance(info, Mapping) else list(info)
+        if len(each) != len(urls):
+            raise SamplerError(f"{len(each)} messages for {len(urls)} replicas: their number has changed")
+        bodies = {url: {key: dict(message)} for url, message in zip(urls, each, strict=True)}
+        _require(
+            await self._each(
+                lambda url: self._call(url, "POST", path, bodies[url], repeatable=repeatable, long=True),
+                urls,
+            )
+        )
+
+    async def _every(
+        self, method: str, path: str, json: Mapping[str, Any] | None = None, **options: Any
+    ) -> list[Any]:
+        """The same call to every replica at once; SamplerError unless all of them did it."""
+        results = await self._each(lambda url: self._call(url, method, path, json, **options))
+        _require(results)
+        return list(results.values())
+
+    async def _all_or_none(self, call: Call, *, undo: Call) -> None:
+        """SamplerError when one cannot: it is undone everywhere, also where only the answer was lost."""
+        results = await self._each(call)
+        if any(isinstance(result, BaseException) for result in results.values()):
+            await self._undo(results, undo)
+            _require(results)
+
+    async def _undo(self, urls: Iterable[str], call: Call) -> None:
+        for url, result in (await self._each(call, urls)).items():
+            if isinstance(result, SamplerError):
+                _log.warning("%s could not take back what other replicas failed at: %s", url, result)
+
+    async def _each(self, call: Call, urls: Iterable[str] | None = None) -> dict[str, Any]:
+        """Answers or SamplerErrors by replica. All calls run to their end: none changes things later."""
+        asked = list(self.server_urls if urls is None else urls)
+        if not asked and urls is None:
+            raise SamplerError("no sampler serves")
+        results = await asyncio.gather(*map(call, asked), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, SamplerError):
+                raise result
+        return dict(zip(asked, results, strict=True))
+
+    async def _call(
+        self,
+        url: str,
+        method: str,
+        path: str,
+        json: Mapping[str, Any] | None = None,
+        *,
+        params: Params | None = None,
+        repeatable: bool = True,
+        long: bool = False,
+    ) -> Any:
+        """One replica's answer. SamplerError that names it and the call."""
+        try:
+            async with asyncio.timeout(None if long else self.patience_s):
+                return await self._http.request(
+                    method, url + path, json=json, params=params, repeatable=repeatable
+                )
+        except HttpStatusError as error:
+            raise RefusedError(f"{method} {url}{path}: {error}", error) from error
+        except SamplerError as error:
+            raise UnreachableError(str(error)) from error
+        except TimeoutError as error:
+            text = f"{method} {url}{path}: no answer within {self.patience_s:g} s"
+            raise UnreachableError(text) from error
+
+
+class RefusedError(SamplerError):
+    """A replica answered with an error."""
+
+    def __init__(self, message: str, answer: HttpStatusError) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class UnreachableError(SamplerError):
+    """A replica gave no answer."""
+
+
+def _require(results: Mapping[str, Any]) -> None:
+    """SamplerError that names every replica that failed."""
+    failures = [result for result in results.values() if isinstance(result, SamplerError)]
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise SamplerError("; ".join(str(failure) for failure in failures)) from failures[0]
+
+
+def _common(values: Sequence[T]) -> T:
+    if len(set(values)) != 1:
+        raise SamplerError(f"replicas differ: {list(values)}")
+    return values[0]

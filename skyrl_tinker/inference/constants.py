@@ -1,0 +1,10 @@
+"""Names and numbers that client, servers and plugin agree on."""
+
+BASE_MODEL = "base"
+"""The name under which every sampler serves the base model."""
+
+MAX_SEQUENCES = 256
+"""Sequences decoded in one step, and so the most of one call."""
+
+ENABLED_BY = "SKYRL_TINKER_VLLM"
+"""Environment variable that switches our plugin on, in servers that we start only."""

@@ -1,0 +1,259 @@
+"""What our vLLM processes get beside stock vLLM. Runs inside vLLM only.
+
+Each fix says which fault it mends; `MENDS` is the release in which the faults were found and mended.
+Another release is refused: it may have mended them itself, or moved the code that the fixes replace.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.platforms import current_platform
+from vllm.version import __version__ as found_version  # type: ignore[attr-defined]
+
+from skyrl_tinker.inference.plugin import score_extraction
+from skyrl_tinker.processes import die_with_parent
+
+MENDS = "0.32."
+STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_engine", "StagedEngine")
+"""Backend name, module and class; vLLM imports the module when it loads the model."""
+
+
+def apply() -> None:
+    """Do all of it once per process; RuntimeError on a CPU build of another release."""
+    if STAGED[0] in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(*STAGED)
+    _end_with_parent()
+    _count_cached_prompts_once()
+    if current_platform.is_cpu():
+        _require_version(found_version)
+        _fork_workers()
+        _multiply_adapters_by_slot()
+        _score_prompts_with_their_adapter()
+        _draw_for_whole_prompts_only()
+        _zero_reused_blocks()
+        score_extraction.apply(_rows_of)
+        _repack_tied_heads()
+    else:
+        score_extraction.apply()
+
+
+def _require_version(found: str) -> None:
+    if not found.startswith(MENDS):
+        raise RuntimeError(
+            f"skyrl-tinker's fixes mend vLLM {MENDS}x on CPU, found {found}: install that release"
+        )
+
+
+def _end_with_parent() -> None:
+    """A killed API server would leave its engine process behind."""
+    end = partial(die_with_parent, signal.SIGKILL)
+    os.register_at_fork(after_in_child=end)
+    if multiprocessing.parent_process() is not None:
+        end()
+
+
+def _fork_workers() -> None:
+    """The CPU platform forces `spawn`, so each process imports everything anew: 6 to 12 CPU seconds more.
+
+    Forking is safe with OMP_NUM_THREADS=1, which the server sets (libgomp's threads do not survive a fork).
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    configure = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(cls: type[CpuPlatform], vllm_config: Any) -> None:
+        configure(vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
+
+
+def _count_cached_prompts_once() -> None:
+    """Of n sequences the last to end reports how much of the prompt was cached, by its siblings if by none
+    other. The first to be prefilled found what was there before; the fewest are its."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    make = RequestState.make_request_output
+
+    @wraps(make)
+    def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parent = self.parent_req
+        if parent is not None:
+            fewest = min(self.num_cached_tokens, getattr(parent, "fewest_cached", self.num_cached_tokens))
+            parent.fewest_cached = self.num_cached_tokens = fewest
+        return make(self, *args, **kwargs)
+
+    RequestState.make_request_output = make_request_output  # type: ignore[method-assign]
+
+
+def _multiply_adapters_by_slot() -> None:
+    """The stock ops copy an adapter's matrix for every row, which costs 20 times what the product costs. And
+    base-model rows carry slot -1, which is the *last* adapter when they share a batch with adapters."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for op in (bgmv_shrink, bgmv_expand, bgmv_expand_slice):
+        for module in (lora_ops, punica_cpu):  # the sgmv_* ops look them up in the first
+            setattr(module, op.__name__, op)
+
+
+def bgmv_shrink(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    slots: torch.Tensor,
+    scaling: float = 1.0,
+) -> None:
+    """output[row] = scaling * A[slot of row] @ inputs[row]; zero where the slot is negative."""
+    for slot, rows in _rows_by_slot(slots):
+        if slot < 0:
+            output[rows] = 0
+        else:
+            matrix = _matrix(weights, slot, output.dtype)
+            output[rows, : len(matrix)] = scaling * (inputs[rows].to(output.dtype) @ matrix.T)
+
+
+def bgmv_expand(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    slots: torch.Tensor,
+    add_inputs: bool = True,
+) -> None:
+    """Like bgmv_expand_slice, over as many columns as both sides have: they may be padded differently."""
+    width = min(weights.shape[-2], output.shape[1])
+    bgmv_expand_slice(inputs, weights[..., :width, :], output, slots, 0, width, add_inputs)
+
+
+def bgmv_expand_slice(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    slots: torch.Tensor,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = True,
+) -> None:
+    """output[row, slice] += B[slot of row] @ inputs[row]; base rows (slot < 0) get nothing added."""
+    columns = output[:, slice_offset : slice_offset + slice_size]
+    if not add_inputs:
+        columns.zero_()
+    for slot, rows in _rows_by_slot(slots):
+        if slot >= 0:
+            columns[rows] += inputs[rows].to(output.dtype) @ _matrix(weights, slot, output.dtype).T
+
+
+def _rows_by_slot(slots: torch.Tensor) -> list[tuple[int, torch.Tensor | slice]]:
+    """A single slot stands for all rows, also when `slots` has one entry and the input many."""
+    first = int(slots[0])
+    if bool((slots == first).all()):
+        return [(first, slice(None))]
+    return [(slot, (slots == slot).nonzero().squeeze(1)) for slot in torch.unique(slots).tolist()]
+
+
+def _matrix(weights: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tensor:
+    """[slots, 1, out, in] or [slots, out, in] -> [out, in]"""
+    return weights[slot].reshape(-1, weights.shape[-1]).to(dtype)
+
+
+def _score_prompts_with_their_adapter() -> None:
+    """Prompt logits have a row per token, but lm_head's adapter is looked up by a map with a row per request.
+
+    So beside other requests the engine dies of unequal sizes, or scores with another's adapter. Here
+    requests are scored one at a time, with a map of one row, which stands for all rows.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    score = GPUModelRunner._get_prompt_logprobs_dict
+
+    @wraps(score)
+    def score_each(
+        self: GPUModelRunner, hidden_states: torch.Tensor, scheduled: dict[str, int]
+    ) -> dict[str, Any]:
+        waiting = self.num_prompt_logprobs
+        results: dict[str, Any] = {}
+        for request in [request for request in waiting if request in scheduled]:
+            self.num_prompt_logprobs = {request: waiting[request]}
+            with _rows_of(self, request):
+                results |= score(self, hidden_states, scheduled)
+            if not self.num_prompt_logprobs:  # its prompt is scored to the end
+                del waiting[request]
+        self.num_prompt_logprobs = waiting
+        return results
+
+    GPUModelRunner._get_prompt_logprobs_dict = score_each  # type: ignore[method-assign, assignment]
+
+
+def _draw_for_whole_prompts_only() -> None:
+    """A seeded request of which a step takes only a part of the prompt draws a token, which is thrown away,
+    and its generator is set back by CUDA's means: on CPU the engine dies of that. Here such a request's
+    generator stays out of the step, so that its sample does not depend on how the prompt was cut."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample = GPUModelRunner.sample_tokens
+
+    @wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        partial_rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        aside = {row: generators.pop(row) for row in partial_rows if row in generators}
+        try:
+            return sample(self, *args, **kwargs)
+        finally:
+            generators.update(aside)
+
+    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def _rows_of(runner: Any, request: str) -> Iterator[None]:
+    """While it lasts, the map of rows to adapter slots is that of one request."""
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
+    processors = (each for each in runner.model.modules() if isinstance(each, LogitsProcessorWithLoRA))
+    rows = next(processors).punica_wrapper
+    first = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request]])
+    before = rows.sampler_indices.clone()
+    rows._sampler_indices[0] = rows.token_lora_indices[first]
+    rows.indices_len[1] = 1
+    try:
+        yield
+    finally:
+        rows.indices_len[1] = len(before)
+        rows._sampler_indices[: len(before)] = before
+
+
+def _zero_reused_blocks() -> None:
+    """Attention multiplies what it masks by zero, and zero times the NaN that a diverged model has left in a
+    block of the KV cache is NaN: samples of others, who get that block next, would be garbage."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)  # type: ignore[assignment, method-assign]
+    prepare_gpu_kernel = "_init_kv_zero_meta"
+    setattr(CPUModelRunner, prepare_gpu_kernel, lambda self: None)
+
+
+def _repack_tied_heads() -> None:
+    """A reload packs the embedding anew but not the lm_head tied to it, which keeps the old matrix."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    finalize = layerwise.finalize_layerwise_processing
+
+    @wraps(finalize)
+    def finalize_and_repack(model: torch.nn.Module, model_config: Any) -> None:
+        finalize(model, model_config)
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+
+    layerwise.finalize_layerwise_processing = finalize_and_repack

@@ -1,0 +1,14 @@
+"""Entry point of vLLM's general plugins. Acts only in servers that we start."""
+
+import os
+
+from skyrl_tinker.inference.constants import ENABLED_BY
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, possibly more than once."""
+    if os.environ.get(ENABLED_BY) != "1":
+        return
+    from skyrl_tinker.inference.plugin import patches
+
+    patches.apply()

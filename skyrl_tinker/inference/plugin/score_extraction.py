@@ -1,0 +1,121 @@
+"""Logprobs of given tokens, and draws, for prompts: the vLLM side of inference.prompt_scores.
+
+vLLM carries such scores from the model runner to the HTTP answer (`prompt_token_id_logprobs`), but only its
+second model runner computes them, and no draws; the first one, which runs LoRA and the CPU, refuses. Here the
+first one computes both, from the hidden states of the prefill, whole or in chunks.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_tinker.inference.client.prompt_scores import KEY, Work, work_of
+
+LOGIT_ROWS = 128
+"""Rows of logits held at once."""
+RowsOf = Callable[[Any, str], AbstractContextManager[None]]
+"""(runner, request): while it lasts, lm_head uses the adapter of this request for any number of rows."""
+
+
+@dataclass
+class _Progress:
+    """One request's matrix [rows, columns], its rows filled from the first on."""
+
+    work: Work
+    uniforms: torch.Tensor  # [len(prompt) - 1, draws] float64
+    matrix: torch.Tensor
+    done: bool = False
+
+
+def apply(rows_of: RowsOf = lambda runner, request: nullcontext()) -> None:
+    """Once per process."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    score, sample = GPUModelRunner._get_prompt_logprobs_dict, GPUModelRunner.sample_tokens
+
+    @wraps(score)
+    def score_more(self: Any, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+        self.skyrl_tinker_scores = _finished(self, hidden_states, scheduled, rows_of)
+        return score(self, hidden_states, scheduled)
+
+    @wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.skyrl_tinker_scores = {}
+        output = sample(self, *args, **kwargs)
+        if self.skyrl_tinker_scores:
+            result = getattr(output, "_model_runner_output", output)  # of an asynchronous step
+            result.prompt_token_id_logprobs_dict = self.skyrl_tinker_scores
+        return output
+
+    GPUModelRunner._get_prompt_logprobs_dict = score_more  # type: ignore[method-assign, assignment]
+    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign, assignment]
+
+
+def _finished(
+    runner: Any, hidden_states: torch.Tensor, scheduled: dict[str, int], rows_of: RowsOf
+) -> dict[str, torch.Tensor]:
+    """Fill in what this step computed; the matrices of prompts that it completed, on the host."""
+    finished = {}
+    for request, count in scheduled.items():
+        progress = _progress_of(runner, request)
+        if progress is None or progress.done:
+            continue
+        with rows_of(runner, request):
+            _fill(runner, request, count, hidden_states, progress)
+        state = runner.requests[request]
+        if state.num_computed_tokens + count >= len(state.prompt_token_ids):
+            progress.done = True  # not again when it is preempted while it generates
+            finished[request] = progress.matrix.cpu()
+    return finished
+
+
+def _progress_of(runner: Any, request: str) -> _Progress | None:
+    """Kept on the request's own state, with which it goes."""
+    state = runner.requests[request]
+    packed = ((state.sampling_params and state.sampling_params.extra_args) or {}).get(KEY)
+    if packed is None:
+        return None
+    if not hasattr(state, KEY):
+        work = work_of(packed)
+        uniforms = torch.from_numpy(work.uniforms()).to(runner.device)
+        rows = len(work.targets) - work.first
+        matrix = torch.zeros((rows, work.columns), dtype=torch.float32, device=runner.device)
+        setattr(state, KEY, _Progress(work, uniforms, matrix))
+    progress: _Progress = getattr(state, KEY)
+    return progress
+
+
+def _fill(runner: Any, request: str, count: int, hidden_states: torch.Tensor, progress: _Progress) -> None:
+    """The rows whose hidden states are in this step: token i of the prompt gives row i."""
+    work = progress.work
+    begin = runner.requests[request].num_computed_tokens
+    offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request]]) - begin
+    end = min(begin + count, len(work.targets))
+    for start in range(max(begin, work.first), end, LOGIT_ROWS):
+        rows = slice(start, min(start + LOGIT_ROWS, end))
+        logits = runner.model.compute_logits(hidden_states[offset + rows.start : offset + rows.stop])
+        filled = slice(rows.start - work.first, rows.stop - work.first)
+        progress.matrix[filled] = scores(logits, work, rows, progress.uniforms[rows])
+
+
+def scores(logits: torch.Tensor, work: Work, rows: slice, uniforms: torch.Tensor) -> torch.Tensor:
+    """[rows, columns] from logits [rows, vocabulary]; logprobs are raw, draws at the temperature."""
+    logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
+    targets = torch.from_numpy(work.targets[rows].astype(np.int64)).to(logits.device)
+    drawn = draw(logits, work.temperature, uniforms)
+    columns = [logprobs.gather(1, targets.clamp_min(0)), logprobs.gather(1, drawn), drawn.float()]
+    return torch.cat(columns, 1)  # token ids are exact in float32, being below 2**24
+
+
+def draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor) -> torch.Tensor:
+    """[rows, draws]: for each uniform u the first token up to which there is more probability than u."""
+    if temperature == 0 or uniforms.shape[1] == 0:
+        return logits.argmax(-1, keepdim=True).expand(-1, uniforms.shape[1])
+    mass = torch.softmax(logits.double() / temperature, -1).cumsum(-1)
+    tokens = torch.searchsorted(mass, uniforms * mass[:, -1:], right=True)
+    return tokens.clamp_max(logits.shape[1] - 1)

@@ -1,0 +1,1 @@
+"""vLLM servers and their router as child processes: started, checked, replaced, ended."""

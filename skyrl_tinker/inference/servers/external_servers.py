@@ -1,0 +1,94 @@
+"""Samplers that somebody else starts and ends: vLLM servers by URL, with our plugin and flags."""
+
+import asyncio
+from collections.abc import Sequence
+
+import aiohttp
+
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.constants import BASE_MODEL
+from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
+
+POLL_S = 1.0
+TRY_S = 5.0
+
+
+class ExternalServers:
+    """Like ServerGroup, but a dead one is only waited for. Adapters and weights reach them as paths, so they
+    see the same file system under the same names."""
+
+    def __init__(self, urls: Sequence[str], startup_s: float, hang_s: float) -> None:
+        """URLs as http://host:port. `startup_s`: how long `ready` waits for them."""
+        self._urls = tuple(url.rstrip("/") for url in urls)
+        self._startup_s = startup_s
+        self._hang_s = hang_s
+        self._suspicion = Suspicion()
+
+    async def ready(self) -> None:
+        """Returns when all of them answer. SamplerError when one does not, or is not what we need."""
+        for url in self._urls:
+            try:
+                await asyncio.wait_for(_healthy(url), self._startup_s)
+            except TimeoutError:
+                raise SamplerError(
+                    f"{url} (sampler_urls) gave no answer in {self._startup_s:.0f} s"
+                ) from None
+            await _require_fit(url)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return self._urls
+
+    async def lost(self, index: int) -> Loss:
+        """Returns once it serves no more: it refuses connections, or gives no answer for `hang_s`."""
+        return await HealthWatch(self._urls[index], self._hang_s, self._suspicion, _running).lost(index)
+
+    def suspect(self) -> None:
+        """Look at all of them now: a request failed."""
+        self._suspicion.ring()
+
+    async def end(self, index: int) -> bool:
+        """Not ours to kill."""
+        return False
+
+    async def replace(self, index: int) -> str:
+        """Its URL, once it is healthy again; it may have adapters and weights of before."""
+        await _healthy(self._urls[index])
+        await _require_fit(self._urls[index])
+        return self._urls[index]
+
+    async def shutdown(self) -> None:
+        """Nothing: they go on."""
+
+
+async def _running() -> str | None:
+    return None
+
+
+async def _healthy(url: str) -> None:
+    async with aiohttp.ClientSession() as http:
+        while await health(http, url, TRY_S) != 200:  # noqa: ASYNC110 - it is another process that changes
+            await asyncio.sleep(POLL_S)
+
+
+async def _require_fit(url: str) -> None:
+    """SamplerError that says what it was started without. Adapters of before go: names may come again."""
+    client = RemoteInferenceClient(url, (url,))
+    try:
+        await client.weight_version()
+        await client.resume()  # a pause that it heard too late, when it hung, would hold all requests
+        for name in await client.adapters():
+            await client.unload_adapter(name)
+        await client.reset_prefix_cache()  # it knows adapters by name and path only
+        await client.generate(
+            {"model": BASE_MODEL, "token_ids": [0], "sampling_params": {"max_tokens": 1, "logprobs": 0}}
+        )
+    except SamplerError as error:
+        raise SamplerError(
+            f"{url} (sampler_urls) does not serve what is needed ({error}); "
+            "start it as docs/external-samplers.md says, "
+            f"above all with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}"
+        ) from error
+    finally:
+        await client.close()

@@ -1,0 +1,182 @@
+"""vllm-router as a child process: one address for several replicas, the same one for the same session."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.servers.health_checks import REFUSED_PAUSE_S, SILENT_TRIES
+from skyrl_tinker.inference.servers.ports import reserve_port
+from skyrl_tinker.processes import die_with_parent
+
+POLICY = "consistent_hash"
+"""By X-Session-ID. Two policies of 0.1.17 were tried, before plain HTTP workers:
+
+consistent_hash: no state, so it forgets nothing when it is started anew; 105:95 over 200 sessions, 8:4 over
+12; a worker that comes back gets its share at once. sticky_least_loaded: exactly even, but it counts sessions
+for ever: a worker that comes back gets every new session until its count equals that of the others, which
+then idle.
+
+Under both, requests for a dead worker fail at once until it is removed, which is the fleet's work. So the
+router's own retries and circuit breaker, which would shut out a healthy replica for the faults of single
+requests, are off.
+"""
+START_S = 30.0
+POLL_S = 0.05
+WATCH_S = 0.25
+TRY_S = 2.5
+ADD_S = 5  # for a replica to answer the router's first /health; it has answered ours already
+LONGEST_REQUEST_S = 7 * 86400
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    log_dir: str
+    policy: str = POLICY
+
+
+class Router:
+    """Use it from one event loop on the main thread: the kernel ends the router with that thread."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        self._spec = spec
+        self._log = Path(spec.log_dir) / "router.log"
+        self._guards = (reserve_port(), reserve_port())  # the second one for metrics, which it insists on
+        self._workers: dict[str, None] = {}  # in the order they came
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """The same also after `start` was called again."""
+        return f"http://127.0.0.1:{_port(self._guards[0])}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    async def start(self, urls: Sequence[str] = ()) -> None:
+        """Also in place of one that died: then with the same workers. SamplerError if it does not come up."""
+        self._workers.update(dict.fromkeys(urls))
+        self._end()
+        self._launch()
+        async with aiohttp.ClientSession() as http:
+            await self._answering(http)
+            added: set[str] = set()
+            while missing := self._workers.keys() - added:  # which may change meanwhile
+                await asyncio.gather(*(self._add(http, url) for url in missing))
+                added |= missing
+            for url in added - self._workers.keys():
+                await self._post(http, "/remove_worker", url)
+
+    async def add(self, url: str) -> None:
+        """SamplerError when the router does not reach it."""
+        self._workers[url] = None
+        try:
+            async with aiohttp.ClientSession() as http:
+                await self._add(http, url)
+        except SamplerError:
+            self._workers.pop(url, None)
+            raise
+
+    async def remove(self, url: str) -> None:
+        """What it is answering goes on; harmless when it is unknown."""
+        self._workers.pop(url, None)
+        with suppress(SamplerError):  # a router that does not answer is started again, without it
+            async with aiohttp.ClientSession() as http:
+                await self._post(http, "/remove_worker", url)
+
+    async def died(self) -> str:
+        """Returns why, once it ended or hangs."""
+        silent = 0
+        async with aiohttp.ClientSession() as http:
+            while silent < SILENT_TRIES:
+                if not self._running():
+                    return "the router ended"
+                silent = silent + 1 if await self._status(http) is None else 0
+                await asyncio.sleep(REFUSED_PAUSE_S if silent else WATCH_S)
+        return "the router does not answer"
+
+    async def shutdown(self) -> None:
+        self._end()
+        for guard in self._guards:
+            guard.close()
+
+    def _launch(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_router.launch_router", *self._flags()],
+                env={**os.environ, "RUST_LOG": "warn"},  # or three lines per request
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
+            )
+
+    def _flags(self) -> list[str]:
+        values = {
+            "--host": "127.0.0.1",
+            "--port": _port(self._guards[0]),
+            "--prometheus-port": _port(self._guards[1]),
+            "--policy": self._spec.policy,
+            "--log-level": "error",
+            "--health-check-interval-secs": 1,
+            "--health-success-threshold": 1,
+            "--worker-startup-check-interval": 1,
+            "--worker-startup-timeout-secs": ADD_S,
+            "--request-timeout-secs": LONGEST_REQUEST_S,
+        }
+        pairs = [text for flag, value in values.items() for text in (flag, str(value))]
+        return [*pairs, "--disable-retries", "--disable-circuit-breaker"]
+
+    def _running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    async def _answering(self, http: aiohttp.ClientSession) -> None:
+        deadline = time.monotonic() + START_S
+        while await self._status(http) is None:
+            if not self._running() or time.monotonic() > deadline:
+                raise SamplerError(f"the router does not start; see {self._log}")
+            await asyncio.sleep(POLL_S)
+
+    async def _add(self, http: aiohttp.ClientSession, url: str) -> None:
+        status, text = await self._post(http, "/add_worker", url)
+        if status != 200 and "already exists" not in text:
+            raise SamplerError(f"the router does not take {url}: {text}")
+
+    async def _post(self, http: aiohttp.ClientSession, path: str, url: str) -> tuple[int, str]:
+        timeout = aiohttp.ClientTimeout(2 * ADD_S)
+        try:
+            async with http.post(self.url + path, params={"url": url}, timeout=timeout) as response:
+                return response.status, await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise SamplerError(f"the router failed at {path} of {url}: {error!r}") from error
+
+    async def _status(self, http: aiohttp.ClientSession) -> int | None:
+        """Of /liveness; None when it does not answer."""
+        try:
+            async with http.get(f"{self.url}/liveness", timeout=aiohttp.ClientTimeout(TRY_S)) as response:
+                return response.status
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+
+
+def _port(guard: socket.socket) -> int:
+    return int(guard.getsockname()[1])

@@ -1,0 +1,144 @@
+"""What a sampler replica is told, and what follows: memory, flags, environment of its vLLM process."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES
+
+MiB = 1 << 20
+SMALLEST_KV_BYTES = 64 * MiB
+KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
+PROCESS_BYTES = 1024 * MiB  # what the two processes need beside weights and KV cache
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSpec:
+    """`max_model_len` is the context + 1: scoring a full context costs one generated token."""
+
+    model: BaseModelFacts
+    max_model_len: int
+    device: str  # "cpu" | "cuda"
+    dtype: str
+    max_lora_rank: int  # 1, 8, 16, 32, 64, 128, 256, 320 or 512
+    max_loras: int  # adapters in one batch
+    max_cpu_loras: int  # adapters kept in memory
+    log_dir: str
+    startup_s: float
+    replicas: int = 1
+    tensor_parallel_size: int = 1  # of each replica
+    hang_s: float = 10.0  # without an answer for so long, a replica counts as dead
+    weight_backend: str = "skyrl_staged"  # of vLLM's weight transfer: that one, nccl or ipc
+    gpu_memory_utilization: float = 0.85
+    shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
+
+    def gpus_of(self, replica: int) -> tuple[Gpu, ...]:
+        """The shared ones that it runs on."""
+        size = self.tensor_parallel_size
+        return self.shared_gpus[replica * size : (replica + 1) * size]
+
+
+def kv_bytes(spec: SamplerSpec) -> int:
+    model = spec.model
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ELEMENT_BYTES[spec.dtype]
+    return max(SMALLEST_KV_BYTES, KV_CONTEXTS * spec.max_model_len * per_token)
+
+
+def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None = None) -> None:
+    """SamplerError with the numbers when CPU replicas do not fit `available` bytes (default: the free).
+
+    Weights count twice: once as loaded, once as packed for the CPU's kernels.
+    """
+    free = psutil.virtual_memory().available if available is None else available
+    weights = sum(file.stat().st_size for file in Path(spec.model.directory).glob("*.safetensors"))
+    processes = PROCESS_BYTES * spec.tensor_parallel_size
+    needed = replicas * (kv_bytes(spec) + 2 * weights + processes)
+    if spec.device == "cpu" and needed > free:
+        raise SamplerError(
+            f"the sampler needs {needed // MiB} MiB ({_times(replicas)}{kv_bytes(spec) // MiB} for the KV "
+            f"cache of {KV_CONTEXTS} x {spec.max_model_len} tokens, {2 * weights // MiB} for weights, "
+            f"{processes // MiB} for its processes) but {free // MiB} MiB are free: "
+            "set a smaller context_length, fewer replicas or free memory"
+        )
+
+
+def _times(replicas: int) -> str:
+    return f"{replicas} times " if replicas > 1 else ""
+
+
+def flags(spec: SamplerSpec, port: int) -> list[str]:
+    """Arguments of vLLM's API server."""
+    common: dict[str, str | int] = {
+        "--model": spec.model.directory,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": spec.dtype,
+        "--max-model-len": spec.max_model_len,
+        "--max-num-seqs": MAX_SEQUENCES,
+        "--tensor-parallel-size": spec.tensor_parallel_size,
+        "--max-logprobs": -1,
+        "--generation-config": "vllm",
+        "--max-loras": spec.max_loras,
+        "--max-lora-rank": spec.max_lora_rank,
+        "--max-cpu-loras": spec.max_cpu_loras,
+        "--weight-transfer-config": f'{{"backend": "{spec.weight_backend}"}}',
+    }
+    switches = ["--enable-scale-out", "--enable-lora", "--enable-prompt-tokens-details"]
+    quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
+    cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes(spec))] if spec.device == "cpu" else []
+    own = cpu if spec.device == "cpu" else _gpu_flags(spec)
+    pairs = [text for flag, value in common.items() for text in (flag, str(value))]
+    return [*pairs, "--served-model-name", *_names(spec.model), *switches, *quiet, *own]
+
+
+def _gpu_flags(spec: SamplerSpec) -> list[str]:
+    share = ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+    return [*share, "--enable-sleep-mode"] if spec.shared_gpus else share
+
+
+def _names(model: BaseModelFacts) -> tuple[str, ...]:
+    return (BASE_MODEL, *(name for name in model.names if name != BASE_MODEL))
+
+
+def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
+    """The environment of a replica that shares GPUs with the trainer, as if Ray had given them to it.
+
+    vLLM's sleeping allocator refuses PyTorch's expandable segments, which a trainer may well want.
+    """
+    shared = spec.gpus_of(replica)
+    if not shared:
+        return {}
+    visible = ",".join(gpu.index for gpu in shared)
+    return {"CUDA_VISIBLE_DEVICES": visible, "PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": ""}
+
+
+def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The development routes (weights, pause) are on loopback only."""
+    common = {
+        ENABLED_BY: "1",
+        "HF_HUB_OFFLINE": "1",  # the model is always a local directory
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the first one is what vllm_prompt_scores adds to
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # context + 1: the last token is sampled, never fed
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # the default 5 s races with pooled connections
+    }
+    cpu = {
+        # A worker alone lives in the engine process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if spec.tensor_parallel_size == 1 else "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1",  # the first prompt logprobs would wait many seconds for a C++ compiler
+    }
+    # Handles of GPU memory come pickled, and over loopback only.
+    ipc = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if spec.weight_backend == "ipc" else {}
+    return {**inherited, **common, **ipc, **(cpu if spec.device == "cpu" else {})}

@@ -1,0 +1,170 @@
+"""The sampler replicas of this server: starts them, watches them, starts others in place of dead ones."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+import aiohttp
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from skyrl_tinker.errors import SamplerError, SkyrlTinkerError
+from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, require_memory
+from skyrl_tinker.inference.servers.vllm_server import ServerStatus, VllmServer
+
+__all__ = ["SamplerSpec", "ServerGroup"]
+
+T = TypeVar("T")
+STARTUP_POLL_S = 0.1
+STARTUP_TRY_S = 5.0
+STOP_TIMEOUT_S = 8.0
+KILL_TIMEOUT_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+class ServerGroup:
+    """Use it from one event loop; Ray must be initialised."""
+
+    def __init__(self, spec: SamplerSpec, replicas: list["_Replica"]) -> None:
+        self._spec = spec
+        self._replicas = replicas
+        self._suspicion = Suspicion()
+
+    @classmethod
+    def launch(cls, spec: SamplerSpec) -> "ServerGroup":
+        """Start the actors and their servers; returns at once, other failures show in `ready`.
+
+        SamplerError when all of them together do not fit the memory.
+        """
+        require_memory(spec, spec.replicas)
+        return cls(spec, [_Replica(spec, index) for index in range(spec.replicas)])
+
+    async def ready(self) -> None:
+        """Returns when every server answers. SamplerError with the log's tail when one does not come up."""
+        async with aiohttp.ClientSession() as http:
+            await asyncio.gather(*(replica.ready(http) for replica in self._replicas))
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Base URLs, known once `ready` returned; a replacement has another one."""
+        return tuple(replica.url for replica in self._replicas)
+
+    async def lost(self, index: int) -> Loss:
+        """Returns once this replica serves no more: a process died (noticed in 2 s), or it hangs."""
+        replica = self._replicas[index]
+        watch = HealthWatch(replica.url, self._spec.hang_s, self._suspicion, replica.ended)
+        return await watch.lost(index)
+
+    def suspect(self) -> None:
+        """Look at all of them now: a request failed."""
+        self._suspicion.ring()
+
+    async def end(self, index: int) -> bool:
+        """Kill what is left of it, so that nothing waits for it any more; whether that could be done."""
+        await self._replicas[index].kill()
+        return True
+
+    async def replace(self, index: int) -> str:
+        """The URL of another server in its place; it has no adapters and the base weights.
+
+        SamplerError when it does not come up: try again.
+        """
+        await self._replicas[index].kill()
+        require_memory(self._spec)
+        self._replicas[index] = replica = _Replica(self._spec, index)
+        async with aiohttp.ClientSession() as http:
+            await replica.ready(http)
+        return replica.url
+
+    async def shutdown(self) -> None:
+        """Ends every server and its actor, whatever state they are in."""
+        await asyncio.gather(*(replica.stop() for replica in self._replicas))
+
+    def pids(self) -> list[int]:
+        """Of the vLLM API servers; their engine processes are children of these."""
+        return [replica.pid for replica in self._replicas if replica.pid]
+
+
+class _Replica:
+    """One actor with one server."""
+
+    def __init__(self, spec: SamplerSpec, index: int) -> None:
+        actor_class: Any = ray.remote(VllmServer)
+        self._startup_s = spec.startup_s
+        options = _where(spec, index)
+        self._actor = actor_class.options(num_cpus=0, max_restarts=0, **options).remote(spec, index)
+        self._started = self._actor.start.remote()
+        self._over = False
+        self.url = ""
+        self.pid = 0
+
+    async def ready(self, http: aiohttp.ClientSession) -> None:
+        deadline = time.monotonic() + self._startup_s
+        status: ServerStatus = await _answer(self._started)
+        self.url, self.pid = status.url, status.pid
+        while await health(http, self.url, STARTUP_TRY_S) != 200:
+            if (await self.status()).exit_code is not None:
+                raise SamplerError(f"vLLM ended while starting; its log ends with:\n{await self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise SamplerError(
+                    f"vLLM did not start within {self._startup_s:.0f} s (sampler_startup_s); "
+                    f"its log ends with:\n{await self.log_tail()}"
+                )
+            await asyncio.sleep(STARTUP_POLL_S)
+
+    async def status(self) -> ServerStatus:
+        return cast(ServerStatus, await _answer(self._actor.status.remote()))
+
+    async def log_tail(self) -> str:
+        return cast(str, await _answer(self._actor.log_tail.remote()))
+
+    async def ended(self) -> str | None:
+        """Why it runs no more; None while it runs."""
+        try:
+            code = (await self.status()).exit_code
+        except SamplerError as error:
+            return str(error)
+        return None if code is None else f"vLLM ended with code {code}"
+
+    async def stop(self) -> None:
+        """Killing the actor ends its server too; asking first lets vLLM clean up."""
+        if not self._over:
+            await self._end(self._actor.stop.remote(), STOP_TIMEOUT_S)
+
+    async def kill(self) -> None:
+        """At once, also when it hangs; harmless when it is over."""
+        if not self._over:
+            await self._end(self._actor.kill.remote(), KILL_TIMEOUT_S)
+
+    async def _end(self, asked: Awaitable[None], timeout_s: float) -> None:
+        self._over = True
+        with suppress(SkyrlTinkerError, TimeoutError):  # never started, dead or stuck: the kill is enough
+            await asyncio.wait_for(_answer(asked), timeout_s)
+        ray.kill(self._actor)
+
+
+def _where(spec: SamplerSpec, index: int) -> dict[str, Any]:
+    """On GPUs of its own, or beside the trainer's ranks: then Ray counts those GPUs as theirs."""
+    shared = spec.gpus_of(index)
+    if shared:
+        beside = NodeAffinitySchedulingStrategy(shared[0].node, soft=False)
+        return {"num_gpus": 0, "scheduling_strategy": beside}
+    return {"num_gpus": spec.tensor_parallel_size if spec.device == "cuda" else 0}
+
+
+async def _answer(reference: Awaitable[T]) -> T:
+    """SamplerError when the actor is dead; the server's own errors come through as they are."""
+    try:
+        return await reference
+    except RayActorError as error:
+        _log.error("the sampler's actor died: %s", error)  # long, with addresses: not for clients
+        raise SamplerError("the sampler's actor died") from error
+    except RayTaskError as error:
+        raise (
+            error.cause if isinstance(error.cause, SkyrlTinkerError) else SamplerError(str(error))
+        ) from error

@@ -1,0 +1,130 @@
+"""One vLLM server process and the Ray actor that owns it: the process dies with its actor."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from skyrl_tinker.inference.servers.ports import reserve_port
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, environment, flags, visible_gpus
+from skyrl_tinker.processes import die_with_parent
+
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` would need the dist to be named vllm
+STOP_GRACE_S = 5.0
+TAIL_BYTES = 4000
+NICENESS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    url: str
+    pid: int
+    actor_pid: int
+    exit_code: int | None  # None while it runs
+
+
+class VllmServer:
+    """Runs as a Ray actor; every method is quick, waiting is the group's work.
+
+    Methods run on the actor's main thread, which lives as long as the actor: the kernel ends the server when
+    the thread that started it ends.
+    """
+
+    def __init__(self, spec: SamplerSpec, replica: int) -> None:
+        self._spec = spec
+        self._visible = visible_gpus(spec, replica)
+        self._log = Path(spec.log_dir) / f"vllm-{replica}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port_guard: socket.socket | None = None
+        self._scratch = tempfile.TemporaryDirectory(prefix="vllm-")  # its sockets, which it leaves behind
+        self._url = ""
+        self._log_start = 0
+
+    def start(self) -> ServerStatus:
+        """Start the process; it is ready when GET <url>/health answers 200."""
+        self._port_guard = reserve_port()
+        port = self._port_guard.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", ENTRY, *flags(self._spec, port)],
+                env=environment(self._spec) | self._visible | {"TMPDIR": self._scratch.name},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_yield_and_die_with_parent,
+            )
+        return self.status()
+
+    def status(self) -> ServerStatus:
+        process = self._started()
+        return ServerStatus(self._url, process.pid, os.getpid(), process.poll())
+
+    def log_tail(self) -> str:
+        """The end of what this process wrote."""
+        with self._log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - TAIL_BYTES))
+            return log.read().decode(errors="replace")
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to its whole process group."""
+        process = self._started()
+        left = _shared_memory(process.pid)
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):  # it is killed with its children below
+            process.wait(STOP_GRACE_S)
+        self._kill(left)
+
+    def kill(self) -> None:
+        """SIGKILL to its whole process group; harmless when it is gone."""
+        self._kill(_shared_memory(self._started().pid))
+
+    def _kill(self, left: set[Path]) -> None:
+        process = self._started()
+        _kill_group(process.pid)
+        process.wait()
+        for file in left:
+            file.unlink(missing_ok=True)
+        if self._port_guard is not None:
+            self._port_guard.close()
+        self._scratch.cleanup()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("start() comes first")
+        return self._process
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """Files of its family in /dev/shm, which vLLM leaves there when tensor-parallel workers are killed."""
+    found = set()
+    with suppress(psutil.NoSuchProcess):  # gone already
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(OSError):  # it ended just now
+                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                    name = line.rpartition(" ")[2]
+                    if name.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
+                        found.add(Path(name))
+    return found
+
+
+def _yield_and_die_with_parent() -> None:
+    """Where cores are few, a flood of samples must not hold up the trainer, nor those who feed both."""
+    os.nice(NICENESS)
+    die_with_parent(signal.SIGKILL)
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):  # all of it is gone
+        os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,86 @@
+"""The routed calls that speak vLLM's own JSON, against a real server."""
+
+import json
+import pickle
+
+import pytest
+
+from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
+from skyrl_tinker.inference.client.data_plane import StreamPath
+from skyrl_tinker.inference.client.in_flight import Running
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from tests.inference.support.samplers import Sampler
+
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+COMPLETION = {"model": "base", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
+GENERATE = {
+    "model": "base",
+    "token_ids": [5, 6, 7],
+    "sampling_params": {"max_tokens": 3, "temperature": 0},
+}
+
+
+async def test_text_and_tokens_turn_into_each_other(sampler: Sampler) -> None:
+    tokens = (await sampler.client.tokenize({"model": "base", "prompt": "hello é"}))["tokens"]
+    assert (await sampler.client.detokenize({"model": "base", "tokens": tokens}))["prompt"] == "hello é"
+
+
+async def test_tokens_completions_and_chats_are_generated(sampler: Sampler) -> None:
+    generated = await sampler.client.generate(GENERATE)
+    assert len(generated["choices"][0]["token_ids"]) == 3
+    completed = await sampler.client.completion({**COMPLETION, "return_token_ids": True})
+    assert completed["choices"][0]["token_ids"] == generated["choices"][0]["token_ids"]
+    chat = await sampler.client.chat_completion(CHAT)
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+
+
+async def test_prompts_are_rendered_to_the_tokens_that_would_be_generated_from(sampler: Sampler) -> None:
+    first, second = await sampler.client.render({**COMPLETION, "prompt": ["hello", "é"]})
+    assert (
+        first["token_ids"] == (await sampler.client.tokenize({"model": "base", "prompt": "hello"}))["tokens"]
+    )
+    assert first["sampling_params"]["max_tokens"] == 3
+    assert second["token_ids"]
+    (chat,) = await sampler.client.render(CHAT)
+    text = (await sampler.client.detokenize({"model": "base", "tokens": chat["token_ids"]}))["prompt"]
+    assert "hi" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/inference/v1/generate", GENERATE)],
+)
+async def test_answers_stream_as_server_sent_events(sampler: Sampler, path: StreamPath, body: object) -> None:
+    call = {**body, "stream": True}  # type: ignore[dict-item]
+    async with sampler.client.stream(path, call, headers={"X-Session-ID": "s"}) as chunks:
+        events = b"".join([chunk async for chunk in chunks]).decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events[:-2])
+
+
+async def test_what_vllm_refuses_raises_before_anything_streams(sampler: Sampler) -> None:
+    with pytest.raises(NotFoundError, match="nobody"):
+        async with sampler.client.stream("/v1/completions", {**COMPLETION, "model": "nobody"}):
+            raise AssertionError("it must not be entered")
+    with pytest.raises(UserError, match="512"):
+        await sampler.client.completion({**COMPLETION, "prompt": [512]})
+    client = RemoteInferenceClient("http://127.0.0.1:9", ("http://127.0.0.1:9",))
+    with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9"):
+        async with client.stream("/v1/completions", COMPLETION):
+            raise AssertionError("it must not be entered")
+    await client.close()
+
+
+def test_running_requests_are_known_by_their_tag_until_they_end() -> None:
+    running = Running()
+    with running.attempt("a") as first, running.attempt("a") as second, running.attempt(None):
+        switched = running.switch("a")
+        assert switched == {first, second}
+        with running.attempt("a") as third:
+            assert not third.switched
+            assert running.still(switched, "a") == switched
+            assert pickle.loads(pickle.dumps(running)).switch("a") == frozenset()
+    assert first.switched
+    assert second.switched
+    assert running.still(switched, "a") == frozenset()
+    assert running.switch("a") == frozenset()

@@ -1,0 +1,99 @@
+"""A server lives no longer than its actor, and its death is seen and mended."""
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.health_checks import Loss
+from skyrl_tinker.inference.servers.server_group import ServerGroup
+from tests.inference.support.samplers import Sampler, ask, prompt_of, spec_of, write_model
+
+
+def gone(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def family(pid: int) -> list[int]:
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+async def loss_of(group: ServerGroup, index: int) -> Loss:
+    async with asyncio.timeout(10):
+        return await group.lost(index)
+
+
+async def test_dead_and_hung_servers_are_noticed_and_replaced(ray_cluster: None, tmp_path: Path) -> None:
+    facts = write_model(tmp_path / "model", tied=True)
+    group = ServerGroup.launch(replace(spec_of(facts, tmp_path), replicas=2, hang_s=2.0))
+    await group.ready()
+    urls = group.urls
+    await _an_actor_is_killed(group, 0)
+    await _an_engine_process_is_killed(group, 1)
+    assert not set(await asyncio.gather(group.replace(0), group.replace(1))) & set(urls)
+    await _a_server_hangs(group, 0)
+
+    client = RemoteInferenceClient(group.urls[1], group.urls[1:])
+    assert (await Sampler(client, facts)("base", ask(prompt_of(5)))).sequences
+    await client.close()
+    left = family(group.pids()[1])
+    await group.shutdown()
+    assert gone(left, within_s=5)
+
+
+async def _an_actor_is_killed(group: ServerGroup, index: int) -> None:
+    processes = family(group.pids()[index])
+    assert len(processes) >= 2  # the API server and its engine process
+    os.kill(psutil.Process(processes[0]).ppid(), signal.SIGKILL)
+    assert await asyncio.to_thread(gone, processes, 5.0)
+    loss = await loss_of(group, index)
+    assert (loss.index, loss.url) == (index, group.urls[index])
+    assert "actor died" in loss.reason
+
+
+async def _an_engine_process_is_killed(group: ServerGroup, index: int) -> None:
+    os.kill(family(group.pids()[index])[1], signal.SIGKILL)
+    assert "died" in (await loss_of(group, index)).reason
+
+
+async def _a_server_hangs(group: ServerGroup, index: int) -> None:
+    processes = family(group.pids()[index])
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    loss = await loss_of(group, index)
+    assert loss.silent
+    assert "does not answer" in loss.reason
+    assert await group.end(index)
+    assert await asyncio.to_thread(gone, processes, 5.0)
+
+
+async def test_a_server_that_cannot_start_says_why(ray_cluster: None, tmp_path: Path) -> None:
+    facts = write_model(tmp_path / "model", tied=True)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    group = ServerGroup.launch(spec_of(facts, tmp_path))
+    with pytest.raises(SamplerError, match=r"(?s)vLLM ended while starting; its log ends with:.*config"):
+        await group.ready()
+    await group.shutdown()
+
+
+def test_samplers_too_large_for_the_memory_are_refused(tmp_path: Path) -> None:
+    spec = spec_of(write_model(tmp_path / "model", tied=True), tmp_path)
+    huge = replace(spec, model=replace(spec.model, num_layers=10_000, num_kv_heads=1_000))
+    with pytest.raises(SamplerError, match=r"the sampler needs .* MiB are free"):
+        ServerGroup.launch(huge)
+    with pytest.raises(
+        SamplerError, match=r"needs \d+ MiB \(10000 times 64 for the KV cache .* fewer replicas"
+    ):
+        ServerGroup.launch(replace(spec, replicas=10_000))
