@@ -13,7 +13,7 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.places import Places
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import once
-from skyrl_tinker.weight_sync.choice import choose
+from skyrl_tinker.weight_sync.factory import choose
 
 _BACKLOG = 4096  # thousands of long polls may connect at once
 

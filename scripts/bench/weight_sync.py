@@ -34,8 +34,8 @@ from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.tiny_model import make_model
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
-from skyrl_tinker.weight_sync.base import sync_weights
-from skyrl_tinker.weight_sync.choice import TransportName, make_transport
+from skyrl_tinker.weight_sync.factory import TransportName, make_transport
+from skyrl_tinker.weight_sync.sync import sync_weights
 
 MiB = 1 << 20
 MODEL = ModelKey(1)

@@ -25,7 +25,7 @@ from skyrl_tinker.engine.probe import (
 from skyrl_tinker.engine.samplers import Samplers
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.trainer_group import TrainerGroup
-from skyrl_tinker.weight_sync.adapters import publish_adapter
+from skyrl_tinker.weight_sync.adapter_files import publish_adapter
 
 MODEL = ModelKey(-1)
 VERSION = VersionId(0)  # the store counts from 1

@@ -11,7 +11,7 @@ from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, read_man
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.protocol import age_encryption
-from skyrl_tinker.weight_sync.adapters import flush
+from skyrl_tinker.weight_sync.adapter_files import flush
 
 CONFIG_FILE = "config.json"
 _SMALL = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})

@@ -28,7 +28,7 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
-from skyrl_tinker.weight_sync.adapters import flush, publish_adapter
+from skyrl_tinker.weight_sync.adapter_files import flush, publish_adapter
 
 TYPE = "save_weights_for_sampler"
 T = TypeVar("T")

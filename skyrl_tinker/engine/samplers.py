@@ -17,7 +17,7 @@ from skyrl_tinker.engine.residency import Residency
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
-from skyrl_tinker.weight_sync.base import WeightSyncError, WeightTransport, sync_weights
+from skyrl_tinker.weight_sync.sync import WeightSyncError, WeightTransport, sync_weights
 
 AFFINITY_TOKENS = 128
 UNSYNCED = "default"

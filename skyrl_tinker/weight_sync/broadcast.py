@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_tinker.weight_sync.port import Message, Senders
-from skyrl_tinker.weight_sync.source import Chunk
+from skyrl_tinker.weight_sync.chunks import Chunk
+from skyrl_tinker.weight_sync.transport import Message, Senders
 
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+    from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
 
 
 class BroadcastTransport(ABC):
@@ -84,7 +84,7 @@ class BroadcastSender(ABC):
 
     def open(self, directory: str, limit: int) -> Sequence[Chunk]:
         """SamplerError when the directory holds no whole files."""
-        from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+        from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
 
         self._buffer = ChunkBuffer(Path(directory), limit, self.device)
         return self._buffer.chunks

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from skyrl_tinker.weight_sync.port import Message, Senders
-from skyrl_tinker.weight_sync.source import Chunk
+from skyrl_tinker.weight_sync.chunks import Chunk
+from skyrl_tinker.weight_sync.transport import Message, Senders
 
 if TYPE_CHECKING:
-    from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+    from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
 
 NAME = "cuda_ipc"
 
@@ -32,7 +32,7 @@ class CudaIpcSender:
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
-        from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+        from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
 
         self._buffer = ChunkBuffer(Path(directory), limit, "cuda")
         _, handle = reduce_tensor(self._buffer.whole)  # type: ignore[no-untyped-call]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
-from skyrl_tinker.weight_sync.port import Message
-from skyrl_tinker.weight_sync.source import Chunk
+from skyrl_tinker.weight_sync.chunks import Chunk
+from skyrl_tinker.weight_sync.transport import Message
 
 if TYPE_CHECKING:
     import torch

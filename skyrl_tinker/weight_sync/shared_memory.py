@@ -6,8 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from skyrl_tinker.weight_sync.port import Message
-from skyrl_tinker.weight_sync.source import Chunk, read_chunks
+from skyrl_tinker.weight_sync.chunks import Chunk, read_chunks
+from skyrl_tinker.weight_sync.transport import Message
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ from torch import Tensor
 from skyrl_tinker.errors import SamplerError, StartupError
 from skyrl_tinker.training.checkpoints.tensor_file import write_tensors
 from skyrl_tinker.weight_sync.broadcast import BroadcastTransport
-from skyrl_tinker.weight_sync.choice import backend_of, choose, make_transport
+from skyrl_tinker.weight_sync.chunks import read_chunks
+from skyrl_tinker.weight_sync.factory import backend_of, choose, make_transport
 from skyrl_tinker.weight_sync.nccl import in_time
-from skyrl_tinker.weight_sync.source import read_chunks
-from tests.conformance.ends import Tensors, ThreadSenders, carry, ends, size_of
+from tests.conformance.support.ends import Tensors, ThreadSenders, carry, ends, size_of
 
 TRANSPORTS = ("shared_memory", "gloo", "nccl", "cuda_ipc")
 LIMIT = 1000

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
-from skyrl_tinker.weight_sync.choice import make_transport
-from skyrl_tinker.weight_sync.port import WeightTransport
+from skyrl_tinker.weight_sync.factory import make_transport
+from skyrl_tinker.weight_sync.transport import WeightTransport
 from tests.inference.support.samplers import Served, each_sampler, sampler
 
 __all__ = ["each_sampler", "sampler"]

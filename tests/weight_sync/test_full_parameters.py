@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.weight_sync.base import Synced, sync_weights
-from skyrl_tinker.weight_sync.port import Message, WeightTransport
+from skyrl_tinker.weight_sync.sync import Synced, sync_weights
+from skyrl_tinker.weight_sync.transport import Message, WeightTransport
 from tests.inference.support.samplers import (
     Sampler,
     ask,

@@ -10,8 +10,8 @@ import aiohttp
 import numpy as np
 import orjson
 
-from skyrl_tinker.weight_sync.base import sync_weights
-from skyrl_tinker.weight_sync.port import WeightTransport
+from skyrl_tinker.weight_sync.sync import sync_weights
+from skyrl_tinker.weight_sync.transport import WeightTransport
 from tests.inference.support.samplers import (
     CONTEXT,
     Sampler,

@@ -21,7 +21,7 @@ from skyrl_tinker.inference.plugin import score_extraction
 from skyrl_tinker.processes import die_with_parent
 
 MENDS = "0.32."
-STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_engine", "StagedEngine")
+STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_receiver", "StagedEngine")
 """Backend name, module and class; vLLM imports the module when it loads the model."""
 
 

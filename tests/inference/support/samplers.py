@@ -27,7 +27,7 @@ from skyrl_tinker.inference.client.data_plane import fixed
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import SamplerSpec, ServerGroup
 from skyrl_tinker.tiny_model import make_model
-from skyrl_tinker.weight_sync.adapters import publish_adapter
+from skyrl_tinker.weight_sync.adapter_files import publish_adapter
 
 CONTEXT = 256
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from skyrl_tinker.weight_sync import gloo, shared_memory
-from skyrl_tinker.weight_sync.source import read_chunks
+from skyrl_tinker.weight_sync.chunks import read_chunks
 
 TIED_HEAD = "lm_head.weight"  # a tied checkpoint may or may not name it
 Staged = Mapping[str, Callable[[], torch.Tensor]]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from skyrl_tinker.weight_sync.source import Chunk, read_chunks
+from skyrl_tinker.weight_sync.chunks import Chunk, read_chunks
 
 
 class ChunkBuffer:

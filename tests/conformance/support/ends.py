@@ -24,14 +24,14 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from skyrl_tinker.weight_sync import cuda_ipc
-from skyrl_tinker.weight_sync.buffer import ChunkBuffer
+from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
+from skyrl_tinker.weight_sync.chunks import Chunk
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcSender, CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import GlooReceiver, GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclSender, NcclTransport
-from skyrl_tinker.weight_sync.port import Message, WeightTransport
 from skyrl_tinker.weight_sync.shared_memory import MappedFiles, SharedMemoryTransport
-from skyrl_tinker.weight_sync.source import Chunk
-from skyrl_tinker.weight_sync.vllm_engine import StagedInit, StagedUpdate
+from skyrl_tinker.weight_sync.transport import Message, WeightTransport
+from skyrl_tinker.weight_sync.vllm_receiver import StagedInit, StagedUpdate
 
 Tensors = dict[str, Tensor]
 GPUS = ("GPU-0", "GPU-1")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.weight_sync.source import Chunk
+from skyrl_tinker.weight_sync.chunks import Chunk
 
 Message = Mapping[str, Any]
 """JSON object that travels to the workers of a replica."""

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
-from skyrl_tinker.weight_sync.port import ControlPlane, Phase, Replica, WeightSyncError, WeightTransport
-from skyrl_tinker.weight_sync.source import total_bytes
+from skyrl_tinker.weight_sync.chunks import total_bytes
+from skyrl_tinker.weight_sync.transport import (
+    ControlPlane,
+    Phase,
+    Replica,
+    WeightSyncError,
+    WeightTransport,
+)
 
 __all__ = ["ControlPlane", "Synced", "WeightSyncError", "WeightTransport", "sync_weights"]
 

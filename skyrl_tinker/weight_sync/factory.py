@@ -6,8 +6,8 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclTransport
-from skyrl_tinker.weight_sync.port import Senders, WeightTransport
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_tinker.weight_sync.transport import Senders, WeightTransport
 
 Setting = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 TransportName = Literal["shared_memory", "gloo", "nccl", "cuda_ipc"]

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from skyrl_tinker.domain.values import AdapterWeights
-from skyrl_tinker.weight_sync.adapters import publish_adapter
+from skyrl_tinker.weight_sync.adapter_files import publish_adapter
 from tests.inference.support.samplers import (
     prompt_of,
     random_adapter,
