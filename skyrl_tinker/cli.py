@@ -127,7 +127,7 @@ def engine(
     ],
 ) -> None:
     """Run the engine alone, as `serve` does; for debugging."""
-    os.execv(sys.executable, [sys.executable, "-m", "skyrl_tinker.engine.main", str(settings_file)])
+    os.execv(sys.executable, [sys.executable, "-m", "skyrl_tinker.engine.engine_process", str(settings_file)])
 
 
 @app.command()

@@ -7,11 +7,11 @@ from itertools import takewhile
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.answers import Outbox
-from skyrl_tinker.engine.lanes import Stand
-from skyrl_tinker.engine.metrics import Metrics
-from skyrl_tinker.engine.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.trainer_driver import TrainerDriver
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.scheduling.lanes import Stand
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 

@@ -9,29 +9,30 @@ from typing import Any
 from skyrl_tinker.config import MiB, Settings
 from skyrl_tinker.domain.queue_views import QueuesView
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
-from skyrl_tinker.engine import canary, recovery
-from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine import recovery
+from skyrl_tinker.engine.cleanup import SessionKeeper
+from skyrl_tinker.engine.colocation.placement import Placement, make_placement
 from skyrl_tinker.engine.deadlines import Deadlines
-from skyrl_tinker.engine.external import Exporter
-from skyrl_tinker.engine.fleet import Fleet
-from skyrl_tinker.engine.gap import BOUNDS, GapMonitor
-from skyrl_tinker.engine.gateway import Gateway
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.http_server import Gateway
 from skyrl_tinker.engine.intake import Intake
-from skyrl_tinker.engine.metrics import Metrics
-from skyrl_tinker.engine.models import Models
-from skyrl_tinker.engine.openai import OpenAIServer
-from skyrl_tinker.engine.overflow import Overflow
-from skyrl_tinker.engine.placement import Placement, make_placement
-from skyrl_tinker.engine.publisher import Publisher
+from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity import startup_check
+from skyrl_tinker.engine.parity.drift_monitor import BOUNDS, GapMonitor
 from skyrl_tinker.engine.ray_cluster import RayCluster
-from skyrl_tinker.engine.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.engine.sampling_plane import assemble, launch_servers, sampler_gpus
-from skyrl_tinker.engine.saver import Saver
-from skyrl_tinker.engine.sessions import SessionKeeper
-from skyrl_tinker.engine.sleeping import Sleeping
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.launch import assemble, launch_servers, sampler_gpus
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.sampler.sleep import Sleeping
+from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.engine.saves.external_exports import Exporter
+from skyrl_tinker.engine.saves.sampler_publisher import Publisher
+from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.status import Status
-from skyrl_tinker.engine.trainer_driver import TrainerDriver
+from skyrl_tinker.engine.trainer.model_creation import Models
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.places import Places
@@ -125,9 +126,9 @@ class Engine:
             await self._compare(probed, samplers, facts)
         return trainer, fleet, samplers, placement
 
-    async def _trainer_up(self, trainer: TrainerGroup, facts: BaseModelFacts) -> canary.Probe | None:
+    async def _trainer_up(self, trainer: TrainerGroup, facts: BaseModelFacts) -> startup_check.Probe | None:
         await self._up("trainer", trainer.ready())
-        probed = await canary.probe(trainer, facts) if self._settings.canary else None
+        probed = await startup_check.probe(trainer, facts) if self._settings.canary else None
         if self._settings.placement == "colocated":
             await trainer.offload()  # the samplers have the first turn
         return probed
@@ -149,10 +150,10 @@ class Engine:
         parts = " and ".join(sorted(self._waiting_for)) or "the comparison of trainer and sampler"
         await self._status.say("starting", f"waiting for {parts}")
 
-    async def _compare(self, probed: canary.Probe, samplers: Samplers, facts: BaseModelFacts) -> None:
-        gap = await canary.compare(probed, samplers, facts, self._places.ephemeral_dir / "canary")
+    async def _compare(self, probed: startup_check.Probe, samplers: Samplers, facts: BaseModelFacts) -> None:
+        gap = await startup_check.compare(probed, samplers, facts, self._places.ephemeral_dir / "canary")
         _log.info("logprobs of trainer and sampler differ by at most: %s", gap)
-        canary.require_agreement(gap, self._settings.trainer_dtype)
+        startup_check.require_agreement(gap, self._settings.trainer_dtype)
 
     async def _recover(self) -> int:
         """The id of the last future that is dealt with."""

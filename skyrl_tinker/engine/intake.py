@@ -5,9 +5,9 @@ import logging
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.engine.metrics import Metrics
-from skyrl_tinker.engine.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.trainer_driver import TrainerDriver
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.engine.placement import Separate
+from skyrl_tinker.engine.colocation.placement import Separate
 from tests.api.passes import old_json
 from tests.api.waiting import Waiting, holds, ready_model, submit, until, waiting
 from tests.api.world import PROTOBUF, STEP, Json, sample, step

@@ -10,19 +10,19 @@ from skyrl_tinker.config import MiB, Settings
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.queue_views import QueuesView
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
-from skyrl_tinker.engine.answers import Outbox
+from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.deadlines import Deadlines
-from skyrl_tinker.engine.external import Exporter
-from skyrl_tinker.engine.gap import GapMonitor
-from skyrl_tinker.engine.gateway import Gateway
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.http_server import Gateway
 from skyrl_tinker.engine.intake import Intake
-from skyrl_tinker.engine.metrics import Metrics
-from skyrl_tinker.engine.models import Models
-from skyrl_tinker.engine.openai import OpenAIServer
-from skyrl_tinker.engine.placement import SEPARATE, Placement
-from skyrl_tinker.engine.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.saver import Saver
-from skyrl_tinker.engine.trainer_driver import TrainerDriver
+from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity.drift_monitor import GapMonitor
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.saves.external_exports import Exporter
+from skyrl_tinker.engine.saves.training_saves import Saver
+from skyrl_tinker.engine.trainer.model_creation import Models
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.places import Places
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store

@@ -19,20 +19,20 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.engine.answers import Outbox
-from skyrl_tinker.engine.external import Exporter
-from skyrl_tinker.engine.gap import GapMonitor
+from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
-from skyrl_tinker.engine.metrics import Metrics
-from skyrl_tinker.engine.models import Models
-from skyrl_tinker.engine.publisher import Publisher
-from skyrl_tinker.engine.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.saver import Saver
-from skyrl_tinker.engine.trainer_driver import TrainerDriver
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity.drift_monitor import GapMonitor
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.saves.external_exports import Exporter
+from skyrl_tinker.engine.saves.sampler_publisher import Publisher
+from skyrl_tinker.engine.saves.training_saves import Saver
+from skyrl_tinker.engine.trainer.model_creation import Models
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.api.world import FACTS, World, running
-from tests.engine.world import Workers
+from tests.engine.support.world import Workers
 
 Ran = tuple[str, Any]
 

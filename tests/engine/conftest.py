@@ -10,7 +10,7 @@ import pytest
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from tests.engine.world import World
+from tests.engine.support.world import World
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
-from tests.engine import journal
+from tests.engine.support import journal
 
 
 async def ready_model(store: Store) -> ModelId:

@@ -12,11 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
-from skyrl_tinker.engine.answers import Outbox
-from skyrl_tinker.engine.overflow import Overflow
-from skyrl_tinker.engine.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.samplers import Samplers
-from skyrl_tinker.engine.sessions import SessionKeeper
+from skyrl_tinker.engine.cleanup import SessionKeeper
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.protocol.stored_samples import sample_body
 from skyrl_tinker.store import sampling_sessions, stability_records
@@ -26,7 +26,7 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import Accepted
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
-from tests.engine import journal
+from tests.engine.support import journal
 
 SEQUENCES = (
     SampledSequence((5, 6, 7), (-0.5, -1.5, -0.25), "length"),

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.engine.overflow import Overflow
+from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
 from skyrl_tinker.errors import NotFoundError, SamplerError
 from tests.inference.support.samplers import (
     Sampler,

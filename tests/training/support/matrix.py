@@ -22,8 +22,8 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.queue import Accepted
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
-from tests.engine import journal
-from tests.engine.world import World
+from tests.engine.support import journal
+from tests.engine.support.world import World
 from tests.training.support.naive import TENANTS, Pass, Trained, schedule
 
 Weights = dict[str, np.ndarray]

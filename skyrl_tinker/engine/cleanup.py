@@ -1,0 +1,182 @@
+"""Cleans up behind clients: models of sessions that are over, weights that nobody samples, old results."""
+
+import asyncio
+import logging
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import ModelState, SessionId
+from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.store import (
+    checkpoint_records,
+    custom_losses,
+    model_records,
+    sampling_sessions,
+    session_records,
+    stability_records,
+    usage_records,
+)
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.store import Store
+
+SWEEP_S = 3.0
+ASLEEP_S = 30.0
+"""So much longer by the wall than by the machine's own clock: it was suspended, maybe with its clients."""
+PURGE_S = 600.0
+COUNTED_AT_ONCE = 10_000  # results: others wait for the database meanwhile
+_ON_WORKERS = (ModelState.CREATING, ModelState.READY)
+_log = logging.getLogger(__name__)
+
+
+class SessionKeeper:
+    def __init__(
+        self,
+        store: Store,
+        trainer: TrainerDriver,
+        sampler: SamplerDriver,
+        samplers: Samplers,
+        overflow: Overflow,
+        session_timeout_s: float,
+        result_ttl_s: float,
+        stability_ttl_s: float,
+    ) -> None:
+        self._store = store
+        self._trainer = trainer
+        self._sampler = sampler
+        self._samplers = samplers
+        self._overflow = overflow
+        self._timeout_s = session_timeout_s
+        self._result_ttl_s = result_ttl_s
+        self._stability_ttl_s = stability_ttl_s
+        self._listens_since = time.time()
+        self._clocks_apart_s = _clocks_apart_s()
+        self._purged = 0.0
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                await self.sweep()
+            except (SamplerError, OperationalError, OSError) as error:
+                # The sampler is down, or a disk is full: nobody's work shall end because of that.
+                _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
+
+    async def sweep(self) -> None:
+        for session in await self._over():
+            await self._end(session)
+        await self._drop_versions()
+        await self._remove_checkpoints()
+        await self._purge()
+        await self._spare_memory()
+
+    async def _over(self) -> list[SessionId]:
+        """Silence counts only while somebody listened: after a restart, and after the machine was suspended,
+        clients get the full time again."""
+        now = time.time()
+        asleep_s = _clocks_apart_s() - self._clocks_apart_s
+        if asleep_s > ASLEEP_S:
+            self._listens_since = now
+        self._clocks_apart_s += asleep_s
+        listened = now - self._listens_since > self._timeout_s
+        async with self._store.read() as conn:
+            return await session_records.expired(conn, now, self._timeout_s if listened else now)
+
+    async def _end(self, session: SessionId) -> None:
+        detail = f"no heartbeat for {self._timeout_s:.0f} s"
+        held = await self._store.write(lambda conn: _finish(conn, session, detail))
+        for model in held:
+            self._trainer.release(model.key)
+
+    async def _drop_versions(self) -> None:
+        async with self._store.read() as conn:
+            versions = await sampling_sessions.droppable_versions(conn)
+        for version in versions:
+            if await self._retire(version):
+                await asyncio.to_thread(self._overflow.remove, version)
+
+    async def _retire(self, version: WeightVersion) -> bool:
+        """Nobody samples it from now on. False while somebody does: a server that must read the files
+        again dies when they are gone."""
+        if self._samplers.in_use(version):
+            return False
+        await self._samplers.drop(version)
+        if self._samplers.in_use(version):  # since a moment ago: dropping waits for its turn
+            return False
+        await self._store.write(lambda conn: sampling_sessions.drop_version(conn, version.id))
+        self._sampler.forget_targets()
+        return True
+
+    async def _remove_checkpoints(self) -> None:
+        async with self._store.read() as conn:
+            rows = await checkpoint_records.garbage(conn, time.time())
+        for row in rows:
+            if not self._trainer.reads(row.directory):
+                await self._remove(row)
+
+    async def _remove(self, row: CheckpointRow) -> None:
+        """Forgotten first: a save may take the directory's name as soon as it is free."""
+        version = await self._version(row)
+        if version is None or await self._retire(version):
+            await self._store.write(lambda conn: checkpoint_records.forget(conn, row.id))
+            await asyncio.to_thread(_remove_directory, Path(row.directory), row.id)
+
+    async def _version(self, row: CheckpointRow) -> WeightVersion | None:
+        if row.version_id is None:
+            return None
+        async with self._store.read() as conn:
+            return await sampling_sessions.version(conn, row.version_id)
+
+    async def _spare_memory(self) -> None:
+        if not await asyncio.to_thread(self._overflow.low):
+            return
+        async with self._store.read() as conn:
+            versions = await sampling_sessions.ephemeral_versions(conn)
+        for version in versions[:-1]:  # the newest is about to be sampled
+            await asyncio.to_thread(self._overflow.move, version)
+            if not await asyncio.to_thread(self._overflow.low):
+                return
+
+    async def _purge(self) -> None:
+        now = time.time()
+        if now - self._purged > PURGE_S:
+            self._purged = now
+            while await self._store.write(lambda conn: usage_records.roll_up(conn, COUNTED_AT_ONCE)):
+                pass
+            await self._store.write(lambda conn: queue.purge_results(conn, now - self._result_ttl_s))
+            await self._store.write(lambda conn: custom_losses.purge(conn, now - self._result_ttl_s))
+            await self._store.write(lambda conn: stability_records.purge(conn, now - self._stability_ttl_s))
+
+
+def _clocks_apart_s() -> float:
+    """The second one stands still while the machine is suspended."""
+    return time.time() - time.monotonic()
+
+
+def _remove_directory(directory: Path, number: int) -> None:
+    """Out of the way in one step; an engine that dies here leaves what the next one sweeps."""
+    doomed = directory.with_name(f".{directory.name}.{number}.tmp")
+    with suppress(FileNotFoundError):  # somebody removed it by hand
+        directory.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+async def _finish(conn: AsyncConnection, session: SessionId, detail: str) -> list[model_records.ModelRow]:
+    """Nothing new comes from this session. Returns its models that may be on the workers."""
+    await session_records.finish(conn, session, "expired", detail)
+    rows = await model_records.of_session(conn, session)
+    for row in rows:
+        if row.state in (ModelState.LOST, ModelState.FAILED):
+            await model_records.set_state(conn, row.key, ModelState.RELEASED, row.state_reason)
+    return [row for row in rows if row.state in _ON_WORKERS]

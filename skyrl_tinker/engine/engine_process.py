@@ -1,0 +1,96 @@
+"""The engine: one subprocess that owns all order and all state of models.
+
+`python -m skyrl_tinker.engine.engine_process SETTINGS_JSON`; exit code 0 after SIGTERM, 1 when it failed.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from skyrl_tinker import processes
+from skyrl_tinker.config import Settings
+from skyrl_tinker.places import Places
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+
+if TYPE_CHECKING:
+    from skyrl_tinker.engine.ray_cluster import RayCluster
+
+_log = logging.getLogger(__name__)
+
+
+def run(settings_file: Path) -> int:
+    """Run until SIGTERM or a failure; nothing that it started is left. Returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, _exit)
+    settings = Settings.model_validate_json(settings_file.read_text())
+    places = Places(settings)
+    places.make()
+    processes.become_subreaper()
+    processes.raise_open_files_limit()
+    if settings.ray_address is None:
+        os.environ.update(_ray_environment())
+    try:
+        failure = _run(settings, places)
+    finally:
+        processes.kill_descendants(1.0)
+    if failure is not None:
+        _log.error("ended: %s", failure)  # the last words in the log
+    return 0 if failure is None else 1
+
+
+def _exit(signum: int, _: FrameType | None) -> None:
+    """Before the event loop takes over."""
+    raise SystemExit(0)
+
+
+def _ray_environment() -> dict[str, str]:
+    """A local cluster, for this process and its children only. Ray reads this when it is imported."""
+    return {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # bind to loopback, as Ray does there
+        "RAY_AUTH_MODE": "token",  # other users of this host cannot run code as us
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",  # idle workers cost 40 MB each
+        "RAY_enable_worker_prestart": "0",
+        "RAY_worker_niceness": "0",  # trainers come before samplers, which make themselves nice
+    }
+
+
+def _run(settings: Settings, places: Places) -> str | None:
+    from skyrl_tinker.engine.ray_cluster import RayCluster  # not before its environment is set
+
+    ray = RayCluster(settings, places.bell_dir / "r")
+    try:
+        return uvloop.run(_main(settings, places, ray))
+    finally:
+        ray.stop()
+
+
+async def _main(settings: Settings, places: Places, ray: "RayCluster") -> str | None:
+    from skyrl_tinker.engine.engine import Engine
+    from skyrl_tinker.engine.status import Status
+
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    store = await Store.open(settings.store_url)
+    bell = Doorbell.bind(places.home, "engine")
+    try:
+        status = await Status.open(store, bell)
+        return await Engine(settings, places, ray, store, bell, status).run(stop)
+    finally:
+        bell.close()
+        await store.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run(Path(sys.argv[1])))

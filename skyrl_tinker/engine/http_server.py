@@ -1,0 +1,51 @@
+"""What cannot go through the journal, as text streams and metrics: on a private socket for the API."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from skyrl_tinker.domain.queue_views import QueuesView
+from skyrl_tinker.engine.engine_metrics import CONTENT_TYPE, Metrics
+from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+
+SHUTDOWN_S = 1.0
+
+
+class Gateway:
+    """Only this user may connect: who speaks to it was let in by the API."""
+
+    def __init__(
+        self,
+        socket: Path,
+        openai: OpenAIServer,
+        metrics: Metrics,
+        queues: Callable[[], QueuesView],
+        body_bytes: int,
+    ) -> None:
+        self._socket = socket
+        self._metrics = metrics
+        self._queues = queues
+        app = web.Application(client_max_size=body_bytes)
+        own = [web.get("/metrics", self._metrics_text), web.get("/queues", self._queues_json)]
+        app.add_routes([*openai.routes(), *own])
+        # A client that goes away cancels its handler.
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+        )
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        self._socket.unlink(missing_ok=True)  # of an engine that was killed
+        await web.UnixSite(self._runner, str(self._socket)).start()
+        self._socket.chmod(0o600)
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+        self._socket.unlink(missing_ok=True)
+
+    async def _metrics_text(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _queues_json(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._queues().to_bytes(), content_type="application/json")

@@ -1,0 +1,1 @@
+"""OpenAI-compatible completions and chat on the samplers."""

@@ -1,0 +1,68 @@
+"""The same tokens scored by trainer and samplers: what they say of each must agree."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import (
+    BaseModelFacts,
+    Datum,
+    Failure,
+    Float32,
+    PassItem,
+    PassOutput,
+    SampleRequest,
+    SamplingParams,
+)
+from skyrl_tinker.engine.sampler.inflight_targets import Wanted
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.training.trainer_group import TrainerGroup
+
+
+def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:
+    """[count] (at most a context of them), always the same for one base model."""
+    count = min(count, facts.context_length)
+    return tuple(np.random.default_rng(0).integers(0, facts.vocab_size, count).tolist())
+
+
+async def trainer_logprobs(
+    trainer: TrainerGroup, models: Sequence[ModelKey], tokens: Sequence[int], *, backward: bool = False
+) -> list[Float32 | Failure]:
+    """By model, in one pass: log p(tokens[i+1] | tokens[:i+1]), [N-1] float32; NaN when its logits are not
+    finite."""
+    datum = Datum(
+        np.asarray(tokens[:-1], np.int32),
+        np.asarray(tokens[1:], np.int64),
+        {"weights": np.ones(len(tokens) - 1, np.float32)},
+    )
+    items = [
+        PassItem(RequestId(f"probe-{model}"), model, (datum,), "cross_entropy", {}, backward)
+        for model in models
+    ]
+    outputs = await trainer.run_pass(trainer.prepare(items))
+    return [_logprobs(output, len(tokens) - 1) for output in outputs]
+
+
+def _logprobs(output: PassOutput | Failure, count: int) -> Float32 | Failure:
+    if isinstance(output, PassOutput):
+        return output.logprobs[0]
+    if output.category == "user":  # the loss of these tokens is not finite
+        return np.full(count, np.nan, np.float32)
+    return output
+
+
+async def sampler_logprobs(
+    samplers: Samplers, wanted: Wanted, tokens: tuple[int, ...]
+) -> tuple[Float32, str | None]:
+    """The same, [N-1], from the samplers, and the version with which they scored, if they say so."""
+    request = SampleRequest(tokens, 1, SamplingParams(max_tokens=1), prompt_logprobs=True)
+    output = await samplers.sample(wanted, request)
+    spans = output.sequences[0].versions
+    logprobs = np.asarray((output.prompt_logprobs or ())[1:], np.float32)
+    return logprobs, spans[0].version if spans else None
+
+
+def largest_difference(one: Float32, other: Float32) -> float:
+    """NaN when any of them is."""
+    return float(np.abs(one - other).max())

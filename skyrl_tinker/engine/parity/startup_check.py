@@ -1,0 +1,104 @@
+"""At start: do trainer and samplers agree? The same tokens, base and adapter in one batch, in numbers."""
+
+import asyncio
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_tinker.domain.ids import ModelKey, RequestId, VersionId
+from skyrl_tinker.domain.values import (
+    AdamParams,
+    AdapterWeights,
+    BaseModelFacts,
+    Failure,
+    Float32,
+    LoraSpec,
+    StepItem,
+    WeightVersion,
+)
+from skyrl_tinker.engine.parity.probe import (
+    largest_difference,
+    probe_tokens,
+    sampler_logprobs,
+    trainer_logprobs,
+)
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.trainer_group import TrainerGroup
+from skyrl_tinker.weight_sync.adapter_files import publish_adapter
+
+MODEL = ModelKey(-1)
+VERSION = VersionId(0)  # the store counts from 1
+REQUEST = RequestId("canary")
+TOKENS = 48
+LEARNING_RATE = 0.05  # one step that an adapter cannot hide
+TOLERANCE = 1e-3  # holds for float32; other dtypes are reported, unbounded
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the trainer says: `base` and `adapter` are log p(tokens[i+1] | tokens[:i+1]), [N-1] float32."""
+
+    tokens: tuple[int, ...]  # [N]
+    base: Float32
+    adapter: Float32
+    weights: AdapterWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Largest difference between trainer and samplers."""
+
+    base: float
+    adapter: float
+
+    def __str__(self) -> str:
+        return f"base {self.base:.1e}, LoRA {self.adapter:.1e}"
+
+
+async def probe(trainer: TrainerGroup, facts: BaseModelFacts) -> Probe:
+    """The trainer's half; needs no sampler."""
+    tokens = probe_tokens(facts, TOKENS)
+    await trainer.create_model(MODEL, LoraSpec(rank=8, seed=0))
+    try:
+        base = await _logprobs(trainer, tokens, backward=True)  # B is zero still
+        await trainer.optim_step([StepItem(REQUEST, MODEL, AdamParams(LEARNING_RATE))])
+        adapter = await _logprobs(trainer, tokens)
+        weights = await trainer.capture_adapters([MODEL])
+        return Probe(tokens, base, adapter, weights[MODEL])
+    finally:
+        await trainer.release(MODEL)
+
+
+async def _logprobs(trainer: TrainerGroup, tokens: tuple[int, ...], *, backward: bool = False) -> Float32:
+    (output,) = await trainer_logprobs(trainer, [MODEL], tokens, backward=backward)
+    if isinstance(output, Failure):
+        raise StartupError(f"the trainer could not score {len(tokens)} tokens: {output.message}")
+    return output
+
+
+async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, directory: Path) -> Gap:
+    """The samplers' half. `directory` is used for the adapter and removed."""
+    await asyncio.to_thread(publish_adapter, probed.weights, directory, facts.directory)
+    version = WeightVersion(VERSION, "lora", str(directory))
+    try:
+        await samplers.load(version)
+        (base, _), (adapter, _) = await asyncio.gather(
+            sampler_logprobs(samplers, None, probed.tokens),
+            sampler_logprobs(samplers, version, probed.tokens),
+        )
+    finally:
+        await samplers.drop(version)
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+    return Gap(largest_difference(base, probed.base), largest_difference(adapter, probed.adapter))
+
+
+def require_agreement(gap: Gap, dtype: str) -> None:
+    """StartupError with the numbers."""
+    agree = gap.base <= TOLERANCE and gap.adapter <= TOLERANCE  # false for NaN
+    if dtype == "float32" and not agree:
+        raise StartupError(
+            f"trainer and sampler disagree on logprobs: {gap}, allowed {TOLERANCE:.0e}; "
+            "the versions of torch, transformers and vLLM may not fit each other "
+            "(set canary = false to serve anyway)"
+        )

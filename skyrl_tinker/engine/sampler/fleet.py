@@ -1,0 +1,272 @@
+"""The sampler replicas as one: who serves now, what must reach all of them, and their death and return."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from sqlalchemy.exc import OperationalError
+
+from skyrl_tinker.engine.colocation.placement import SEPARATE, Changing, Placement
+from skyrl_tinker.engine.status import Status
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.health_checks import Loss
+from skyrl_tinker.inference.servers.router import Router
+
+ATTEMPTS = 5
+NOTICED_WITHIN_S = 4.0  # from a failed request to the death that explains it: a death is noticed after 2 s
+RETRY_S = 5.0
+T = TypeVar("T")
+Equip = Callable[[RemoteInferenceClient], Awaitable[None]]
+_log = logging.getLogger(__name__)
+
+
+class Servers(Protocol):
+    """inference.group.ServerGroup, or inference.external.ExternalServers."""
+
+    async def lost(self, index: int) -> Loss: ...
+    def suspect(self) -> None: ...
+    async def end(self, index: int) -> bool: ...
+    async def replace(self, index: int) -> str: ...
+
+
+class Fleet:
+    """`client` reaches the members only: the replicas that are alive and have what all others have.
+
+    `changing` is held for every change that must reach all replicas: adapters, weights, new members. A
+    member that dies leaves without it. `equip` brings the current adapters and resident weights to one
+    newcomer; it is called with `changing` held.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        client: RemoteInferenceClient,
+        router: Router | None = None,
+        placement: Placement = SEPARATE,
+    ) -> None:
+        """All `client.server_urls` are ready, and known to the router if there is one of ours."""
+        self.client = client
+        self.changing = Changing(placement)
+        self.placement = placement
+        self.equip: Equip = _nothing
+        self._servers = servers
+        self._router = router
+        self._proxy_url = client.proxy_url if client.proxy_url not in client.server_urls else None
+        self._replicas = len(client.server_urls)
+        self._members = dict(enumerate(client.server_urls))
+        self._condemned: dict[int, Loss] = {}
+        self._leaving: set[str] = set()  # no members any more, but their processes may live still
+        self._losses = 0
+        self._changed = asyncio.Event()
+        self._attempts: set[asyncio.Future[Any]] = set()
+
+    @property
+    def size(self) -> int:
+        """How many replicas serve now."""
+        return len(self._members)
+
+    async def adopt(self) -> None:
+        """Equip the replicas that others started: they may have weights of before."""
+        async with self.changing:
+            for url in self.client.server_urls:
+                await self._equip(url)
+
+    async def supervise(self, status: Status) -> None:
+        """Brings lost replicas back, for ever. Training goes on meanwhile, and samples on the others."""
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(self._replicas):
+                tasks.create_task(self._keep(index, status))
+            if self._router is not None:
+                tasks.create_task(self._keep_router(self._router))
+
+    async def surviving(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The attempt, made again at once when replicas were lost under it and others serve.
+
+        It waits while nobody serves. SamplerError: it failed for another reason.
+        """
+        for left in reversed(range(ATTEMPTS)):
+            await self._wait_for(lambda: self.size > 0)
+            losses = self._losses
+            try:
+                return await self._interruptible(attempt)
+            except SamplerError as error:
+                if not left or not await self._explained(losses):
+                    raise
+                _log.info("tried again after a loss: %s", error)
+        raise AssertionError("the last attempt returns or raises")
+
+    def condemn(self, url: str, reason: str) -> None:
+        """This member must not serve any more: it is ended and replaced. Harmless when it is none."""
+        for index, member in list(self._members.items()):
+            if member == url:
+                self._condemned[index] = Loss(index, url, reason)
+                self._drop(index)
+
+    async def gone(self, url: str) -> None:
+        """Returns once this former member's process has ended, and what it held is free."""
+        await self._wait_for(lambda: url not in self._leaving)
+
+    # Replicas
+
+    async def _keep(self, index: int, status: Status) -> None:
+        while True:
+            loss = await self._loss(index)
+            _log.error("sampler %d at %s is lost and is brought back: %s", index, loss.url, loss.reason)
+            self._drop(index)
+            await self._tell(status)
+            await self._let_go(loss)
+            self._leaving.discard(loss.url)
+            self._note_change()
+            await self._bring_back(index)
+            await self._tell(status)
+
+    async def _loss(self, index: int) -> Loss:
+        """Of a member: it dies, or is condemned."""
+        lost = asyncio.ensure_future(self._servers.lost(index))
+        condemned = asyncio.ensure_future(self._wait_for(lambda: index in self._condemned))
+        try:
+            await asyncio.wait((lost, condemned), return_when=asyncio.FIRST_COMPLETED)
+            return self._condemned.pop(index, None) or lost.result()
+        finally:
+            lost.cancel()
+            condemned.cancel()
+
+    def _drop(self, index: int) -> None:
+        if index in self._members:
+            self._leaving.add(self._members.pop(index))
+            self._losses += 1
+            self._retarget()
+
+    async def _let_go(self, loss: Loss) -> None:
+        """Nobody waits for it any more."""
+        if self._router is not None:
+            await self._router.remove(loss.url)
+            self._losses += 1  # requests were sent to it until now
+            self._note_change()
+        ended = await self._servers.end(loss.index)
+        if loss.silent and not ended:  # which requests it holds is not known
+            self._losses += 1  # also explains those that began after it was dropped
+            self._note_change()
+            for attempt in self._attempts:
+                attempt.cancel()
+
+    async def _bring_back(self, index: int) -> None:
+        while True:
+            try:
+                async with self.placement.awake():  # it needs the memory that is the trainer's in its turns
+                    url = await self._servers.replace(index)
+                    await self._admit(index, url)
+                break
+            except SamplerError as error:
+                _log.error("sampler %d does not come back, trying again in %.0f s: %s", index, RETRY_S, error)
+                await asyncio.sleep(RETRY_S)
+        _log.info("sampler %d serves again at %s", index, url)
+
+    async def _admit(self, index: int, url: str) -> None:
+        """SamplerError when it dies before it is a member."""
+        async with self.changing:
+            equipping = asyncio.ensure_future(self._equip(url))
+            lost = asyncio.ensure_future(self._servers.lost(index))
+            try:
+                await asyncio.wait((equipping, lost), return_when=asyncio.FIRST_COMPLETED)
+                if not equipping.done():
+                    await self._servers.end(index)  # nothing waits for it any more
+                    equipping.cancel()
+                    await asyncio.wait((equipping,))  # a sync that breaks off tidies up before the next one
+                    raise SamplerError(f"{url} was lost before it served: {lost.result().reason}")
+                equipping.result()
+            finally:
+                equipping.cancel()
+                lost.cancel()
+            if self._router is not None:
+                await self._router.add(url)
+            self._members[index] = url
+            self._retarget()
+
+    async def _equip(self, url: str) -> None:
+        newcomer = RemoteInferenceClient(url, (url,))
+        try:
+            await self.equip(newcomer)
+        finally:
+            await newcomer.close()
+
+    def _retarget(self) -> None:
+        urls = tuple(url for _, url in sorted(self._members.items()))
+        alone = urls[0] if urls else self.client.proxy_url
+        self.client.retarget(self._proxy_url or alone, urls)
+        self._note_change()
+
+    # The router
+
+    async def _keep_router(self, router: Router) -> None:
+        while True:
+            reason = await router.died()
+            _log.error("%s and is started again", reason)
+            self._losses += 1
+            self._route(None)  # one member serves all meanwhile
+            await self._restart_router(router)
+            self._route(router.url)
+
+    async def _restart_router(self, router: Router) -> None:
+        while True:
+            try:
+                await router.start()
+                return
+            except SamplerError as error:
+                _log.error("trying again in %.0f s: %s", RETRY_S, error)
+                await asyncio.sleep(RETRY_S)
+
+    def _route(self, proxy_url: str | None) -> None:
+        self._proxy_url = proxy_url
+        self._retarget()
+
+    # Those who wait
+
+    async def _interruptible(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """SamplerError when it was given up because a replica may hold it for ever."""
+        task = asyncio.ensure_future(attempt())
+        self._attempts.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise SamplerError("a sampler that does not answer may have held the request") from None
+        finally:
+            self._attempts.discard(task)
+
+    async def _explained(self, losses: int) -> bool:
+        """Whether something was lost since `losses` was read; False: the fault lies elsewhere."""
+        self._servers.suspect()
+        try:
+            async with asyncio.timeout(NOTICED_WITHIN_S):
+                await self._wait_for(lambda: self._losses > losses)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _wait_for(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _tell(self, status: Status) -> None:
+        try:
+            if not self._members:
+                await status.say("restarting", "no sampler serves; they start again, models are unharmed")
+            elif self.size < self._replicas:
+                await status.say("ready", f"{self.size} of {self._replicas} replicas serve")
+            else:
+                await status.say("ready", "")
+        except OperationalError as error:  # a database that fails briefly ends no engine
+            _log.warning("the status could not be told: %s", error)
+
+
+async def _nothing(newcomer: RemoteInferenceClient) -> None:
+    """No adapters and the base weights: what a new replica has anyway."""

@@ -1,0 +1,51 @@
+"""Puts the sampling side together: servers of ours or by URL, a router before several, and the fleet."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.engine.colocation.placement import Placement
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.external_servers import ExternalServers
+from skyrl_tinker.inference.servers.router import Router, RouterSpec
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
+from skyrl_tinker.inference.servers.server_group import ServerGroup
+
+ToEnd = list[Callable[[], Awaitable[None]]]
+
+
+def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> ServerGroup | ExternalServers:
+    """Returns at once; `ready` waits for them."""
+    servers: ServerGroup | ExternalServers
+    if settings.sampler_urls:
+        servers = ExternalServers(settings.sampler_urls, spec.startup_s, spec.hang_s)
+    else:
+        servers = ServerGroup.launch(spec)
+    to_end.append(servers.shutdown)
+    return servers
+
+
+async def assemble(
+    settings: Settings,
+    servers: ServerGroup | ExternalServers,
+    placement: Placement,
+    log_dir: Path,
+    to_end: ToEnd,
+) -> Fleet:
+    """`servers` are ready. One of them alone needs no router."""
+    router = None
+    if len(servers.urls) > 1 and settings.router_url is None:
+        router = Router(RouterSpec(str(log_dir), settings.router_policy))
+        to_end.append(router.shutdown)
+        await router.start(servers.urls)
+    proxy_url = settings.router_url or (router.url if router else servers.urls[0])
+    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls)
+    to_end.append(client.close)
+    return Fleet(servers, client, router, placement)
+
+
+def sampler_gpus(settings: Settings) -> int:
+    """That replicas of ours take, beside the trainer's."""
+    none = settings.sampler_urls or settings.placement == "colocated"
+    return 0 if none else settings.replicas * settings.tensor_parallel_size

@@ -1,0 +1,204 @@
+"""Sampling: many requests in flight, none of which ever waits for training."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import SamplingSessionId, sequence_ids
+from skyrl_tinker.domain.queue_views import SamplingView
+from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.outbox import Answer, Outbox, Outcome, failure_of, json_answer, persistently
+from skyrl_tinker.engine.sampler.inflight_targets import Wanted
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
+from skyrl_tinker.engine.scheduling.throughput import Ends
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.stored_samples import sample_from_body
+from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
+from skyrl_tinker.store.stability_records import SequenceRecord
+from skyrl_tinker.store.store import Store
+
+BATCH = 256  # bodies read at once
+CACHED_SESSIONS = 4096
+CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
+EMPTY: Mapping[int, Outcome] = MappingProxyType({})
+
+
+class SamplerDriver:
+    def __init__(
+        self,
+        store: Store,
+        samplers: Samplers,
+        outbox: Outbox,
+        concurrency: int,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """`concurrency`: most requests in flight per replica; the bodies of others stay in the store."""
+        self._store = store
+        self._samplers = samplers
+        self._outbox = outbox
+        self._concurrency = concurrency
+        self._metrics = metrics or Metrics()
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
+        self._starting: set[int] = set()  # their bodies are being read
+        self._queued = SampleQueue()
+        self._ends = Ends()
+        self._changed = asyncio.Event()  # rows came, or requests finished
+        self._targets: dict[SamplingSessionId, Wanted] = {}
+
+    def submit(self, rows: Sequence[QueuedRow]) -> None:
+        self._queued.add(rows)
+        self._changed.set()
+
+    def queued(self) -> int:
+        """Requests that wait for a free slot."""
+        return len(self._queued)
+
+    def in_flight(self) -> int:
+        """Requests that the samplers have."""
+        return len(self._tasks)
+
+    async def cancel(self, rows: Sequence[QueuedRow]) -> None:
+        """Each of these names the future of a sample, which has come before it, as its body."""
+        targets = {int(row.body or b""): CANCELLED for row in rows}
+        await self.end(targets, {row.id: json_answer({}) for row in rows})
+
+    async def end(self, failures: Mapping[int, Failure], also: Mapping[int, Outcome] = EMPTY) -> None:
+        """These samples, by future id, fail now: vLLM stops with those that it has and never gets the others.
+
+        Those that have finished stay as they are.
+        """
+        self._queued.drop(failures)
+        self._starting.difference_update(failures)
+        for task in [self._tasks[future_id] for future_id in failures if future_id in self._tasks]:
+            task.cancel()  # its connection is closed, and vLLM aborts what it was for
+        await self._outbox.send([*failures.items(), *also.items()])
+
+    def view(self) -> SamplingView:
+        """What waits and how fast it goes."""
+        queues, stride = self._queued.view()
+        return SamplingView(
+            queues,
+            stride,
+            len(self._queued),
+            len(self._tasks),
+            self._ends.per_second(),
+            self._samplers.paused,
+        )
+
+    def forget_targets(self) -> None:
+        """Versions were dropped: look them up anew."""
+        self._targets.clear()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                batch = await self._next()
+                self._starting = {row.id for row in batch}
+                for row, body in await self._with_bodies(batch):
+                    if row.id in self._starting:
+                        self._start(tasks, row, body)
+
+    def _start(self, tasks: asyncio.TaskGroup, row: QueuedRow, body: bytes) -> None:
+        task = self._tasks[row.id] = tasks.create_task(self._finish(row, body))
+        task.add_done_callback(partial(self._over, row.id))
+
+    def _over(self, future_id: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[future_id]
+        self._ends.one()
+        self._changed.set()
+
+    async def _next(self) -> list[QueuedRow]:
+        """At least one row, and as many more as there are rows and room for them in flight."""
+        while not (count := min(len(self._queued), BATCH, self._room())) > 0:
+            self._changed.clear()
+            await self._changed.wait()
+        return [self._queued.take() for _ in range(count)]
+
+    def _room(self) -> int:
+        return self._concurrency * self._samplers.replicas - len(self._tasks)
+
+    async def _with_bodies(self, batch: Sequence[QueuedRow]) -> list[tuple[QueuedRow, bytes]]:
+        """Without those that have finished already."""
+        large = [row.id for row in batch if row.body is None]
+        read = await persistently(partial(self._read, large)) if large else {}
+        found = [(row, row.body or read.get(row.id)) for row in batch]
+        return [(row, body) for row, body in found if body is not None]
+
+    async def _read(self, ids: Sequence[int]) -> dict[int, bytes]:
+        async with self._store.read() as conn:
+            return await queue.bodies(conn, ids)
+
+    async def _finish(self, row: QueuedRow, body: bytes) -> None:
+        await self._outbox.send([(row.id, await self._outcome(row, body))])
+
+    async def _outcome(self, row: QueuedRow, body: bytes) -> Outcome:
+        try:
+            assert row.sampling_session_id is not None
+            wanted = await self._target(row.sampling_session_id)
+            request = sample_from_body(body)
+            output = await self._samplers.sample(wanted, request)
+            self._metrics.sampled(output)
+            records = _records(row, request, output) if request.record_stability_info else ()
+            usage = Usage(
+                len(request.prompt), output.cached_tokens, sum(len(each.tokens) for each in output.sequences)
+            )
+            return Answer(
+                pass_requests.PROTOBUF, pass_requests.encode_sample_response(output), records, usage
+            )
+        except Exception as error:  # becomes the result of this request
+            return failure_of(error)
+
+    async def _target(self, session: SamplingSessionId) -> Wanted:
+        """What this sampling client samples from. NotFoundError once its session is over."""
+        if session not in self._targets:
+            if len(self._targets) >= CACHED_SESSIONS:
+                self._targets.clear()
+            async with self._store.read() as conn:
+                row, version = await _target(conn, session)
+            self._samplers.require_served(row.base_model)
+            if version is not None and row.follows is not None:
+                self._targets[session] = self._samplers.target(row.follows, version)
+            else:
+                self._targets[session] = version
+        return self._targets[session]
+
+
+def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tuple[SequenceRecord, ...]:
+    ids = sequence_ids(row.request_id, len(output.sequences))
+    return tuple(
+        SequenceRecord(
+            sequence_id,
+            np.asarray(sequence.tokens, np.int32),
+            np.asarray(sequence.logprobs, np.float32),
+            len(request.prompt),
+        )
+        for sequence_id, sequence in zip(ids, output.sequences, strict=True)
+    )
+
+
+async def _target(
+    conn: AsyncConnection, session: SamplingSessionId
+) -> tuple[SamplingSessionRow, WeightVersion | None]:
+    """The session and its version, None for the base model."""
+    row = await sampling_sessions.get(conn, session)
+    if row is None:
+        raise NotFoundError(f"no sampling session {session}")
+    if row.version_id is None:
+        return row, None
+    if row.follows is not None:
+        version = await sampling_sessions.newest_inflight(conn, row.follows)
+    else:
+        version = await sampling_sessions.version(conn, row.version_id)
+    if version is None:
+        raise NotFoundError(f"the weights of sampling session {session} are gone: its session is finished")
+    return row, version

@@ -1,0 +1,42 @@
+"""Puts all sampler replicas to sleep and wakes them: those that cannot are replaced."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.control_plane import ControlPlane
+
+TIMEOUT_S = 120.0
+"""The first sleep pins as much host memory as the weights take."""
+
+
+class Sleeping:
+    """Running requests stand still while their replica sleeps, and go on from the same token afterwards."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def sleep(self) -> None:
+        """Returns when all GPU memory is free, of what sleeps and of what had to be ended."""
+        await self._each("go to sleep", lambda replica: replica.sleep(1, "keep"))
+
+    async def wake(self) -> None:
+        """Returns when all members serve; there may be none left, and others on their way."""
+        await self._each("wake up", _wake)
+
+    async def _each(self, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
+        await asyncio.gather(*(self._one(url, what, call) for url in self._fleet.client.server_urls))
+
+    async def _one(self, url: str, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await call(self._fleet.client.of(url))
+        except (SamplerError, TimeoutError) as error:
+            self._fleet.condemn(url, f"it did not {what}: {error!r}")
+            await self._fleet.gone(url)
+
+
+async def _wake(replica: ControlPlane) -> None:
+    await replica.wake_up(["weights"])
+    await replica.wake_up(["kv_cache"])

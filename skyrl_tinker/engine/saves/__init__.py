@@ -1,0 +1,1 @@
+"""Saves of every kind: training checkpoints, weights for samplers, external exports."""

@@ -1,0 +1,1 @@
+"""The trainer's side of the engine: prepares passes, runs units on the ranks, creates models."""

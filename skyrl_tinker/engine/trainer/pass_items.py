@@ -1,0 +1,108 @@
+"""The requests of a pass as the workers get them: read from their bodies, and with what these refer to.
+
+What one request does wrong is its own Failure and nobody else's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
+from skyrl_tinker.domain.loss_specs import LOSSES
+from skyrl_tinker.domain.values import CustomLoss, Datum, Failure, ForwardBackward, PassItem
+from skyrl_tinker.engine.outbox import failure_of
+from skyrl_tinker.engine.trainer.provenance import Records, shown, with_records
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.custom_loss import check_custom_inputs
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.store import custom_losses
+from skyrl_tinker.store.futures.queue import QueuedRow
+
+T = TypeVar("T")
+
+
+def attempt(work: Callable[[], T]) -> T | Failure:
+    try:
+        return work()
+    except Exception as error:  # becomes the result of this request
+        return failure_of(error)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """A row of a pass with its body read."""
+
+    row: QueuedRow
+    model: ModelKey
+    request: ForwardBackward
+
+    @classmethod
+    def read(cls, row: QueuedRow, bodies: Mapping[int, bytes]) -> "ReadRow":
+        """`bodies`: by row id. Raises what reading the body raises."""
+        assert row.model_key is not None, "training requests have a model"
+        if row.id not in bodies:
+            raise UserError("its time was over before its turn")
+        return cls(row, row.model_key, pass_requests.from_canonical(bodies[row.id]))
+
+    @property
+    def sequences(self) -> set[str]:
+        """Whose records it needs."""
+        if not LOSSES[self.request.loss_fn].recorded:
+            return set()
+        return {span.sequence_id for datum in self.request.data for span in datum.spans}
+
+    @property
+    def refers(self) -> bool:
+        """To something beyond its body."""
+        return self.request.loss_id is not None or bool(LOSSES[self.request.loss_fn].recorded)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the store knows of all that the requests of a pass refer to."""
+
+    records: Records = field(default_factory=Records)
+    custom: Mapping[tuple[SessionId, str], CustomLoss] = field(default_factory=dict)
+
+    @classmethod
+    async def look_up(cls, conn: AsyncConnection, rows: Sequence[ReadRow]) -> "Known":
+        """All that these refer to."""
+        records = await Records.look_up(conn, set().union(*(each.sequences for each in rows)))
+        losses = {(each.row.session_id, each.request.loss_id) for each in rows if each.request.loss_id}
+        found = {key: await custom_losses.get(conn, *key) for key in losses}
+        return cls(records, {key: loss for key, loss in found.items() if loss is not None})
+
+    def item(self, read: ReadRow) -> PassItem:
+        """Raises UserError that names what its request refers to in vain."""
+        request, row = read.request, read.row
+        assert row.seq_id is not None, "training requests are numbered"
+        return PassItem(
+            request_id=row.request_id,
+            model=read.model,
+            data=self._data(read),
+            loss_fn=request.loss_fn,
+            loss_config=request.loss_config,
+            backward=row.kind is RequestKind.FORWARD_BACKWARD,
+            seq_id=row.seq_id,
+            custom=None if request.loss_id is None else self._custom(read, request.loss_id),
+        )
+
+    def _data(self, read: ReadRow) -> tuple[Datum, ...]:
+        if not LOSSES[read.request.loss_fn].recorded:
+            return read.request.data
+        return tuple(
+            with_records(datum, f"datum {index}", read.row.session_id, self.records)
+            for index, datum in enumerate(read.request.data)
+        )
+
+    def _custom(self, read: ReadRow, loss_id: str) -> CustomLoss:
+        loss = self.custom.get((read.row.session_id, loss_id))
+        if loss is None:
+            raise UserError(
+                f"loss_fn_config['loss_id'] is {shown(loss_id)}, which is unknown, or of another session: "
+                "expected one of a loss that was created in the session of this model"
+            )
+        check_custom_inputs(loss, read.request.data)
+        return loss

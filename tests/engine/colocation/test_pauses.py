@@ -1,0 +1,67 @@
+"""Why no sample gets on is known to those who ask for them."""
+
+import asyncio
+from typing import Any, cast
+
+from skyrl_tinker.domain.ids import VersionId
+from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.throughput import Ends, Pace
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from tests.engine.colocation.test_placement import Devices
+from tests.engine.sampler.test_sampler_driver import FACTS
+from tests.engine.support.simulation import simulate
+
+NOTHING = cast(Any, None)
+FULL = WeightVersion(VersionId(1), "full", "/nowhere")
+
+
+def samplers_on(*urls: str, placement: Placement = SEPARATE) -> Samplers:
+    client = RemoteInferenceClient(urls[0] if urls else "", urls)
+    return Samplers(Fleet(NOTHING, client, placement=placement), NOTHING, FACTS, 8)
+
+
+def test_nobody_serves() -> None:
+    assert samplers_on().paused == "no sampler serves: they are being started again"
+    assert samplers_on("http://127.0.0.1:1").paused is None
+
+
+async def test_weights_are_on_their_way() -> None:
+    samplers = samplers_on("http://127.0.0.1:1")
+    async with samplers._fleet.changing:  # so that they have to wait
+        swap = asyncio.create_task(samplers.announce(FULL))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert samplers.paused == "samplers are updating weights"
+    await asyncio.wait((swap,), timeout=60)
+    assert swap.exception() is not None  # nothing carries weights here
+    assert samplers.paused is None
+
+
+def test_the_trainer_has_its_turn() -> None:
+    async def scenario() -> None:
+        devices = Devices()
+        samplers = samplers_on("http://127.0.0.1:1", placement=devices.placement)
+        turns = asyncio.create_task(devices.placement.run(devices))
+        assert samplers.paused is None
+        async with devices.placement.training():
+            assert samplers.paused == "the trainer has its turn on the devices of the samplers"
+        async with devices.placement.sampling():
+            assert samplers.paused is None
+        turns.cancel()
+
+    simulate(scenario())
+
+
+async def test_without_a_measurement_there_is_no_estimate() -> None:
+    pace, ends = Pace(), Ends()
+    assert (pace.seconds(), ends.per_second()) == (None, None)
+    with pace.unit(()):
+        await asyncio.sleep(0.05)
+    for _ in range(5):
+        ends.one()
+        await asyncio.sleep(0.01)
+    assert (pace.seconds() or 0) >= 0.05
+    assert 0 < (ends.per_second() or 0) <= 500

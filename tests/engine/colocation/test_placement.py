@@ -1,0 +1,283 @@
+"""Trainer and samplers take turns on their devices: one at a time, everybody in time, nobody for nothing."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_tinker.engine.colocation.phases import IDLE_S, Limits, State, View, due_in
+from skyrl_tinker.engine.colocation.placement import Changing, Colocated, Separate
+from skyrl_tinker.errors import TrainerError
+from tests.engine.support.simulation import now, simulate
+
+LIMITS = Limits(min_s=0.2, max_s=10.0)
+SLICE_S = 0.01
+SLACK_S = 0.01
+
+
+class Devices:
+    """Trainer and samplers that note where they are; both at once would not fit."""
+
+    def __init__(self, switch_s: float = 0.5, limits: Limits = LIMITS) -> None:
+        self.switch_s = switch_s
+        self.awake, self.onloaded = True, False
+        self.broken: TrainerError | None = None
+        self.waits: dict[State, list[float]] = {State.TRAINING: [], State.SAMPLING: []}
+        self.placement = Colocated(self, limits, now)
+        self.changing = Changing(self.placement)
+
+    async def offload(self) -> None:
+        await self._move()
+        self.onloaded = False
+
+    async def onload(self) -> None:
+        assert not self.awake
+        self.onloaded = True
+        await self._move()
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(self.switch_s / 2)
+        self.awake = False
+
+    async def wake(self) -> None:
+        assert not self.onloaded
+        self.awake = True
+        await asyncio.sleep(self.switch_s / 2)
+
+    async def _move(self) -> None:
+        await asyncio.sleep(self.switch_s / 2)
+        if self.broken:
+            raise self.broken
+
+    async def unit(self, seconds: float) -> None:
+        asked = now()
+        async with self.placement.training():
+            self.waits[State.TRAINING].append(now() - asked)
+            assert (self.onloaded, self.awake) == (True, False)
+            await asyncio.sleep(seconds)
+            assert (self.onloaded, self.awake) == (True, False)
+
+    async def change(self, seconds: float) -> None:
+        async with self.changing:
+            before = self.switches
+            await asyncio.sleep(seconds)
+            assert (self.onloaded, self.awake) == (False, True)
+            assert self.switches == before, "put to sleep half done"
+
+    async def sample(self, seconds: float) -> None:
+        """Makes progress only while awake."""
+        asked = now()
+        async with self.placement.sampling():
+            self.waits[State.SAMPLING].append(now() - asked)
+            while seconds > 0:
+                await asyncio.sleep(SLICE_S)
+                seconds -= SLICE_S if self.awake else 0
+
+    @property
+    def switches(self) -> int:
+        return sum(self.placement.spent[state].count for state in (State.TO_TRAINING, State.TO_SAMPLING))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            turns = tasks.create_task(self.placement.run(self))
+            yield
+            turns.cancel()
+
+
+# The policy
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"),
+    [
+        (View(lasted=99, idle=99, waited=None), math.inf),  # nobody waits: there is no reason to go
+        (View(lasted=99, idle=1, waited=0), IDLE_S - 1),  # idle for longer than a client's round trip: now
+        (View(lasted=99, idle=0, waited=0), IDLE_S),
+        (View(lasted=0.1, idle=1, waited=0), 0.1),  # but not before the phase paid for its switch
+        (View(lasted=3, idle=None, waited=3), 7),  # busy: as long as the other side's patience lasts
+        (View(lasted=3, idle=None, waited=12), -2),
+        (View(lasted=0.05, idle=None, waited=12), 0.15),
+        (View(lasted=99, idle=0, waited=12), -2),  # patience is over: no round trip more
+    ],
+)
+def test_a_phase_ends_when(view: View, expected: float) -> None:
+    assert due_in(view, LIMITS) == pytest.approx(expected)
+
+
+times = st.floats(0, 1e4)
+
+
+@given(times, times | st.none(), times, times, times)
+def test_patience_has_an_end_whatever_the_backlog(
+    lasted: float, idle: float | None, waited: float, min_s: float, max_s: float
+) -> None:
+    due = due_in(View(lasted, idle, waited), Limits(min_s, max_s))
+    assert due <= max(min_s, max_s, IDLE_S)
+    assert due >= min_s - lasted
+
+
+# Phases on a simulated clock
+
+durations = st.floats(0.01, 5)
+gaps = st.floats(0, 3)
+jobs = st.lists(st.tuples(gaps, durations), max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs, jobs, st.lists(jobs, max_size=3), st.floats(0.01, 1), st.floats(0.01, 4), st.floats(0, 3))
+def test_one_side_at_a_time_and_nobody_starves(
+    units: list[tuple[float, float]],
+    changes: list[tuple[float, float]],
+    clients: list[list[tuple[float, float]]],
+    min_s: float,
+    max_s: float,
+    switch_s: float,
+) -> None:
+    devices = Devices(switch_s, Limits(min_s, max_s))
+
+    async def in_turn(what, jobs) -> None:  # type: ignore[no-untyped-def]
+        for gap, seconds in jobs:
+            await asyncio.sleep(gap)
+            await what(seconds)
+
+    async def story() -> None:
+        async with devices.running(), asyncio.TaskGroup() as tasks:
+            tasks.create_task(in_turn(devices.unit, units))
+            tasks.create_task(in_turn(devices.change, changes))
+            for client in clients:
+                tasks.create_task(in_turn(devices.sample, client))
+
+    simulate(story())
+    longest = max((seconds for _, seconds in (*units, *changes)), default=0.0)
+    bound = max(min_s, max_s, IDLE_S) + longest + 2 * switch_s + SLACK_S
+    assert all(wait <= bound for waits in devices.waits.values() for wait in waits)
+    assert len(devices.waits[State.TRAINING]) == len(units)
+
+
+def test_a_long_generation_stands_still_and_goes_on() -> None:
+    devices = Devices()
+
+    async def story() -> None:
+        async with devices.running():
+            sample = asyncio.create_task(devices.sample(30.0))
+            await asyncio.sleep(1)
+            await devices.unit(5.0)
+            assert not sample.done()
+            await sample
+
+    simulate(story())
+    spent = devices.placement.spent
+    assert spent[State.TO_TRAINING].count == spent[State.TO_SAMPLING].count == 1
+    assert spent[State.TRAINING].seconds == pytest.approx(5.0 + IDLE_S, abs=0.02)
+    assert devices.waits[State.TRAINING] == [pytest.approx(LIMITS.max_s + devices.switch_s, abs=0.02)]
+
+
+def test_a_client_that_answers_at_once_costs_no_switch() -> None:
+    devices = Devices()
+
+    async def story() -> None:
+        async with devices.running():
+            flood = [asyncio.create_task(devices.sample(40.0)) for _ in range(20)]
+            for _ in range(50):  # forward_backward, look at the result, optim_step
+                await devices.unit(0.1)
+                await asyncio.sleep(IDLE_S / 2)
+            await asyncio.gather(*flood)
+
+    simulate(story())
+    assert devices.switches == 2
+
+
+def test_both_sides_flooded_share_the_time() -> None:
+    devices = Devices(limits=Limits(0.2, 3.0))
+
+    async def story() -> None:
+        async with devices.running():
+            flood = [asyncio.create_task(devices.sample(60.0)) for _ in range(4)]
+            while not all(each.done() for each in flood):
+                await devices.unit(0.5)
+
+    simulate(story())
+    spent = devices.placement.spent
+    assert 0.7 < spent[State.SAMPLING].seconds / spent[State.TRAINING].seconds < 1.4
+    assert spent[State.TRAINING].seconds / spent[State.TRAINING].count == pytest.approx(3.0, abs=0.6)
+
+
+def test_a_steady_stream_of_changes_lets_the_trainer_in() -> None:
+    devices = Devices()
+
+    async def story() -> None:
+        async def stream() -> None:
+            while True:
+                await devices.change(0.5)
+
+        async with devices.running():
+            streams = [asyncio.create_task(stream()) for _ in range(3)]
+            await asyncio.sleep(1)
+            await devices.unit(1.0)
+            for each in streams:
+                each.cancel()
+            await asyncio.wait(streams)
+
+    simulate(story())
+    assert devices.waits[State.TRAINING][0] <= LIMITS.max_s + 0.5 + devices.switch_s + SLACK_S
+
+
+def test_who_gives_up_waiting_leaves_no_trace() -> None:
+    devices = Devices()
+
+    async def story() -> None:
+        async with devices.running():
+            sample = asyncio.create_task(devices.sample(100.0))
+            await asyncio.sleep(1)
+            waiting = asyncio.create_task(devices.unit(1.0))
+            await asyncio.sleep(LIMITS.max_s + devices.switch_s - 0.001)  # the switch is nearly over
+            waiting.cancel()
+            await sample
+            await devices.unit(1.0)
+
+    simulate(story())
+    assert len(devices.waits[State.TRAINING]) == 1
+
+
+def test_a_trainer_that_cannot_move_fails_the_unit_with_its_reason_and_ends_the_turns() -> None:
+    devices = Devices()
+    devices.broken = TrainerError("rank 0 failed in onload: out of memory")
+
+    async def story() -> None:
+        turns = asyncio.create_task(devices.placement.run(devices))
+        for _ in range(2):  # also whoever comes later
+            with pytest.raises(TrainerError, match="out of memory"):
+                await devices.unit(1.0)
+            with pytest.raises(TrainerError, match="out of memory"):
+                await devices.sample(1.0)
+        await turns
+        assert devices.placement.state is State.BROKEN
+
+    simulate(story())
+
+
+def test_a_trainer_that_cannot_leave_ends_the_engine() -> None:
+    devices = Devices()
+
+    async def story() -> None:
+        turns = asyncio.create_task(devices.placement.run(devices))
+        await devices.unit(1.0)
+        devices.broken = TrainerError("rank 0 died in offload")
+        with pytest.raises(TrainerError, match="died in offload"):
+            await devices.sample(1.0)
+        with pytest.raises(TrainerError, match="died in offload"):
+            await turns
+
+    simulate(story())
+
+
+async def test_separate_parts_never_wait() -> None:
+    placement = Separate()
+    async with placement.training(), placement.sampling(), placement.awake(), Changing(placement):
+        await placement.run(Devices())
+    assert not placement.spent

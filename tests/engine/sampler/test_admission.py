@@ -1,0 +1,59 @@
+"""A newcomer is a member only with all that the others have. The servers are scripted."""
+
+import asyncio
+
+import pytest
+
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.health_checks import Loss
+
+OLD, NEW = "http://old", "http://new"
+
+
+class Servers:
+    def __init__(self) -> None:
+        self.dies = asyncio.Event()
+        self.ended: list[int] = []
+
+    async def lost(self, index: int) -> Loss:
+        await self.dies.wait()
+        return Loss(index, NEW, "it died")
+
+    def suspect(self) -> None:
+        pass
+
+    async def end(self, index: int) -> bool:
+        self.ended.append(index)
+        return True
+
+    async def replace(self, index: int) -> str:
+        return NEW
+
+
+async def test_what_equips_a_newcomer_that_dies_tidies_up_before_others_change_anything() -> None:
+    """A weight sync that breaks off still speaks over the transport which the next one needs."""
+    servers, steps = Servers(), list[str]()
+    fleet = Fleet(servers, RemoteInferenceClient(OLD, (OLD,)))
+
+    async def equip(newcomer: RemoteInferenceClient) -> None:
+        servers.dies.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            steps.append("tidied up")
+
+    async def change() -> None:
+        async with fleet.changing:
+            steps.append("changed")
+
+    fleet.equip = equip
+    admitting = asyncio.create_task(fleet._admit(0, NEW))
+    await asyncio.sleep(0)
+    await change()
+    with pytest.raises(SamplerError, match="it died"):
+        await admitting
+    assert steps == ["tidied up", "changed"]
+    assert servers.ended == [0]

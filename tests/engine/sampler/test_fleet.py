@@ -1,0 +1,203 @@
+"""The replicas as one: what a lost one held is tried elsewhere, and it returns with what the others have."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker.domain.values import SampleOutput
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.status import Status
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.data_plane import fixed
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.external_servers import ExternalServers
+from skyrl_tinker.inference.servers.router import Router, RouterSpec
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.weight_sync.adapter_files import publish_adapter
+from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
+from tests.inference.support.samplers import CONTEXT, Served, ask, prompt_of, random_adapter, unique
+
+SAMPLES = 16
+
+
+class Line:
+    """The way to a real server, which can be cut, and held so that nothing passes."""
+
+    def __init__(self, url: str) -> None:
+        self._port = int(url.rsplit(":", 1)[1])
+        self._open = asyncio.Event()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self.url = ""
+
+    async def lay(self) -> None:
+        """At first anywhere, then where it was."""
+        port = int(self.url.rsplit(":", 1)[1]) if self.url else 0
+        self._open.set()
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    async def cut(self) -> None:
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            pump = asyncio.create_task(self._pump(source, sink))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(ConnectionError):
+                while data := await source.read(1 << 16):
+                    await self._open.wait()
+                    sink.write(data)
+                    await sink.drain()
+        finally:
+            sink.close()
+
+
+@pytest.fixture
+async def line(servers: dict[str, Served]) -> AsyncIterator[Line]:
+    """To the second of two replicas."""
+    line = Line(servers["tied"].group.urls[1])
+    await line.lay()
+    yield line
+    await line.cut()
+
+
+@pytest.fixture
+async def fleet(servers: dict[str, Served], line: Line, tmp_path: Path) -> AsyncIterator[Fleet]:
+    external = ExternalServers([servers["tied"].group.urls[0], line.url], startup_s=30.0, hang_s=2.0)
+    await external.ready()
+    router = Router(RouterSpec(str(tmp_path)))
+    await router.start(external.urls)
+    client = RemoteInferenceClient(router.url, external.urls)
+    yield Fleet(external, client, router)
+    await client.close()
+    await router.shutdown()
+
+
+@asynccontextmanager
+async def supervised(fleet: Fleet, store: Store, bell: Doorbell) -> AsyncIterator[None]:
+    task = asyncio.create_task(fleet.supervise(Status(store, bell, 0)))
+    yield
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def sample_many(fleet: Fleet, model: str = "base", length: int = 120) -> list[SampleOutput]:
+    async def one(index: int) -> SampleOutput:
+        request = ask(prompt_of(10, seed=index), max_tokens=length)
+        return await fleet.surviving(
+            lambda: fleet.client.sample(
+                fixed(model), request, session_key=str(index), eos=(), context=CONTEXT
+            )
+        )
+
+    outputs = await asyncio.gather(*(one(index) for index in range(SAMPLES)))
+    assert all(len(output.sequences[0].tokens) == length for output in outputs)
+    return outputs
+
+
+async def until_size(fleet: Fleet, size: int) -> None:
+    async with asyncio.timeout(20):
+        while fleet.size != size:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def detail(store: Store) -> str:
+    async with store.read() as conn:
+        value = await server_state.get(conn, "engine")
+    assert isinstance(value, dict)
+    return f"{value['state']}: {value['detail']}"
+
+
+@pytest.mark.parametrize("how", ["cut", "hold"])
+async def test_a_lost_external_replica_is_done_without_and_taken_back_with_all_adapters(
+    fleet: Fleet,
+    line: Line,
+    servers: dict[str, Served],
+    store: Store,
+    bell: Doorbell,
+    tmp_path: Path,
+    how: str,
+) -> None:
+    base, name = servers["tied"].facts.directory, unique(tmp_path)
+    publish_adapter(random_adapter(base, 8, 1), tmp_path / name, base)
+
+    async def equip(newcomer: RemoteInferenceClient) -> None:
+        await newcomer.load_adapter(name, str(tmp_path / name))
+
+    fleet.equip = equip
+    await fleet.adopt()
+    async with supervised(fleet, store, bell):
+        await sample_many(fleet, name)
+        pending = asyncio.create_task(sample_many(fleet, name))
+        await asyncio.sleep(0.05)
+        if how == "cut":
+            await line.cut()
+        else:
+            line.hold()
+        await pending
+        await until_size(fleet, 1)
+        assert await detail(store) == "ready: 1 of 2 replicas serve"
+        await sample_many(fleet, name)
+        await line.cut()
+        await line.lay()
+        await until_size(fleet, 2)
+        assert fleet.client.server_urls[1] == line.url
+        assert name in await fleet.client.of(line.url).adapters()
+        await sample_many(fleet, name)
+    await fleet.client.unload_adapter(name)
+
+
+async def test_a_condemned_member_leaves_at_once_and_is_admitted_anew(
+    fleet: Fleet, line: Line, store: Store, bell: Doorbell
+) -> None:
+    async with supervised(fleet, store, bell):
+        await asyncio.sleep(0.1)
+        async with fleet.changing:  # it leaves without it, and returns only with it
+            fleet.condemn(line.url, "for a test")
+            assert line.url not in fleet.client.server_urls
+            await asyncio.sleep(0.5)
+            assert fleet.size == 1
+        await until_size(fleet, 2)
+        await sample_many(fleet)
+
+
+async def test_what_no_loss_explains_is_raised_and_what_cannot_be_served_is_refused(
+    fleet: Fleet, servers: dict[str, Served]
+) -> None:
+    async def broken() -> None:
+        raise SamplerError("a fault of its own")
+
+    with pytest.raises(SamplerError, match="a fault of its own"):
+        await fleet.surviving(broken)
+    nobody = ExternalServers(["http://127.0.0.1:9"], startup_s=1.0, hang_s=2.0)
+    with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 \(sampler_urls\) gave no answer in 1 s"):
+        await nobody.ready()
+
+
+async def test_whoever_is_equipped_joins_the_weight_transport_anew(
+    fleet: Fleet, servers: dict[str, Served]
+) -> None:
+    """A server that was started again at its old address knows nothing of the group that it had joined."""
+    transport = SharedMemoryTransport(1 << 20)
+    Samplers(fleet, transport, servers["tied"].facts, 8)
+    transport.members = fleet.client.server_urls
+    await fleet.adopt()
+    assert transport.members != fleet.client.server_urls

@@ -1,0 +1,222 @@
+"""Requests run only on the weights they ask for, grouped, and every group gets its turn."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from skyrl_tinker.domain.ids import ModelKey, VersionId
+from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.sampler.full_weights import Residency
+from skyrl_tinker.engine.sampler.inflight_targets import Target, Wanted, newest
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.constants import BASE_MODEL
+
+A, B, C = (WeightVersion(VersionId(number), "full", f"/weights/{number}") for number in (1, 2, 3))
+
+
+class Server:
+    """Holds one version; `swaps` is the order in which they came in."""
+
+    def __init__(self) -> None:
+        self.version: WeightVersion | None = None
+        self.swaps: list[WeightVersion | None] = []
+        self.pinned = 0  # requests that must not see a swap
+        self.broken = False
+        self.serves: str | None = None  # what it says after a failed swap; None: replicas disagree
+        self.residency = Residency(self.swap, self.serving)
+
+    async def swap(self, new: WeightVersion | None, old: WeightVersion | None) -> None:
+        assert self.pinned == 0, "swapped under a request"
+        await asyncio.sleep(0.001)
+        if self.broken:
+            raise SamplerError("disk")
+        self.version = new
+        self.swaps.append(new)
+
+    async def serving(self) -> str:
+        if self.serves is None:
+            raise SamplerError("replicas serve different weights")
+        return self.serves
+
+    async def request(self, version: WeightVersion | None) -> None:
+        async with self.residency.hold(version):
+            assert self.version == version
+            self.pinned += 1
+            await asyncio.sleep(0.001)
+            assert self.version == version
+            self.pinned -= 1
+
+    async def rollout(self, target: Target, end: asyncio.Event) -> WeightVersion | None:
+        """Returns what it ended on."""
+        at_least = target.version
+        async with self.residency.hold(target):
+            assert self.version is not None
+            assert self.version.id >= at_least.id
+            await end.wait()
+            return self.version
+
+
+async def test_the_base_needs_no_swap() -> None:
+    server = Server()
+    await asyncio.gather(*(server.request(None) for _ in range(5)))
+    assert server.swaps == []
+
+
+async def test_many_waiting_requests_of_a_version_share_its_swap() -> None:
+    server = Server()
+    await asyncio.gather(*(server.request(version) for version in (A, None) * 20))
+    assert server.swaps == [A, None]
+
+
+async def test_a_waiting_group_gets_its_turn_before_newcomers_of_the_resident_one() -> None:
+    server = Server()
+    order: list[str] = []
+
+    async def tell(name: str, version: WeightVersion | None) -> None:
+        await server.request(version)
+        order.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(tell("base 1", None))
+        await asyncio.sleep(0)
+        tasks.create_task(tell("A", A))
+        await asyncio.sleep(0)
+        tasks.create_task(tell("base 2", None))
+    assert order == ["base 1", "A", "base 2"]
+
+
+async def test_groups_take_turns_under_a_steady_stream() -> None:
+    server = Server()
+
+    async def stream(version: WeightVersion | None) -> None:
+        for _ in range(20):
+            await server.request(version)
+
+    await asyncio.gather(*(stream(version) for version in (None, A, B) for _ in range(3)))
+    assert len(server.swaps) >= 20
+
+
+@pytest.mark.parametrize(
+    ("serves", "resident", "swaps"),
+    [
+        (A.name, A, [A, B]),  # as promised, the old weights
+        (B.name, B, [A]),  # it had worked, and only the answer was lost
+        (BASE_MODEL, None, [A, B]),  # the old ones were not to be had any more
+        (None, None, [A, B]),  # replicas disagree
+        ("v9", None, [A, B]),
+    ],
+)
+async def test_after_a_failed_swap_the_samplers_are_asked_what_they_serve(
+    serves: str | None, resident: WeightVersion | None, swaps: list[WeightVersion]
+) -> None:
+    server = Server()
+    await server.request(A)
+    server.broken, server.serves = True, serves
+    with pytest.raises(SamplerError, match="disk"):
+        await server.request(B)
+    assert server.residency.resident == resident
+    server.broken = False
+    server.version = resident
+    await server.request(B)
+    assert server.swaps == swaps
+
+
+async def test_where_nobody_knows_what_is_served_even_the_base_is_brought_again() -> None:
+    server = Server()
+    server.broken = True
+    with pytest.raises(SamplerError, match="disk"):
+        await server.request(A)
+    server.broken = False
+    await server.request(None)
+    assert server.swaps == [None]
+
+
+async def test_a_request_that_is_given_up_leaves_its_swap_to_end() -> None:
+    server = Server()
+    given_up = asyncio.create_task(server.request(A))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    with suppress(asyncio.CancelledError):
+        await given_up
+    await server.request(A)
+    await server.request(None)
+    assert server.swaps == [A, None]
+
+
+async def offered(server: Server, wanted: Wanted) -> bool:
+    await server.residency.offer(wanted)
+    return wanted is not None and server.residency.resident == newest(wanted)
+
+
+async def test_new_weights_come_at_once_to_samplers_that_nobody_uses() -> None:
+    server = Server()
+    assert await offered(server, A)
+    await server.request(A)
+    async with server.residency.hold(None):
+        assert not await offered(server, B)
+    assert server.swaps == [A, None]
+
+
+async def test_weights_of_a_target_are_renewed_under_its_running_requests() -> None:
+    server, target, end = Server(), Target(ModelKey(1), A), asyncio.Event()
+    running = [asyncio.create_task(server.rollout(target, end)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    for version in (B, C):
+        target.version = version
+        assert await offered(server, target)
+    end.set()
+    assert await asyncio.gather(*running) == [C, C, C]
+    assert server.swaps == [A, B, C]
+
+
+async def test_a_newcomer_of_a_target_never_sees_less_than_its_version() -> None:
+    """Also when the announcement comes late or never."""
+    server, target, end = Server(), Target(ModelKey(1), A), asyncio.Event()
+    first = asyncio.create_task(server.rollout(target, end))
+    await asyncio.sleep(0.01)
+    target.version = B
+    second = asyncio.create_task(server.rollout(target, end))
+    await asyncio.sleep(0.01)
+    end.set()
+    assert await asyncio.gather(first, second) == [B, B]
+
+
+async def test_a_pinned_version_and_the_base_wait_for_the_requests_of_a_target() -> None:
+    server, target, end = Server(), Target(ModelKey(1), A), asyncio.Event()
+    rollout = asyncio.create_task(server.rollout(target, end))
+    await asyncio.sleep(0.01)
+    others = [asyncio.create_task(server.request(version)) for version in (A, None, B)]
+    await asyncio.sleep(0.01)
+    target.version = C
+    assert await offered(server, target)
+    end.set()
+    assert await rollout == C
+    await asyncio.gather(*others)
+    assert server.swaps == [A, C, A, None, B]
+
+
+async def test_a_renewal_that_fails_leaves_requests_on_the_old_weights() -> None:
+    server, target, end = Server(), Target(ModelKey(1), A), asyncio.Event()
+    rollout = asyncio.create_task(server.rollout(target, end))
+    await asyncio.sleep(0.01)
+    server.broken, server.serves, target.version = True, A.name, B
+    with pytest.raises(SamplerError, match="disk"):
+        await server.residency.offer(target)
+    server.broken = False
+    assert server.residency.in_use(A)
+    second = asyncio.create_task(server.rollout(target, end))
+    await asyncio.sleep(0.01)
+    end.set()
+    assert await asyncio.gather(rollout, second) == [B, B]
+
+
+async def test_weights_on_their_way_to_the_samplers_are_in_use() -> None:
+    """Their files are being read: whoever removes them asks first."""
+    server = Server()
+    request = asyncio.create_task(server.request(A))
+    await asyncio.sleep(0)
+    assert server.residency.in_use(A)
+    assert not server.residency.in_use(B)
+    await request
+    assert not server.residency.in_use(A)

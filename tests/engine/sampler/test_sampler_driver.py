@@ -1,0 +1,60 @@
+"""Samples are drawn from what their client was made for, or not at all."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any, cast
+
+from skyrl_tinker.domain.ids import FutureStatus, SessionId
+from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.protocol.stored_samples import sample_body
+from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.store import Store
+from tests.engine.support import journal
+
+FACTS = BaseModelFacts("/nowhere", ("new",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
+
+
+async def submit_sample(store: Store, session: SessionId, base_model: str, seq_id: int) -> Accepted:
+    sampler = await store.write(
+        lambda conn: sampling_sessions.create(
+            conn, session, 0, base_model=base_model, model_path=None, version_id=None
+        )
+    )
+    body = sample_body(SampleRequest((1, 2), 1, SamplingParams(max_tokens=1)))
+    return await store.write(
+        lambda conn: queue.submit_sample(
+            conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1
+        )
+    )
+
+
+async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
+    store: Store, bell: Doorbell
+) -> None:
+    session = await journal.new_session(store)
+    nothing = cast(Any, None)
+    fleet = Fleet(nothing, RemoteInferenceClient("", ()))
+    samplers = Samplers(fleet, nothing, FACTS, 8)
+    driver = SamplerDriver(store, samplers, Outbox(store, bell), 8)
+    running = asyncio.create_task(driver.run())
+    for seq_id in range(2):  # what the first one found must not open the door to the second
+        accepted = await submit_sample(store, session, "old", seq_id)
+        async with store.read() as conn:
+            driver.submit((await queue.queued_after(conn, 0))[-1:])
+        async with asyncio.timeout(5):
+            while (await journal.outcome(store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        failure = await journal.error_of(store, accepted)
+        assert failure.category == "user"
+        assert "of base model 'old', expected one that is served: new" in failure.message
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running

@@ -1,0 +1,101 @@
+"""All replicas sleep and wake together; one that cannot is ended, so that its memory is free."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.sleep import Sleeping
+from skyrl_tinker.engine.status import Status
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.health_checks import Loss
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+
+
+class Replica:
+    """Answers vLLM's sleep routes, and notes what it was asked."""
+
+    def __init__(self, *, fails: str = "") -> None:
+        self.asked: list[str] = []
+        self._fails = fails
+        app = web.Application()
+        app.router.add_post("/{route}", self._answer)
+        self.server = TestServer(app)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path_qs)
+        return web.Response(status=500 if request.path == self._fails else 200)
+
+    @property
+    def url(self) -> str:
+        return str(self.server.make_url("")).rstrip("/")
+
+
+class Processes:
+    """Nobody dies by itself; whoever is ended takes a moment, and is not brought back."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    async def lost(self, index: int) -> Loss:
+        return await asyncio.Future()
+
+    def suspect(self) -> None:
+        pass
+
+    async def end(self, index: int) -> bool:
+        await asyncio.sleep(0.05)
+        self.ended.append(index)
+        return True
+
+    async def replace(self, index: int) -> str:
+        return await asyncio.Future()
+
+
+@asynccontextmanager
+async def fleet_of(*replicas: Replica, status: Status) -> AsyncIterator[tuple[Fleet, Processes]]:
+    for replica in replicas:
+        await replica.server.start_server()
+    processes = Processes()
+    client = RemoteInferenceClient(replicas[0].url, tuple(replica.url for replica in replicas))
+    fleet = Fleet(processes, client)
+    supervision = asyncio.create_task(fleet.supervise(status))
+    await asyncio.sleep(0)
+    yield fleet, processes
+    supervision.cancel()
+    await asyncio.wait([supervision])
+    await client.close()
+    for replica in replicas:
+        await replica.server.close()
+
+
+async def test_running_requests_are_kept_and_the_weights_come_back_first(
+    store: Store, bell: Doorbell
+) -> None:
+    replicas = Replica(), Replica()
+    async with fleet_of(*replicas, status=await Status.open(store, bell)) as (fleet, _):
+        await Sleeping(fleet).sleep()
+        await Sleeping(fleet).wake()
+    for replica in replicas:
+        assert replica.asked == [
+            "/sleep?level=1&mode=keep",
+            "/wake_up?tags=weights",
+            "/wake_up?tags=kv_cache",
+        ]
+
+
+async def test_a_replica_that_does_not_sleep_or_wake_is_ended_and_the_others_go_on(
+    store: Store, bell: Doorbell
+) -> None:
+    sound, restless, drowsy = Replica(), Replica(fails="/sleep"), Replica(fails="/wake_up")
+    async with fleet_of(sound, restless, drowsy, status=await Status.open(store, bell)) as (fleet, processes):
+        await Sleeping(fleet).sleep()
+        assert processes.ended == [1], "its memory must be free when this returns"
+        await Sleeping(fleet).wake()
+        assert processes.ended == [1, 2]
+        assert fleet.client.server_urls == (sound.url,)
+    assert drowsy.asked == ["/sleep?level=1&mode=keep", "/wake_up?tags=weights"]

@@ -1,0 +1,94 @@
+"""When memory runs low, ephemeral weights move to disk and are found where they were."""
+
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker.domain.ids import VersionId
+from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+
+FILE = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """Another file system than `tmp_path`."""
+    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+def published(memory: Path, number: int) -> WeightVersion:
+    directory = memory / f"v{number}"
+    directory.mkdir()
+    (directory / FILE).write_bytes(bytes([number]) * 1000)
+    (directory / "adapter_config.json").write_text("{}")
+    return WeightVersion(VersionId(number), "lora", str(directory))
+
+
+def in_memory(version: WeightVersion) -> bool:
+    return not any(file.is_symlink() for file in Path(version.directory).iterdir())
+
+
+def content(version: WeightVersion) -> bytes:
+    return (Path(version.directory) / FILE).read_bytes()
+
+
+def test_what_moved_is_read_where_it_was(memory: Path, tmp_path: Path) -> None:
+    overflow = Overflow(memory, tmp_path / "disk", spare=1.0)
+    assert overflow.low()
+    version, other = published(memory, 1), published(memory, 2)
+    with (Path(version.directory) / FILE).open("rb") as opened:
+        overflow.move(version)
+        assert opened.read() == bytes([1]) * 1000
+    assert (in_memory(version), in_memory(other)) == (False, True)
+    assert content(version) == bytes([1]) * 1000
+    overflow.move(version)  # once more is harmless
+    assert content(version) == bytes([1]) * 1000
+
+
+def test_memory_is_not_low_while_the_spare_part_is_free(memory: Path, tmp_path: Path) -> None:
+    assert not Overflow(memory, tmp_path / "disk", spare=0.0).low()
+
+
+def test_a_disk_is_never_low(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    assert not Overflow(tmp_path / "memory", tmp_path / "disk", spare=1.0).low()
+
+
+def test_a_full_disk_leaves_the_version_where_it_is(memory: Path, tmp_path: Path) -> None:
+    overflow = Overflow(memory, tmp_path / "disk", spare=1.0)
+    version = published(memory, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            overflow.move(version)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert content(version) == bytes([1]) * 1000
+    assert not (tmp_path / "disk" / "v1" / FILE).exists()
+
+
+def test_a_removed_version_leaves_nothing_on_either(memory: Path, tmp_path: Path) -> None:
+    overflow = Overflow(memory, tmp_path / "disk", spare=1.0)
+    versions = [published(memory, number) for number in (1, 2)]
+    overflow.move(versions[0])
+    for version in versions:
+        overflow.remove(version)
+    assert list(memory.iterdir()) == list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_sweep_removes_what_no_engine_knows(memory: Path, tmp_path: Path) -> None:
+    overflow = Overflow(memory, tmp_path / "disk", spare=1.0)
+    for number in (1, 2, 3):
+        overflow.move(published(memory, number))
+    (memory / "home").write_text("/home")
+    overflow.sweep({"v1"})
+    assert {path.name for path in memory.iterdir()} == {"v1", "home"}
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["v1"]

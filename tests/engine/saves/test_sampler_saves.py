@@ -1,0 +1,171 @@
+"""Saves of several models cost the trainer one capture and one probe. Trainer and samplers are scripted."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import orjson
+import pytest
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import ModelKey, RequestKind, VersionId
+from skyrl_tinker.domain.values import (
+    AdapterWeights,
+    BaseModelFacts,
+    Failure,
+    LoraSpec,
+    PassItem,
+    PassOutput,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    WeightVersion,
+)
+from skyrl_tinker.engine import outbox as answers
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity.drift_monitor import METRIC, GapMonitor
+from skyrl_tinker.engine.sampler.inflight_targets import Wanted
+from skyrl_tinker.engine.saves.sampler_publisher import Publisher
+from skyrl_tinker.engine.saves.sampler_saves import Syncs
+from skyrl_tinker.errors import SamplerError, StorageError
+from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
+from skyrl_tinker.store import model_records, sampling_sessions
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.store import Store
+from tests.engine.support import journal
+
+FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
+TOKENS = 4
+
+
+class Trainer:
+    """Gives the tokens of a probe the logprob -1; its disk is full."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Sequence[ModelKey]]] = []
+
+    async def capture_adapters(self, keys: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
+        self.told.append(("capture", keys))
+        tensors = {"layers.0.q_proj.lora_A": np.ones((8, 4), np.float32)}
+        return {key: AdapterWeights(LoraSpec(8, seed=key), tensors) for key in keys}
+
+    async def capture_full(self, model: ModelKey, directory: str) -> None:
+        raise StorageError("no space left on device")
+
+    def prepare(self, items: Sequence[PassItem]) -> Sequence[PassItem]:
+        return items
+
+    async def run_pass(self, items: Sequence[PassItem]) -> list[PassOutput | Failure]:
+        self.told.append(("probe", [item.model for item in items]))
+        return [PassOutput(item.request_id, (np.full(TOKENS - 1, -1.0, np.float32),), {}) for item in items]
+
+
+class Samplers:
+    """Say -1.5 of the same tokens, and cannot take the versions in `refused`."""
+
+    def __init__(self) -> None:
+        self.refused: set[VersionId] = set()
+
+    async def load(self, version: WeightVersion) -> None:
+        if version.id in self.refused:
+            raise SamplerError("down")
+
+    async def announce(self, wanted: Wanted) -> None:
+        pass
+
+    async def drop(self, version: WeightVersion) -> None:
+        pass
+
+    async def sample(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
+        return SampleOutput(
+            (SampledSequence((1,), (0.0,), "length"),), (float("nan"), *[-1.5] * (TOKENS - 1))
+        )
+
+
+class World:
+    def __init__(self, store: Store, bell: Doorbell, tmp_path: Path) -> None:
+        self.store = store
+        self.trainer, self.samplers = Trainer(), Samplers()
+        ends, outbox, metrics = (
+            (cast(Any, self.trainer), cast(Any, self.samplers)),
+            Outbox(store, bell),
+            Metrics(),
+        )
+        self.gaps = GapMonitor(store, *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
+        publisher = Publisher(store, *ends, outbox, FACTS, tmp_path / "ram", tmp_path / "disk", metrics)
+        self.syncs = Syncs(store, publisher, self.gaps, outbox)
+
+    async def submit(self, spec: LoraSpec | None = None) -> tuple[ModelKey, Accepted]:
+        """The save of a new model."""
+        created = await journal.submit_create(self.store, await journal.new_session(self.store))
+        assert created.model_id is not None
+        key = await journal.key_of(self.store, created.model_id)
+        if spec is not None:
+            await self.store.write(lambda conn: model_records.set_spec(conn, key, spec, "tiny", {}))
+        body = SaveSamplerBody(sampling_session_seq_id=0).to_bytes()
+        kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
+        return key, await journal.submit(self.store, created.model_id, 1, kind, body)
+
+    async def run(self) -> None:
+        """All that were submitted, in one unit, to the last answer and comparison."""
+        async with self.store.read() as conn:
+            queued = await queue.queued_after(conn, 0)
+        rows = [row for row in queued if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER]
+        async with asyncio.TaskGroup() as background:
+            await self.syncs.run(rows, background)
+
+    async def answer(self, accepted: Accepted) -> Any:
+        return orjson.loads((await journal.outcome(self.store, accepted)).body or b"")
+
+
+@pytest.fixture
+def world(store: Store, bell: Doorbell, tmp_path: Path) -> World:
+    return World(store, bell, tmp_path)
+
+
+async def test_several_models_share_one_capture_and_one_probe(world: World) -> None:
+    saves = [await world.submit() for _ in range(3)]
+    keys = [key for key, _ in saves]
+    await world.run()
+    assert world.trainer.told == [("capture", keys), ("probe", keys)]
+    sessions = {(await world.answer(accepted))["sampling_session_id"] for _, accepted in saves}
+    assert len(sessions) == len(saves)
+    assert [world.gaps.take(key) for key in keys] == [{METRIC: 0.5}] * 3
+
+
+async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
+    """One on the trainer, one behind it."""
+    full, lost, fine = await world.submit(LoraSpec(0, 1)), await world.submit(), await world.submit()
+    world.samplers.refused = {VersionId(2)}  # they are numbered in their order
+    await world.run()
+    assert await journal.error_of(world.store, full[1]) == Failure("no space left on device", "server")
+    assert await journal.error_of(world.store, lost[1]) == Failure("down", "server")
+    assert (await world.answer(fine[1]))["type"] == "save_weights_for_sampler"
+    assert [world.gaps.take(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
+
+
+async def test_a_database_that_fails_for_a_moment_costs_no_save(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, failures = (
+        sampling_sessions.set_directory,
+        [OperationalError("UPDATE", None, OSError("disk full"))],
+    )
+
+    async def fails_once(conn: AsyncConnection, version: VersionId, directory: str) -> None:
+        if failures:
+            raise failures.pop()
+        await publish(conn, version, directory)
+
+    monkeypatch.setattr(sampling_sessions, "set_directory", fails_once)
+    monkeypatch.setattr(answers, "RETRY_S", 0.01)
+    _, saved = await world.submit()
+    await world.run()
+    assert failures == []
+    assert (await world.answer(saved))["type"] == "save_weights_for_sampler"

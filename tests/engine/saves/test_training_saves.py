@@ -1,0 +1,276 @@
+"""Saves: the model trains on while they are written, and what else may come meanwhile."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from sqlalchemy import update
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
+from skyrl_tinker.domain.values import Failure, LoraSpec
+from skyrl_tinker.engine.cleanup import SessionKeeper
+from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.errors import StorageError, UnitFailedError
+from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
+from skyrl_tinker.store.database.tables import Session
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.model_records import NewModel
+from tests.engine.support import journal
+from tests.engine.support.world import World
+
+WEIGHTS = CheckpointKind.WEIGHTS
+
+
+async def _save(world: World, model: ModelId, seq_id: int, *, overwrite: bool = False) -> Accepted:
+    body = SaveWeightsBody("a", overwrite=overwrite).to_bytes()
+    return await journal.submit(world.store, model, seq_id, RequestKind.SAVE_WEIGHTS, body)
+
+
+async def _load(world: World, model: ModelId, seq_id: int, saved: ModelId) -> Accepted:
+    body = LoadWeightsBody(f"tinker://{saved}/weights/a", optimizer=False).to_bytes()
+    return await journal.submit(world.store, model, seq_id, RequestKind.LOAD_WEIGHTS, body)
+
+
+async def _told(world: World, what: str, times: int = 1) -> None:
+    async def names() -> list[str]:
+        return world.workers.names()
+
+    await world.until(names, lambda names: names.count(what) >= times)
+
+
+async def _found(world: World, model: ModelId) -> CheckpointRow | None:
+    async with world.store.read() as conn:
+        return await checkpoint_records.find(conn, None, model, WEIGHTS, "a")
+
+
+async def _status(world: World, accepted: Accepted) -> FutureStatus:
+    return (await journal.outcome(world.store, accepted)).status
+
+
+def _directories(world: World) -> list[str]:
+    return sorted(path.name for path in world.root.glob("*/*/*"))
+
+
+async def test_a_model_trains_on_while_its_save_is_written_and_is_answered_when_it_is_there(
+    world: World,
+) -> None:
+    model = await world.model()
+    world.workers.disk.clear()
+    saved = await _save(world, model, 1)
+    trained = await journal.submit_pass(world.store, model, 2)
+    stepped = await journal.submit_step(world.store, model, 3)
+    for each in (trained, stepped):
+        assert (await world.done(each)).status is FutureStatus.DONE
+    assert await _status(world, saved) is FutureStatus.PENDING
+    assert await _found(world, model) is None
+    world.workers.disk.set()
+    done = await world.done(saved)
+    assert orjson.loads(done.body or b"")["path"] == f"tinker://{model}/weights/a"
+    row = await _found(world, model)
+    assert row is not None
+    assert _directories(world) == ["a"]
+    assert (row.has_optimizer, row.size_bytes) == (True, 1)
+
+
+async def test_saves_and_loads_of_one_model_wait_for_the_one_that_is_written(world: World) -> None:
+    model, neighbour = await world.model(), await world.model()
+    world.workers.disk.clear()
+    first = await _save(world, model, 1)
+    again = await _save(world, model, 2, overwrite=True)
+    loaded = await _load(world, model, 3, model)
+    await _told(world, "persist")
+    free = await journal.submit_pass(world.store, neighbour, 1)
+    assert (await world.done(free)).status is FutureStatus.DONE  # nobody else waits
+    assert world.workers.names().count("capture") == 1
+    world.workers.disk.set()
+    for each in (first, again, loaded):
+        assert (await world.done(each)).status is FutureStatus.DONE
+    order = [what for what, _ in world.workers.told if what in ("capture", "persist", "load")]
+    assert order == ["capture", "persist", "capture", "persist", "load"]
+    (key, directory) = next(value for what, value in world.workers.told if what == "load")
+    assert key == await journal.key_of(world.store, model)
+    assert directory.startswith("a~")  # the second one's: what was overwritten may still be read
+    assert len(_directories(world)) == 2
+
+
+async def test_a_second_save_of_the_name_is_refused_when_the_first_is_there(world: World) -> None:
+    model = await world.model()
+    world.workers.disk.clear()
+    first, second = await _save(world, model, 1), await _save(world, model, 2)
+    await _told(world, "persist")
+    world.workers.disk.set()
+    assert (await world.done(first)).status is FutureStatus.DONE
+    await world.done(second)
+    assert "delete it, or save with overwrite" in (await journal.error_of(world.store, second)).message
+    assert world.workers.names().count("capture") == 1
+
+
+async def test_the_name_of_a_save_that_failed_is_free(world: World) -> None:
+    model = await world.model()
+    world.workers.failing["persist"] = StorageError("rank 1 could not write the checkpoint: disk full")
+    failed = await _save(world, model, 1)
+    await world.done(failed)
+    error = await journal.error_of(world.store, failed)
+    assert error == Failure("rank 1 could not write the checkpoint: disk full", "server")
+    world.workers.failing.clear()
+    assert (await world.done(await _save(world, model, 2))).status is FutureStatus.DONE
+    assert (await world.done(await journal.submit_step(world.store, model, 3))).status is FutureStatus.DONE
+
+
+async def test_another_model_is_told_that_what_it_loads_is_still_being_written(world: World) -> None:
+    model, other = await world.model(), await world.model()
+    world.workers.disk.clear()
+    saved = await _save(world, model, 1)
+    await _told(world, "persist")
+    loaded = await _load(world, other, 1, model)
+    await world.done(loaded)
+    assert "still being written" in (await journal.error_of(world.store, loaded)).message
+    world.workers.disk.set()
+    await world.done(saved)
+    assert (await world.done(await _load(world, other, 2, model))).status is FutureStatus.DONE
+
+
+async def test_what_another_owner_saved_or_is_saving_is_as_unknown_as_none(world: World) -> None:
+    model, other = await world.model(), await world.model()
+    world.workers.disk.clear()
+    saved = await _save(world, model, 1)
+    await _told(world, "persist")
+    await _give_away(world, model)
+    told = []
+    for seq_id in (1, 2):
+        loaded = await _load(world, other, seq_id, model)
+        await world.done(loaded)
+        told.append((await journal.error_of(world.store, loaded)).message)
+        world.workers.disk.set()
+        await world.done(saved)
+    path = f"tinker://{model}/weights/a"
+    assert set(told) == {f"no checkpoint {path}: it was never saved, or it is deleted or expired"}
+
+
+async def _give_away(world: World, model: ModelId) -> None:
+    session, _, _ = model.partition(":")
+    given = update(Session).where(Session.session_id == session).values(owner_id=7)
+    await world.store.write(lambda conn: conn.execute(given))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_a_delete_meanwhile_is_of_what_was_there_before(world: World, overwrite: bool) -> None:
+    model = await world.model()
+    if overwrite:
+        await world.done(await _save(world, model, 1))
+    world.workers.disk.clear()
+    saved = await _save(world, model, 1 + overwrite, overwrite=overwrite)
+    await _told(world, "persist", 1 + overwrite)
+    if overwrite:
+        before = await _found(world, model)
+        assert before is not None
+        await world.store.write(lambda conn: checkpoint_records.delete(conn, before))
+    assert await _found(world, model) is None
+    world.workers.disk.set()
+    assert (await world.done(saved)).status is FutureStatus.DONE
+    assert await _found(world, model) is not None
+
+
+@pytest.mark.parametrize("into_new", [True, False])
+async def test_what_is_being_loaded_stays_though_it_is_replaced_and_swept(
+    world: World, tmp_path: Path, into_new: bool
+) -> None:
+    model, neighbour = await world.model(), await world.model()
+    await world.done(await _save(world, model, 1))
+    world.workers.disk.clear()
+    replacing = await _save(world, model, 2, overwrite=True)
+    await _told(world, "persist", 2)
+    world.workers.go_on.clear()
+    loading = await (_create_from(world, model) if into_new else _load(world, neighbour, 1, model))
+    await _told(world, "create" if into_new else "load", 3 if into_new else 1)
+    world.workers.disk.set()
+    await world.done(replacing)
+    nobody: Any = None
+    overflow = Overflow(tmp_path / "memory", tmp_path / "disk")
+    (tmp_path / "memory").mkdir()
+    keeper = SessionKeeper(world.store, world.driver, nobody, nobody, overflow, 600.0, 600.0, 600.0)
+    await keeper.sweep()
+    assert len(_directories(world)) == 2
+    world.workers.go_on.set()
+    assert (await world.done(loading)).status is FutureStatus.DONE
+    await keeper.sweep()
+    assert len(_directories(world)) == 1
+
+
+async def _create_from(world: World, saved: ModelId) -> Accepted:
+    new = NewModel(await journal.new_session(world.store), 0, "tiny", LoraSpec(8, 1), {"type": "adamw"}, {})
+    path = f"tinker://{saved}/weights/a"
+    body = CreateViaLoadBody(path, False, None, {"type": "adamw"}).to_bytes()
+    return await world.store.write(
+        lambda conn: queue.submit_create(
+            conn, RequestKind.LOAD_WEIGHTS, new, owner=None, body=body, digest=b"new"
+        )
+    )
+
+
+async def test_a_session_that_ends_meanwhile_has_its_saves_nevertheless(world: World) -> None:
+    model = await world.model()
+    world.workers.disk.clear()
+    saved, waiting = await _save(world, model, 1), await _save(world, model, 2, overwrite=True)
+    await _told(world, "persist")
+    world.driver.release(await journal.key_of(world.store, model))
+    world.workers.disk.set()
+    for each in (saved, waiting):
+        assert (await world.done(each)).status is FutureStatus.DONE
+    state = await world.until(lambda: journal.model_of(world.store, model), _is_released)
+    assert state.state is ModelState.RELEASED
+    assert world.workers.names()[-1] == "release"
+
+
+def _is_released(row: Any) -> bool:
+    return bool(row.state is ModelState.RELEASED)
+
+
+async def test_a_database_that_fails_for_a_moment_costs_no_save(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add: Callable[..., Any] = checkpoint_records.add
+    failures = [OperationalError("INSERT", None, OSError("disk I/O error"))]
+
+    async def fails_once(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
+        if failures:
+            raise failures.pop()
+        return int(await add(conn, new, replace=replace))
+
+    monkeypatch.setattr(checkpoint_records, "add", fails_once)
+    model = await world.model()
+    assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
+    assert failures == []
+
+
+async def test_what_cannot_be_recorded_leaves_no_directory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(checkpoint_records, "add", broken)
+    model = await world.model()
+    saved = await _save(world, model, 1)
+    assert (await world.done(saved)).status is FutureStatus.FAILED
+    assert "a bug" in (await journal.error_of(world.store, saved)).message
+    assert _directories(world) == []
+
+
+async def test_a_rank_that_dies_while_it_writes_fails_the_save_alone(world: World) -> None:
+    model = await world.model()
+    world.workers.failing["persist"] = UnitFailedError("rank 1 died in persist_state: save again")
+    saved = await _save(world, model, 1)
+    await world.done(saved)
+    assert await journal.error_of(world.store, saved) == Failure(
+        "rank 1 died in persist_state: save again", "server"
+    )
+    del world.workers.failing["persist"]
+    assert (await world.done(await _save(world, model, 2))).status is FutureStatus.DONE

@@ -1,0 +1,171 @@
+"""A model's requests run strictly by seq_id, and a refused one has exactly the reach it should."""
+
+import pytest
+
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.store.futures.queue import QueuedRow
+from tests.engine.support.rows import queued
+
+MODEL = ModelKey(1)
+BUDGET = 1000
+FB, FORWARD, STEP = RequestKind.FORWARD_BACKWARD, RequestKind.FORWARD, RequestKind.OPTIM_STEP
+
+
+def row(
+    seq_id: int,
+    kind: RequestKind = FB,
+    *,
+    model: ModelKey = MODEL,
+    status: FutureStatus = FutureStatus.PENDING,
+    tokens: int = 10,
+) -> QueuedRow:
+    return queued(1000 * model + seq_id, model, seq_id, kind, tokens=tokens, status=status)
+
+
+def refused(seq_id: int, kind: RequestKind = FB) -> QueuedRow:
+    return row(seq_id, kind, status=FutureStatus.FAILED)
+
+
+def created(*rows: QueuedRow) -> Lanes:
+    """Lanes with one model whose creation has run, and these rows waiting."""
+    lanes = Lanes()
+    lanes.open(MODEL)
+    lanes.add(row(0, RequestKind.CREATE_MODEL))
+    lanes.take(lanes.runnable(BUDGET)[MODEL])
+    for each in rows:
+        lanes.add(each)
+    return lanes
+
+
+def drain(lanes: Lanes) -> list[int]:
+    """Run everything that can run; the seq_ids in the order they ran."""
+    order: list[int] = []
+    while heads := lanes.runnable(BUDGET):
+        for rows in heads.values():
+            lanes.take(rows)
+            order += [each.seq_id for each in rows if each.seq_id is not None]
+    return order
+
+
+def test_everything_waits_for_the_creation() -> None:
+    lanes = Lanes()
+    lanes.open(MODEL)
+    lanes.add(row(1))
+    assert lanes.runnable(BUDGET) == {}
+    lanes.add(row(0, RequestKind.CREATE_MODEL))
+    assert drain(lanes) == [0, 1]
+
+
+def test_chunks_arriving_first_last_run_in_seq_order() -> None:
+    assert drain(created(row(2), row(3), row(1), row(4, STEP))) == [1, 2, 3, 4]
+
+
+def test_a_row_that_comes_again_after_it_ran_is_not_kept() -> None:
+    lanes = created(row(1))
+    assert drain(lanes) == [1]
+    lanes.add(row(1))
+    assert lanes.close(MODEL, Failure("over", "user")) == []
+
+
+def test_a_gap_parks_what_comes_after_it() -> None:
+    lanes = created(row(1), row(3))
+    assert drain(lanes) == [1]
+    lanes.add(row(2))
+    assert drain(lanes) == [2, 3]
+
+
+def test_consecutive_passes_come_together_up_to_the_next_barrier() -> None:
+    lanes = created(row(1), row(2, FORWARD), row(3, STEP), row(4))
+    assert [each.seq_id for each in lanes.runnable(BUDGET)[MODEL]] == [1, 2]
+
+
+def test_a_barrier_comes_alone() -> None:
+    lanes = created(row(1, STEP), row(2, STEP))
+    assert [each.seq_id for each in lanes.runnable(BUDGET)[MODEL]] == [1]
+
+
+def test_a_flood_is_looked_at_only_as_far_as_a_unit_reaches() -> None:
+    lanes = created(*(row(i, tokens=100) for i in range(1, 500)))
+    assert len(lanes.runnable(BUDGET)[MODEL]) == 10
+
+
+def test_a_refused_request_lets_the_next_one_pass() -> None:
+    assert drain(created(refused(1, RequestKind.SAVE_WEIGHTS), refused(2, FORWARD), row(3))) == [3]
+
+
+def test_a_refused_forward_backward_poisons_its_window_and_names_itself() -> None:
+    lanes = created(row(2, STEP))
+    lanes.add(refused(1), "datum 0: weights has length 2, expected 3")
+    lanes.runnable(BUDGET)
+    assert lanes.poison_of(MODEL) == (
+        "forward_backward with seq_id 1 was refused: datum 0: weights has length 2, expected 3"
+    )
+
+
+def test_a_refused_forward_poisons_nothing() -> None:
+    lanes = created(refused(1, FORWARD), row(2, STEP))
+    lanes.runnable(BUDGET)
+    assert lanes.poison_of(MODEL) is None
+
+
+def test_a_refusal_in_the_next_window_leaves_this_one_alone() -> None:
+    lanes = created(row(1), row(2, STEP), refused(3))
+    lanes.take(lanes.runnable(BUDGET)[MODEL])
+    lanes.runnable(BUDGET)
+    assert lanes.poison_of(MODEL) is None
+
+
+def test_a_refused_step_still_comes_to_clear_its_window() -> None:
+    lanes = created(row(1), refused(2, STEP), row(3))
+    assert drain(lanes) == [1, 2, 3]
+
+
+def test_the_first_reason_for_poison_stays_until_cleansed() -> None:
+    lanes = created()
+    lanes.poison(MODEL, "first")
+    lanes.poison(MODEL, "second")
+    assert lanes.poison_of(MODEL) == "first"
+    lanes.cleanse(MODEL)
+    assert lanes.poison_of(MODEL) is None
+
+
+def test_closing_returns_the_waiting_rows_that_nobody_answered_yet() -> None:
+    lanes = created(row(1), refused(2), row(4))
+    gone = Failure("lost", "server")
+    assert [each.seq_id for each in lanes.close(MODEL, gone)] == [1, 4]
+    assert lanes.closed_by(MODEL) == gone
+    assert lanes.runnable(BUDGET) == {}
+
+
+def test_models_do_not_wait_for_each_other() -> None:
+    other = ModelKey(2)
+    lanes = created(row(2))
+    lanes.open(other)
+    lanes.add(row(0, RequestKind.CREATE_MODEL, model=other))
+    assert set(lanes.runnable(BUDGET)) == {other}
+
+
+def test_taking_out_of_order_is_a_bug_that_shows() -> None:
+    lanes = created(row(1), row(2))
+    with pytest.raises(AssertionError, match="out of order"):
+        lanes.take([row(2)])
+
+
+@pytest.mark.parametrize("kind", [RequestKind.SAVE_WEIGHTS, RequestKind.LOAD_WEIGHTS])
+def test_a_held_lane_runs_up_to_its_next_save_or_load(kind: RequestKind) -> None:
+    lanes = created(row(1), row(2, STEP), row(3, kind), row(4))
+    lanes.hold(MODEL)
+    assert drain(lanes) == [1, 2]
+    assert lanes.held(MODEL)
+    lanes.resume(MODEL)
+    assert drain(lanes) == [3, 4]
+
+
+def test_a_model_that_was_closed_meanwhile_is_resumed_in_vain() -> None:
+    lanes = created()
+    lanes.hold(MODEL)
+    lanes.close(MODEL, Failure("lost", "server"))
+    lanes.resume(MODEL)
+    assert not lanes.held(MODEL)

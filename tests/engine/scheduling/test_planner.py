@@ -1,0 +1,207 @@
+"""The planner batches across tenants, is fair, and starves nobody."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import pytest
+
+from skyrl_tinker.domain.ids import ModelKey, RequestKind
+from skyrl_tinker.engine.scheduling.fair_share import Ledger
+from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Unit, next_unit
+from skyrl_tinker.store.futures.queue import QueuedRow
+from tests.engine.support.rows import queued
+
+A, B, C = ModelKey(1), ModelKey(2), ModelKey(3)
+FB, FORWARD, STEP = RequestKind.FORWARD_BACKWARD, RequestKind.FORWARD, RequestKind.OPTIM_STEP
+SAVE, LOAD = RequestKind.SAVE_WEIGHTS, RequestKind.LOAD_WEIGHTS
+SYNC = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
+_ids = itertools.count(1)
+
+
+def row(model: ModelKey, kind: RequestKind = FB, tokens: int = 10, session: str = "") -> QueuedRow:
+    """Rows are older the earlier they are made. Each model is a tenant unless `session` says whose."""
+    number = next(_ids)
+    return queued(number, model, number, kind, tokens=tokens, session=session or f"session-{model}")
+
+
+def plan(*rows: QueuedRow, budget: int = 100) -> Unit | None:
+    unit, _ = next_unit(lanes(rows), Ledger(), budget)
+    return unit
+
+
+def lanes(rows: Sequence[QueuedRow]) -> dict[ModelKey, list[QueuedRow]]:
+    """As Lanes.runnable: consecutive passes together, a barrier alone."""
+    found: dict[ModelKey, list[QueuedRow]] = {}
+    for each in rows:
+        assert each.model_key is not None
+        lane = found.setdefault(each.model_key, [])
+        passes = {FB, FORWARD}
+        if not lane or (lane[-1].kind in passes and each.kind in passes):
+            lane.append(each)
+    return found
+
+
+def units_of(rows: Sequence[QueuedRow], budget: int = 100) -> list[Unit]:
+    """Until nothing is left."""
+    return list(planned(list(rows), budget))
+
+
+def planned(left: list[QueuedRow], budget: int = 100) -> Iterator[Unit]:
+    """Unit after unit out of `left`, which may grow."""
+    ledger = Ledger()
+    while True:
+        unit, ledger = next_unit(lanes(left), ledger, budget)
+        if unit is None:
+            return
+        left[:] = [each for each in left if each not in unit.rows]
+        yield unit
+
+
+def run_all(rows: Sequence[QueuedRow], budget: int = 100) -> list[Pass]:
+    """The same where all of it are passes."""
+    units = units_of(rows, budget)
+    return [unit for unit in units if isinstance(unit, Pass)]
+
+
+def unit_with(wanted: QueuedRow, units: Sequence[Unit]) -> int:
+    return next(number for number, unit in enumerate(units) if wanted in unit.rows)
+
+
+def tokens_of(model: ModelKey, units: Sequence[Unit]) -> int:
+    return sum(each.body_bytes // 16 for unit in units for each in unit.rows if each.model_key == model)
+
+
+def test_nothing_to_do_is_no_unit() -> None:
+    assert plan() is None
+
+
+def test_two_ready_models_share_one_unit() -> None:
+    a, b = row(A), row(B, FORWARD)
+    unit = plan(a, b)
+    assert isinstance(unit, Pass)
+    assert set(unit.rows) == {a, b}
+    assert not unit.full
+
+
+def test_consecutive_chunks_of_one_model_share_a_unit_in_order() -> None:
+    rows = [row(A) for _ in range(3)]
+    unit = plan(*rows)
+    assert isinstance(unit, Pass)
+    assert list(unit.rows) == rows
+
+
+def test_a_unit_ends_at_the_budget() -> None:
+    units = run_all([row(A, tokens=40) for _ in range(5)])
+    assert [len(unit.rows) for unit in units] == [2, 2, 1]
+    assert units[0].full
+
+
+def test_a_request_larger_than_the_budget_runs_alone() -> None:
+    units = run_all([row(A, tokens=1000), row(A)])
+    assert [len(unit.rows) for unit in units] == [1, 1]
+
+
+def test_a_small_tenant_never_waits_behind_a_flood() -> None:
+    flood = [row(A, tokens=20) for _ in range(50)]
+    small = row(B)
+    assert small in run_all([*flood, small])[0].rows
+
+
+def test_a_flood_of_small_tenants_never_starves_a_large_request() -> None:
+    rest = [row(model, tokens=50) for _ in range(40) for model in (B, C)]
+    large = row(A, tokens=500)
+    assert unit_with(large, run_all([*rest, large])) <= 2
+
+
+def test_two_floods_share_equally() -> None:
+    rows = [row(model, tokens=10) for model in (A, B) for _ in range(40)]
+    for unit in run_all(rows)[:4]:
+        of_a = sum(each.model_key == A for each in unit.rows)
+        assert abs(of_a - (len(unit.rows) - of_a)) <= 1
+
+
+def test_every_request_runs_exactly_once() -> None:
+    rows = [row(model, tokens=7 * i + 1) for i in range(20) for model in (A, B, C)]
+    ran = [each for unit in run_all(rows) for each in unit.rows]
+    assert sorted(each.id for each in ran) == sorted(each.id for each in rows)
+
+
+@pytest.mark.parametrize("kind", [STEP, SYNC])
+def test_barriers_that_the_workers_take_together_go_together(kind: RequestKind) -> None:
+    a, b = row(A, kind), row(B, kind)
+    assert plan(a, row(C), b) == Barriers((a, b))
+
+
+def test_saves_and_loads_run_one_at_a_time() -> None:
+    a, b, c = row(A, SAVE), row(B, LOAD), row(C, SAVE)
+    assert [unit.rows for unit in units_of([a, b, c])] == [(a,), (b,), (c,)]
+
+
+def test_among_newcomers_the_oldest_head_decides_between_passes_and_barriers() -> None:
+    barrier, work = row(A, STEP), row(B)
+    assert plan(barrier, work) == Barriers((barrier,))
+    work, barrier = row(B), row(A, STEP)
+    assert isinstance(plan(work, barrier), Pass)
+
+
+def test_a_barrier_does_not_wait_for_a_flood_of_passes() -> None:
+    flood = [row(A, tokens=60) for _ in range(10)]
+    barrier = row(B, SAVE)
+    assert unit_with(barrier, units_of([*flood, barrier])) == 1
+
+
+def test_a_pass_does_not_wait_for_a_flood_of_barriers() -> None:
+    flood = [row(ModelKey(100 + i), SAVE, session="flood") for i in range(50)]
+    small = row(A)
+    assert unit_with(small, units_of([*flood, small])) == 1
+
+
+def test_a_barrier_does_not_wait_for_the_passes_of_its_own_tenant_that_ride_with_others() -> None:
+    """Its tenant has something in every unit, and yet this model must get on."""
+    flood = [row(A, tokens=30, session="mine") for _ in range(200)]
+    others = [row(model, tokens=60) for _ in range(100) for model in (C, ModelKey(4), ModelKey(5))]
+    barrier = row(B, SAVE, session="mine")
+    assert unit_with(barrier, units_of([*flood, *others, barrier])) <= 8
+
+
+def test_a_tenant_gets_no_more_for_having_many_models() -> None:
+    many = [row(ModelKey(100 + i), tokens=10, session="many") for _ in range(20) for i in range(50)]
+    one = [row(A, tokens=10) for _ in range(60)]
+    units = run_all([*many, *one])
+    for upto in range(1, 11):
+        assert abs(tokens_of(A, units[:upto]) - 50 * upto) <= 10
+
+
+def test_a_tenants_share_is_shared_by_its_models() -> None:
+    first = [row(A, tokens=40, session="mine") for _ in range(30)]
+    rest = [row(model, tokens=40, session="mine") for model in (B, C) for _ in range(30)]
+    units = run_all([*first, *rest])[:15]
+    had = [tokens_of(model, units) for model in (A, B, C)]
+    assert max(had) - min(had) <= 40
+
+
+def test_whoever_had_more_in_one_unit_has_less_in_the_next_ones() -> None:
+    """A's requests nearly fill a unit, B's are small: over time both have the same."""
+    large = [row(A, tokens=90) for _ in range(60)]
+    small = [row(B, tokens=10) for _ in range(540)]
+    units = run_all([*large, *small])[:50]
+    assert abs(tokens_of(A, units) - tokens_of(B, units)) <= 0.15 * tokens_of(A, units)
+
+
+def test_who_was_away_neither_saved_up_nor_owes() -> None:
+    waiting = [row(A, tokens=50) for _ in range(20)]
+    _, ledger = next_unit(lanes(waiting), Ledger(), 1000)
+    back = [row(model, tokens=10) for _ in range(20) for model in (A, B)]
+    _, ledger = next_unit(lanes([row(C)]), ledger, 1000)
+    unit, _ = next_unit(lanes(back), ledger, 200)
+    assert unit is not None
+    assert tokens_of(A, [unit]) == tokens_of(B, [unit]) == 100
+
+
+def test_a_newcomer_gets_its_share_and_no_more() -> None:
+    left = [row(model, tokens=10) for _ in range(200) for model in (A, C)]
+    units = planned(left)
+    list(islice(units, 20))
+    left += [row(B, tokens=10) for _ in range(200)]
+    assert abs(tokens_of(B, list(islice(units, 6))) - 200) <= 10

@@ -1,0 +1,226 @@
+"""What clients leave behind goes, but nothing that somebody still uses. The samplers are scripted."""
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import CheckpointKind, SessionId
+from skyrl_tinker.domain.values import LoraSpec, WeightVersion
+from skyrl_tinker.engine.cleanup import SessionKeeper
+from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.errors import GoneError
+from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
+from tests.engine.support import journal
+
+
+class Parts:
+    """Stands for the trainer, the sampler driver and the samplers."""
+
+    def __init__(self) -> None:
+        self.used: set[int] = set()
+        self.begins: set[int] = set()  # to be used, while it is being dropped
+        self.dropped: list[int] = []
+
+    def in_use(self, version: WeightVersion) -> bool:
+        return version.id in self.used
+
+    async def drop(self, version: WeightVersion) -> None:
+        self.dropped.append(version.id)
+        self.used |= self.begins
+
+    def forget_targets(self) -> None:
+        pass
+
+    def release(self, model: int) -> None:
+        pass
+
+    def reads(self, directory: str) -> bool:
+        return False
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+def keeper_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0) -> SessionKeeper:
+    any_part = cast(Any, parts)
+    overflow = Overflow(root / "memory", root / "disk")
+    (root / "memory").mkdir(exist_ok=True)
+    return SessionKeeper(store, any_part, any_part, any_part, overflow, timeout_s, 600.0, 600.0)
+
+
+async def new_model(store: Store, session: SessionId) -> ModelRow:
+    accepted = await journal.submit_create(store, session)
+    assert accepted.model_id is not None
+    return await journal.model_of(store, accepted.model_id)
+
+
+def make(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    (directory / "adapter_model.safetensors").touch()
+
+
+async def new_version(store: Store, model: ModelRow, directory: Path, *, durable: bool) -> WeightVersion:
+    make(directory)
+
+    async def op(conn: AsyncConnection) -> WeightVersion:
+        number = await sampling_sessions.new_version(conn, model.key, "lora", durable=durable)
+        await sampling_sessions.set_directory(conn, number, str(directory))
+        return WeightVersion(number, "lora", str(directory))
+
+    return await store.write(op)
+
+
+async def expired_checkpoint(store: Store, model: ModelRow, version: WeightVersion) -> None:
+    new = NewCheckpoint(
+        model.key,
+        CheckpointKind.SAMPLER_WEIGHTS,
+        "a",
+        version.directory,
+        "tiny",
+        LoraSpec(8, 1),
+        1,
+        version_id=version.id,
+        expires_at=time.time() - 1,
+    )
+    await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
+
+
+def exists(version: WeightVersion) -> bool:
+    return Path(version.directory).exists()
+
+
+def names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
+
+
+async def finish(store: Store, session: SessionId) -> None:
+    await store.write(lambda conn: session_records.finish(conn, session, "success", None))
+
+
+async def test_a_silent_session_that_only_samples_is_ended(
+    store: Store, parts: Parts, tmp_path: Path
+) -> None:
+    session = await journal.new_session(store)
+    keeper = keeper_of(store, parts, tmp_path, timeout_s=0.01)
+    await asyncio.sleep(0.05)
+    await keeper.sweep()
+    with pytest.raises(GoneError, match="expired"):
+        await store.write(lambda conn: session_records.heartbeat(conn, session))
+
+
+async def test_after_the_machine_was_suspended_clients_get_their_time_again(
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await journal.new_session(store)
+    keeper = keeper_of(store, parts, tmp_path, timeout_s=0.2)
+    await asyncio.sleep(0.3)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
+    await keeper.sweep()
+    await store.write(lambda conn: session_records.heartbeat(conn, session))
+    await asyncio.sleep(0.3)
+    await keeper.sweep()
+    with pytest.raises(GoneError, match="expired"):
+        await store.write(lambda conn: session_records.heartbeat(conn, session))
+
+
+async def test_weights_under_a_running_sample_outlive_their_session(
+    store: Store, parts: Parts, tmp_path: Path
+) -> None:
+    session = await journal.new_session(store)
+    model = await new_model(store, session)
+    version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
+    keeper = keeper_of(store, parts, tmp_path)
+    await finish(store, session)
+    parts.used.add(version.id)
+    await keeper.sweep()
+    assert exists(version)
+    assert parts.dropped == []
+    parts.used.clear()
+    await keeper.sweep()
+    assert not exists(version)
+    assert parts.dropped == [version.id]
+
+
+async def test_a_sample_that_begins_while_its_version_is_dropped_keeps_the_files(
+    store: Store, parts: Parts, tmp_path: Path
+) -> None:
+    session = await journal.new_session(store)
+    model = await new_model(store, session)
+    version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
+    keeper = keeper_of(store, parts, tmp_path)
+    await finish(store, session)
+    parts.begins.add(version.id)
+    await keeper.sweep()
+    assert exists(version)
+    parts.begins.clear()
+    parts.used.clear()
+    await keeper.sweep()
+    assert not exists(version)
+
+
+async def test_an_expired_checkpoint_is_removed_once_nobody_samples_it(
+    store: Store, parts: Parts, tmp_path: Path
+) -> None:
+    model = await new_model(store, await journal.new_session(store))
+    version = await new_version(store, model, tmp_path / "checkpoints" / "a", durable=True)
+    await expired_checkpoint(store, model, version)
+    keeper = keeper_of(store, parts, tmp_path)
+    parts.used.add(version.id)
+    await keeper.sweep()
+    assert exists(version)
+    parts.used.clear()
+    await keeper.sweep()
+    assert names(tmp_path / "checkpoints") == []
+    async with store.read() as conn:
+        assert await checkpoint_records.garbage(conn, time.time()) == []
+        assert await sampling_sessions.version(conn, version.id) is None
+
+
+async def test_a_directory_is_removed_only_after_nobody_remembers_it(
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name may be taken again: then it would be removed under the newcomer."""
+    model = await new_model(store, await journal.new_session(store))
+    version = await new_version(store, model, tmp_path / "checkpoints" / "a", durable=True)
+    await expired_checkpoint(store, model, version)
+    keeper = keeper_of(store, parts, tmp_path)
+
+    async def full(*_: object) -> None:
+        raise OperationalError("DELETE", None, OSError("disk full"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_records, "forget", full)
+        with pytest.raises(OperationalError):
+            await keeper.sweep()
+    assert exists(version)
+    await keeper.sweep()
+    assert not exists(version)
+
+
+async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
+    store: Store, parts: Parts, tmp_path: Path
+) -> None:
+    model = await new_model(store, await journal.new_session(store))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        versions = [
+            await new_version(store, model, Path(memory) / f"v{number}", durable=False)
+            for number in (1, 2, 3)
+        ]
+        overflow = Overflow(Path(memory), tmp_path / "disk", spare=1.0)
+        any_part = cast(Any, parts)
+        keeper = SessionKeeper(store, any_part, any_part, any_part, overflow, 600.0, 600.0, 600.0)
+        await keeper.sweep()
+        assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
+        assert all(exists(version) for version in versions)

@@ -1,0 +1,207 @@
+"""Order, windows and failures, on the real store. Workers are scripted: what they compute matters not."""
+
+import asyncio
+
+import orjson
+import pytest
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState, RequestKind
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine import outbox
+from skyrl_tinker.errors import TrainerError, UserError
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.model_records import ModelRow
+from tests.engine.support import journal
+from tests.engine.support.world import World
+
+
+async def test_requests_arriving_3_2_1_run_as_1_2_3(world: World) -> None:
+    model = await world.model()
+    third = await journal.submit_pass(world.store, model, 3, forward_only=True)
+    second = await journal.submit_step(world.store, model, 2)
+    first = await journal.submit_pass(world.store, model, 1)
+    for accepted in (first, second, third):
+        assert (await world.done(accepted)).status is FutureStatus.DONE
+    assert world.workers.names() == ["create", "pass", "step", "pass"]
+    assert [item for what, item in world.workers.told if what == "pass"][1][0][1] is False
+
+
+async def test_what_two_models_have_ready_runs_in_one_unit(world: World) -> None:
+    models = [await world.model() for _ in range(2)]
+    world.workers.go_on.clear()
+    blocker = await journal.submit_pass(world.store, models[0], 1)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    accepted = [await journal.submit_pass(world.store, model, 2 - i) for i, model in enumerate(models)]
+    steps = [await journal.submit_step(world.store, model, 3 - i) for i, model in enumerate(models)]
+    world.bell.ring("engine")
+    await asyncio.sleep(0.2)  # all of it is taken in before the workers go on
+    world.workers.go_on.set()
+    for each in (blocker, *accepted, *steps):
+        await world.done(each)
+    passes = [value for what, value in world.workers.told if what == "pass"]
+    assert [len(value) for value in passes] == [1, 2]
+    assert [len(value) for what, value in world.workers.told if what == "step"] == [2]
+
+
+async def test_a_failed_backward_fails_its_own_step_only_and_clears_the_window(world: World) -> None:
+    model, neighbour = await world.model(), await world.model()
+    world.workers.bad_models.add(await journal.key_of(world.store, model))
+    await world.done(await journal.submit_pass(world.store, model, 1))
+    step = await journal.submit_step(world.store, model, 2)
+    fine = await journal.submit_step(world.store, neighbour, 1)
+    await world.done(step)
+    failure = await journal.error_of(world.store, step)
+    assert failure.category == "user"
+    assert "forward_backward with seq_id 1 failed: loss is not finite" in failure.message
+    assert (await world.done(fine)).status is FutureStatus.DONE
+    assert ("zero", (await journal.key_of(world.store, model),)) in world.workers.told
+    world.workers.bad_models.clear()
+    await world.done(await journal.submit_pass(world.store, model, 3))
+    assert (await world.done(await journal.submit_step(world.store, model, 4))).status is FutureStatus.DONE
+
+
+async def test_a_refused_backward_is_named_with_its_reason_in_the_step(world: World) -> None:
+    model = await world.model()
+    why = Failure("datum 2: weights has length 3, expected 4", "user")
+    await journal.submit(world.store, model, 1, RequestKind.FORWARD_BACKWARD, failure=why)
+    step = await journal.submit_step(world.store, model, 2)
+    await world.done(step)
+    assert why.message in (await journal.error_of(world.store, step)).message
+
+
+async def test_a_refused_step_clears_its_window(world: World) -> None:
+    model = await world.model()
+    await journal.submit_pass(world.store, model, 1)
+    await journal.submit(world.store, model, 2, RequestKind.OPTIM_STEP, failure=Failure("lr", "user"))
+    after = await journal.submit_step(world.store, model, 3)
+    assert (await world.done(after)).status is FutureStatus.DONE
+    assert world.workers.names() == ["create", "pass", "zero", "step"]
+
+
+async def test_a_failed_forward_only_pass_leaves_the_step_alone(world: World) -> None:
+    model = await world.model()
+    world.workers.bad_models.add(await journal.key_of(world.store, model))
+    await world.done(await journal.submit_pass(world.store, model, 1, forward_only=True))
+    assert (await world.done(await journal.submit_step(world.store, model, 2))).status is FutureStatus.DONE
+
+
+async def test_step_metrics_are_finite_json(world: World) -> None:
+    model = await world.model()
+    done = await world.done(await journal.submit_step(world.store, model, 1))
+    assert orjson.loads(done.body or b"") == {"metrics": {"grad_norm": 1.0}, "type": "optim_step"}
+
+
+async def test_a_database_that_fails_for_a_moment_loses_no_request(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failures = model_records.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
+
+    async def by_key(conn: AsyncConnection, key: ModelKey) -> ModelRow | None:
+        if failures:
+            raise failures.pop()
+        return await read(conn, key)
+
+    monkeypatch.setattr(model_records, "by_key", by_key)
+    model = await world.model()
+    assert failures == []
+    assert (await world.done(await journal.submit_step(world.store, model, 1))).status is FutureStatus.DONE
+    assert world.workers.names() == ["create", "step"]
+
+
+async def test_a_full_disk_under_the_database_delays_creations_and_releases(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
+
+    async def set_state(
+        conn: AsyncConnection, key: ModelKey, state: ModelState, reason: str | None = None
+    ) -> None:
+        if failures:
+            raise failures.pop()
+        await write(conn, key, state, reason)
+
+    monkeypatch.setattr(model_records, "set_state", set_state)
+    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
+    model = await world.model()
+    assert failures == []
+    failures.append(OperationalError("UPDATE", None, OSError("disk full")))
+    world.driver.release(await journal.key_of(world.store, model))
+    released = await world.until(lambda: journal.model_of(world.store, model), _is_released)
+    assert released.state is ModelState.RELEASED
+    assert world.workers.names() == ["create", "release"]
+
+
+def _is_released(row: ModelRow) -> bool:
+    return row.state is ModelState.RELEASED
+
+
+async def test_a_failed_creation_fails_what_waits_behind_it(world: World) -> None:
+    world.workers.failing["create"] = UserError("no memory for another copy")
+    accepted = await journal.submit_create(world.store, await journal.new_session(world.store))
+    assert accepted.model_id is not None
+    behind = await journal.submit_pass(world.store, accepted.model_id, 1)
+    for each in (accepted, behind):
+        await world.done(each)
+        assert "no memory" in (await journal.error_of(world.store, each)).message
+    assert (await journal.model_of(world.store, accepted.model_id)).state is ModelState.FAILED
+
+
+async def test_broken_workers_answer_the_unit_and_end_the_engine(world: World) -> None:
+    model = await world.model()
+    world.workers.failing["pass"] = TrainerError("rank 0 died")
+    accepted = await journal.submit_pass(world.store, model, 1)
+    await world.done(accepted)
+    assert await journal.error_of(world.store, accepted) == Failure("rank 0 died", "server")
+    with pytest.raises(ExceptionGroup) as ended:
+        await world.running
+    assert ended.value.subgroup(TrainerError)
+
+
+async def test_a_step_that_died_with_its_worker_fails_alone_and_its_window_can_be_stepped_again(
+    world: World,
+) -> None:
+    model = await world.model()
+    await world.done(await journal.submit_pass(world.store, model, 1))
+    world.workers.step_failure = Failure("rank 0 died in optim_step; it changed nothing", "server")
+    failed = await journal.submit_step(world.store, model, 2)
+    await world.done(failed)
+    assert await journal.error_of(world.store, failed) == world.workers.step_failure
+    world.workers.step_failure = None
+    again = await journal.submit_step(world.store, model, 3)
+    assert (await world.done(again)).status is FutureStatus.DONE
+    assert world.workers.names() == ["create", "pass", "step", "step"]
+
+
+async def test_a_model_that_died_with_its_worker_says_so_and_the_others_train_on(world: World) -> None:
+    model, neighbour = await world.model(), await world.model()
+    world.workers.lost = {await journal.key_of(world.store, model)}
+    parked = await journal.submit_pass(world.store, model, 5)
+    fine = await journal.submit_pass(world.store, neighbour, 1)
+    assert (await world.done(fine)).status is FutureStatus.DONE
+    await world.done(parked)
+    late = await journal.submit_step(world.store, model, 1)
+    await world.done(late)
+    reason = f"a trainer process died and the training state of model {model} is lost; it had no checkpoint"
+    for accepted in (parked, late):
+        failure = await journal.error_of(world.store, accepted)
+        assert (failure.category, failure.message.startswith(reason)) == ("server", True), failure
+    lost = await journal.model_of(world.store, model)
+    assert lost.state is ModelState.LOST
+
+
+async def test_a_released_model_runs_what_it_can_and_fails_the_rest(world: World) -> None:
+    model = await world.model()
+    key = await journal.key_of(world.store, model)
+    world.workers.go_on.clear()
+    ready = await journal.submit_pass(world.store, model, 1)
+    parked = await journal.submit_pass(world.store, model, 3)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    world.driver.release(key)
+    world.workers.go_on.set()
+    assert (await world.done(ready)).status is FutureStatus.DONE
+    await world.done(parked)
+    assert "finished" in (await journal.error_of(world.store, parked)).message
+    assert (await journal.model_of(world.store, model)).state is ModelState.RELEASED
+    assert world.workers.names()[-1] == "release"
