@@ -127,7 +127,7 @@ class _Supervisor:
         self._ready = ready
         self._progress = progress
         self._warn = warn
-        self._api = _Child("api", "skyrl_tinker.api.main", places, listener)
+        self._api = _Child("api", "skyrl_tinker.api.api_process", places, listener)
         self._engine = _Child("engine", "skyrl_tinker.engine.engine_process", places)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()

@@ -7,19 +7,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 
 from skyrl_tinker import __version__
-from skyrl_tinker.api import errors
-from skyrl_tinker.api.auth import AuthMiddleware
-from skyrl_tinker.api.backpressure import Backpressure
-from skyrl_tinker.api.bodies import Gate
-from skyrl_tinker.api.deps import Services, limits_of
-from skyrl_tinker.api.documents import ERRORS, Documented
-from skyrl_tinker.api.engine_proxy import EngineProxy
-from skyrl_tinker.api.futures import FutureWaiter
-from skyrl_tinker.api.hot import HotPaths
-from skyrl_tinker.api.keyring import KeyRing
-from skyrl_tinker.api.limits import BodyLimitMiddleware, BodyLimits
+from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.loop_watch import LoopWatch
-from skyrl_tinker.api.queues import EngineQueues
+from skyrl_tinker.api.middleware.authentication import AuthMiddleware
+from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
+from skyrl_tinker.api.middleware.fast_routes import HotPaths
+from skyrl_tinker.api.middleware.parse_gate import Gate
+from skyrl_tinker.api.openapi.documents import ERRORS, Documented
 from skyrl_tinker.api.routes import (
     audit,
     auth,
@@ -45,7 +39,13 @@ from skyrl_tinker.api.routes import (
     training,
     weights,
 )
-from skyrl_tinker.api.signing import Signer
+from skyrl_tinker.api.security.keyring import KeyRing
+from skyrl_tinker.api.security.signing import Signer
+from skyrl_tinker.api.services import Services, limits_of
+from skyrl_tinker.api.waiting.backpressure import Backpressure
+from skyrl_tinker.api.waiting.engine_client import EngineProxy
+from skyrl_tinker.api.waiting.engine_queues import EngineQueues
+from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.config import MiB, Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.places import Places
@@ -116,7 +116,7 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
     app.add_middleware(HotPaths, routes=app.routes)
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings), numbered=NUMBERED)
     app.add_middleware(AuthMiddleware, keys=keys)  # what is added last comes first
-    errors.install(app)
+    error_responses.install(app)
     app.mount(docs.ASSETS_URL, docs.assets())
     for root in (docs.root, health.root, auth.root, metrics.router, openai.router, download.root):
         app.include_router(root)

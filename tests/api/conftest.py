@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.store.database.migrate import migrate
-from tests.api.world import World, running, settings_for
+from tests.api.support.world import World, running, settings_for
 
 hypothesis.settings.register_profile("long", max_examples=3000, deadline=None)
 

@@ -20,9 +20,9 @@ from schemathesis import Case, GenerationMode
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
-from tests.api import fuzzing
-from tests.api.process import Api, launched
-from tests.api.world import BASE, Json, settings_for, write_facts
+from tests.api.support import fuzzing
+from tests.api.support.process import Api, launched
+from tests.api.support.world import BASE, Json, settings_for, write_facts
 
 SEED = 20260
 NO_ENGINE = ("/readyz", "/oai/api/v1/completions", "/oai/api/v1/chat/completions")

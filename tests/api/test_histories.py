@@ -23,10 +23,10 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelId, RequestId
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.futures import queue
-from tests.api.clients import Clients, Key
-from tests.api.plans import APIS, SESSIONS, Event, Plan, computed, drawn, plain, plans, rounds
-from tests.api.whole import Ran, Whole, whole
-from tests.api.world import PROTOBUF, settings_for
+from tests.api.support.clients import Clients, Key
+from tests.api.support.plans import APIS, SESSIONS, Event, Plan, computed, drawn, plain, plans, rounds
+from tests.api.support.whole import Ran, Whole, whole
+from tests.api.support.world import PROTOBUF, settings_for
 
 LONG = settings.get_current_profile_name() == "long"
 FEW = settings(max_examples=40, deadline=None, derandomize=True)

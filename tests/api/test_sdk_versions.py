@@ -10,7 +10,7 @@ from skyrl_tinker.protocol.schemas.usage import StorageUsage
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import queue
-from tests.api.world import BASE, Json, World, step
+from tests.api.support.world import BASE, Json, World, step
 
 LORA = {"rank": 8, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}
 TARGETS = {"data": [3, 4], "dtype": "int64", "shape": [2]}

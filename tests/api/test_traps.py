@@ -13,8 +13,8 @@ from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.protocol import schemas as wire
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store.futures import finish
-from tests.api.passes import datum, old_json, post_pass, protobuf
-from tests.api.world import VOCABULARY, World, pass_output, running, sample, sample_output, step
+from tests.api.support.passes import datum, old_json, post_pass, protobuf
+from tests.api.support.world import VOCABULARY, World, pass_output, running, sample, sample_output, step
 
 PAUSES_FOR_AN_HOUR, RETRIED_FOR_MINUTES = 402, 409
 RESULTS = [

@@ -16,9 +16,9 @@ import pytest
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.store import model_records
-from tests.api.passes import datum, protobuf
-from tests.api.whole import Ran, Whole, whole
-from tests.api.world import BASE, Json, sample, step, write_facts
+from tests.api.support.passes import datum, protobuf
+from tests.api.support.whole import Ran, Whole, whole
+from tests.api.support.world import BASE, Json, sample, step, write_facts
 
 MODELS, REQUESTS, SAMPLES = 2, 20, 20
 
@@ -37,7 +37,7 @@ class Process:
     def start(self) -> None:
         file, fd = self.settings.root / "settings.json", self.listener.fileno()
         file.write_text(self.settings.model_dump_json())
-        command = [sys.executable, "-m", "skyrl_tinker.api.main", str(file), str(fd)]
+        command = [sys.executable, "-m", "skyrl_tinker.api.api_process", str(file), str(fd)]
         self.process = subprocess.Popen(command, pass_fds=[fd])
 
     def kill(self) -> None:

@@ -15,7 +15,7 @@ from tests.processes import command
 
 STOP_S, HEAL_S, START_S = 15, 120, 120
 KINDS = {  # part of the command line
-    "API": "skyrl_tinker.api.main",
+    "API": "skyrl_tinker.api.api_process",
     "engine": "skyrl_tinker.engine.engine_process",
     "trainer": "ray::RankProcess",
     "raylet": "raylet/raylet",

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from skyrl_tinker.api.answers import from_rows
-from skyrl_tinker.api.deps import Deps, Owner
+from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.protocol.schemas import utc
 from skyrl_tinker.protocol.schemas.usage import AuditEntry, AuditQuery, AuditResponse
 from skyrl_tinker.store import audit_log as audit

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from skyrl_tinker.api.deps import Deps
-from skyrl_tinker.api.tokens import ORGANIZATION, Caller
+from skyrl_tinker.api.security.tokens import ORGANIZATION, Caller
+from skyrl_tinker.api.services import Deps
 from skyrl_tinker.errors import NotSupportedError
 from skyrl_tinker.protocol.schemas.auth import (
     ApiKeyResponse,

@@ -7,10 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from skyrl_tinker.api.answers import from_rows
-from skyrl_tinker.api.billing import GIGABYTE, bill
-from skyrl_tinker.api.deps import Deps, Owner
-from skyrl_tinker.api.tokens import user_urn
+from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.resources.usage_bill import GIGABYTE, bill
+from skyrl_tinker.api.security.tokens import user_urn
+from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.usage import (
     StorageItem,

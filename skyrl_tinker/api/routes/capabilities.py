@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from skyrl_tinker.api.deps import Deps
+from skyrl_tinker.api.services import Deps
 from skyrl_tinker.protocol.schemas import ServerCapabilitiesResponse, SupportedModel
 
 router = APIRouter(tags=["client"])

@@ -7,12 +7,12 @@ from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from skyrl_tinker.api import copies
-from skyrl_tinker.api.answers import from_rows
-from skyrl_tinker.api.bodies import read_json, read_model
-from skyrl_tinker.api.deps import Deps, Owner
-from skyrl_tinker.api.documents import takes
-from skyrl_tinker.api.runs import checkpoint
+from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.requests.request_body import read_json, read_model
+from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.resources import weight_copies
+from skyrl_tinker.api.resources.run_views import checkpoint
+from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.protocol.schemas.runs import (
@@ -145,5 +145,7 @@ async def copy_weights(
 ) -> CopyWeightsResponse:
     """Answers when the copy is there. It shares its files with the original and outlives it."""
     payload = await read_json(request)
-    path = await copies.copy_weights(deps, owner, payload, x_idempotency_key, x_tinker_weights_access_token)
+    path = await weight_copies.copy_weights(
+        deps, owner, payload, x_idempotency_key, x_tinker_weights_access_token
+    )
     return CopyWeightsResponse(tinker_path=str(path))

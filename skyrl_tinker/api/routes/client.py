@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter
 
-from skyrl_tinker.api.deps import Deps
-from skyrl_tinker.api.documents import takes
+from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.services import Deps
 from skyrl_tinker.protocol.schemas import ClientConfigRequest, ClientConfigResponse, DynamicConfigResponse
 
 router = APIRouter(tags=["client"])

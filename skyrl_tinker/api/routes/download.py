@@ -7,10 +7,10 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from skyrl_tinker.api.archive import archive_of
-from skyrl_tinker.api.deps import Deps, Services
-from skyrl_tinker.api.documents import answers
-from skyrl_tinker.api.trace import chrome_trace
+from skyrl_tinker.api.openapi.documents import answers
+from skyrl_tinker.api.resources.checkpoint_archive import archive_of
+from skyrl_tinker.api.resources.chrome_trace import chrome_trace
+from skyrl_tinker.api.services import Deps, Services
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.errors import NotFoundError

@@ -6,9 +6,9 @@ from email.utils import formatdate
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse
 
-from skyrl_tinker.api.archive import require_archivable
-from skyrl_tinker.api.deps import Deps, Owner, Services
-from skyrl_tinker.api.signing import expiry
+from skyrl_tinker.api.resources.checkpoint_archive import require_archivable
+from skyrl_tinker.api.security.signing import expiry
+from skyrl_tinker.api.services import Deps, Owner, Services
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.domain.manifest import read_manifest

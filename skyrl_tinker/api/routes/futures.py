@@ -7,14 +7,15 @@ import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from skyrl_tinker.api.bodies import off_loop, read_model
-from skyrl_tinker.api.deps import Deps, Owner, Services, owner_of
-from skyrl_tinker.api.documents import answers_with_result, takes
-from skyrl_tinker.api.hot import HotRoute
-from skyrl_tinker.api.readiness import engine_state
-from skyrl_tinker.api.reasons import Reason, reason
+from skyrl_tinker.api.middleware.fast_routes import HotRoute
+from skyrl_tinker.api.openapi.documents import answers_with_result, takes
+from skyrl_tinker.api.requests.request_body import read_model
+from skyrl_tinker.api.services import Deps, Owner, Services, owner_of
+from skyrl_tinker.api.waiting.queue_reasons import Reason, reason
+from skyrl_tinker.api.waiting.readiness import engine_state
 from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
+from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pass_requests import PROTOBUF
 from skyrl_tinker.protocol.schemas import (

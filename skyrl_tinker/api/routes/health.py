@@ -3,8 +3,8 @@
 from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
-from skyrl_tinker.api.deps import Deps
-from skyrl_tinker.api.readiness import engine_state
+from skyrl_tinker.api.services import Deps
+from skyrl_tinker.api.waiting.readiness import engine_state
 from skyrl_tinker.protocol.schemas import HealthResponse, ReadyResponse
 
 router = APIRouter(tags=["health"])

@@ -2,12 +2,13 @@
 
 from fastapi import APIRouter, Request
 
-from skyrl_tinker.api import uploads
-from skyrl_tinker.api.bodies import json_object, off_loop
-from skyrl_tinker.api.deps import Deps, Owner
-from skyrl_tinker.api.documents import takes
-from skyrl_tinker.api.submit import announce
+from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.requests import loss_uploads
+from skyrl_tinker.api.requests.request_body import json_object
+from skyrl_tinker.api.requests.submission import announce
+from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.errors import NotSupportedError
+from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas import AcceptedFuture, CreateCustomLossRequest
 
 router = APIRouter(tags=["losses"])
@@ -24,6 +25,6 @@ async def create_custom_loss(request: Request, deps: Deps, owner: Owner) -> Acce
             "custom losses run on the client here (the server's setting custom_loss_server_side is off)"
         )
     body = await request.body()
-    upload = await off_loop(len(body), lambda: uploads.read(json_object(body)))
+    upload = await off_loop(len(body), lambda: loss_uploads.read(json_object(body)))
     accepted = await deps.store.write(lambda conn: upload.submit(conn, owner))
     return announce(deps, owner, accepted, pending=False)

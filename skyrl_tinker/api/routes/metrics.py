@@ -3,10 +3,10 @@
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from skyrl_tinker.api.deps import Deps
-from skyrl_tinker.api.documents import answers
-from skyrl_tinker.api.engine_proxy import EngineAwayError
-from skyrl_tinker.api.readiness import engine_state
+from skyrl_tinker.api.openapi.documents import answers
+from skyrl_tinker.api.services import Deps
+from skyrl_tinker.api.waiting.engine_client import EngineAwayError
+from skyrl_tinker.api.waiting.readiness import engine_state
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -6,11 +6,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.api import creation
-from skyrl_tinker.api.bodies import read_json, read_model
-from skyrl_tinker.api.deps import Deps, Owner, Services
-from skyrl_tinker.api.documents import takes
-from skyrl_tinker.api.submit import announce, from_json, submit_training
+from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.requests import model_requests
+from skyrl_tinker.api.requests.request_body import read_json, read_model
+from skyrl_tinker.api.requests.submission import announce, from_json, submit_training
+from skyrl_tinker.api.services import Deps, Owner, Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import NotFoundError
@@ -43,7 +43,7 @@ router = APIRouter(tags=["models"])
 )
 async def create_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     payload = await read_json(request)
-    made = creation.anew(parse(CreateModelRequest, payload), payload, deps.limits)
+    made = model_requests.anew(parse(CreateModelRequest, payload), payload, deps.limits)
     accepted = await deps.store.write(lambda conn: made.submit(conn, owner), deps.wake_engine)
     return announce(deps, owner, accepted, pending=made.failure is None)
 
@@ -70,8 +70,8 @@ async def _create_via_load(
 ) -> AcceptedFuture:
     wanted = parse(CreateViaLoadRequest, payload)
 
-    async def create(conn: AsyncConnection) -> tuple[creation.Creation, Accepted]:
-        made = await creation.from_checkpoint(conn, owner, wanted, payload, deps.limits)
+    async def create(conn: AsyncConnection) -> tuple[model_requests.Creation, Accepted]:
+        made = await model_requests.from_checkpoint(conn, owner, wanted, payload, deps.limits)
         return made, await made.submit(conn, owner)
 
     made, accepted = await deps.store.write(create, deps.wake_engine)
@@ -124,7 +124,7 @@ def _info(row: ModelRow, facts: BaseModelFacts) -> GetInfoResponse:
 async def weights_info(request: Request, deps: Deps, owner: Owner) -> WeightsInfoResponse:
     wanted = await read_model(request, WeightsInfoRequest)
     async with deps.store.read() as conn:
-        row = await creation.find_checkpoint(conn, owner, wanted.tinker_path)
+        row = await model_requests.find_checkpoint(conn, owner, wanted.tinker_path)
     return WeightsInfoResponse(
         base_model=row.base_model,
         is_lora=row.spec.rank > 0,

@@ -3,12 +3,13 @@
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from skyrl_tinker.api.bodies import json_object, off_loop
-from skyrl_tinker.api.deps import Deps, Services
-from skyrl_tinker.api.documents import OPENAI_ERRORS, answers, takes
-from skyrl_tinker.api.engine_proxy import ClientGoneError, EngineAwayError
-from skyrl_tinker.api.readiness import engine_state
+from skyrl_tinker.api.openapi.documents import OPENAI_ERRORS, answers, takes
+from skyrl_tinker.api.requests.request_body import json_object
+from skyrl_tinker.api.services import Deps, Services
+from skyrl_tinker.api.waiting.engine_client import ClientGoneError, EngineAwayError
+from skyrl_tinker.api.waiting.readiness import engine_state
 from skyrl_tinker.errors import SamplerError, UserError
+from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -6,9 +6,9 @@ from fastapi import APIRouter, Query
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from skyrl_tinker.api.answers import from_rows
-from skyrl_tinker.api.deps import Deps, Owner
-from skyrl_tinker.api.runs import training_run
+from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.resources.run_views import training_run
+from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas import TrainingRun

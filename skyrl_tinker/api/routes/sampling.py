@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.api.bodies import json_object, off_loop, read_model
-from skyrl_tinker.api.creation import find_checkpoint
-from skyrl_tinker.api.deps import Deps, Owner, owner_of
-from skyrl_tinker.api.documents import takes
-from skyrl_tinker.api.hot import HotRoute
-from skyrl_tinker.api.submit import announce
+from skyrl_tinker.api.middleware.fast_routes import HotRoute
+from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.requests.model_requests import find_checkpoint
+from skyrl_tinker.api.requests.request_body import json_object, read_model
+from skyrl_tinker.api.requests.submission import announce
+from skyrl_tinker.api.services import Deps, Owner, owner_of
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
+from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.schemas import (
     AcceptedFuture,

@@ -7,12 +7,12 @@ from fastapi import APIRouter, Query, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from skyrl_tinker.api.answers import from_rows
-from skyrl_tinker.api.bodies import read_model
-from skyrl_tinker.api.deps import Deps, Owner
-from skyrl_tinker.api.documents import takes
-from skyrl_tinker.api.runs import as_strings
-from skyrl_tinker.api.tokens import user_urn
+from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.requests.request_body import read_model
+from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.resources.run_views import as_strings
+from skyrl_tinker.api.security.tokens import user_urn
+from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.protocol.schemas import utc
 from skyrl_tinker.protocol.schemas.session_list import (

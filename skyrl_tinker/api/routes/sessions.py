@@ -3,9 +3,9 @@
 from fastapi import APIRouter, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.api.bodies import read_model
-from skyrl_tinker.api.deps import Deps, Owner
-from skyrl_tinker.api.documents import takes
+from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.requests.request_body import read_model
+from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.protocol.schemas import (
     CreateSessionRequest,

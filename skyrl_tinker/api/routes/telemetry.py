@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from skyrl_tinker.api.documents import takes_telemetry
+from skyrl_tinker.api.openapi.documents import takes_telemetry
 from skyrl_tinker.protocol.schemas import TelemetryResponse
 
 router = APIRouter(tags=["client"])

@@ -5,13 +5,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from skyrl_tinker.api.bodies import json_object, off_loop, read_json
-from skyrl_tinker.api.deps import Deps, owner_of
-from skyrl_tinker.api.documents import takes, takes_pass
-from skyrl_tinker.api.hot import HotRoute
-from skyrl_tinker.api.submit import Submission, body_or_failure, from_json, submit_training
+from skyrl_tinker.api.middleware.fast_routes import HotRoute
+from skyrl_tinker.api.openapi.documents import takes, takes_pass
+from skyrl_tinker.api.requests.request_body import json_object, read_json
+from skyrl_tinker.api.requests.submission import Submission, body_or_failure, from_json, submit_training
+from skyrl_tinker.api.services import Deps, owner_of
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import TooLargeError, UserError
+from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward
 from skyrl_tinker.protocol.schemas import AcceptedFuture, OptimStepRequest, parse

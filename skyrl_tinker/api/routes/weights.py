@@ -5,10 +5,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from skyrl_tinker.api.bodies import read_json
-from skyrl_tinker.api.deps import Deps, Owner, Services
-from skyrl_tinker.api.documents import takes
-from skyrl_tinker.api.submit import Body, from_json, submit_training
+from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.requests.request_body import read_json
+from skyrl_tinker.api.requests.submission import Body, from_json, submit_training
+from skyrl_tinker.api.services import Deps, Owner, Services
 from skyrl_tinker.domain.ids import OwnerId, RequestKind
 from skyrl_tinker.protocol.schemas import (
     AcceptedFuture,

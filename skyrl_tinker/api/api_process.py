@@ -1,0 +1,123 @@
+"""`python -m skyrl_tinker.api.api_process SETTINGS_JSON FD`: one API process on a listening socket that it inherits.
+
+SIGTERM ends it within a second.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+
+from skyrl_tinker.api.app import create_app
+from skyrl_tinker.api.services import Services
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.processes import die_with_parent, raise_open_files_limit, spare_the_collector
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+
+FACTS_WITHIN_S = 60.0
+_FACTS_POLL_S = 0.1
+_KEEP_ALIVE_S = 75
+_DRAIN_S = 1
+_SWITCH_S = 0.0005
+"""So soon the event loop, which gives Python's lock away with every read, gets it back from busy threads."""
+
+
+class ApiServer(uvicorn.Server):
+    """Ends the long polls before it waits for connections to drain; signals are ours, not uvicorn's."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,  # Signer reads them, if a setting says so
+                lifespan="on",
+                ws="none",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_DRAIN_S,
+            )
+        )
+        self._services: Services = app.state.services
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn would raise the signal again after serving, before the store is closed."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self.request_stop)
+        yield
+
+    def request_stop(self) -> None:
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ends the process, to be started anew, when the task that wakes long polls has died."""
+        return await super().on_tick(counter) or bool(self.lifespan.error_occurred)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._services.waiter.stop()
+        await super().shutdown(sockets)
+
+
+async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHIN_S) -> BaseModelFacts:
+    """What `serve` wrote about the base model; waits for it. StartupError when it does not come."""
+    try:
+        async with asyncio.timeout(within_s):
+            while (value := await _stored_facts(store)) is None:
+                await bell.wait(_FACTS_POLL_S)
+    except TimeoutError:
+        raise StartupError(
+            f"no facts about the base model in the store after {within_s:.0f} s: "
+            "the API is started by `skyrl-tinker serve`, which writes them"
+        ) from None
+    return TypeAdapter(BaseModelFacts).validate_python(value)
+
+
+async def _stored_facts(store: Store) -> object:
+    async with store.read() as conn:
+        return await server_state.get(conn, "base_model")
+
+
+async def run(settings: Settings, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    store = await Store.open(settings.store_url)
+    try:
+        bell = Doorbell.bind(settings.root, "api")
+        try:
+            facts = await read_facts(store, bell)
+            app = create_app(settings, store, facts, bell)
+            spare_the_collector()
+            await ApiServer(app).serve([listener])
+        finally:
+            bell.close()
+    finally:
+        await store.close()
+
+
+def main() -> None:
+    sys.setswitchinterval(_SWITCH_S)
+    die_with_parent()
+    raise_open_files_limit()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
+    uvloop.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))
+
+
+if __name__ == "__main__":
+    main()

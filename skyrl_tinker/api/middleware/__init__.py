@@ -1,0 +1,1 @@
+"""Pure ASGI layers around the routes: authentication, body limits, compression, fast routes."""

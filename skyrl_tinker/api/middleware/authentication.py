@@ -1,0 +1,67 @@
+"""Who may ask: the first thing that a request meets, before its body is read."""
+
+from collections.abc import Iterable
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from skyrl_tinker.api.security.keyring import KeyRing
+from skyrl_tinker.api.security.tokens import InvalidTokenError
+from skyrl_tinker.errors import UnauthenticatedError
+from skyrl_tinker.protocol.schemas.openai import error_body
+
+OPEN = frozenset(
+    {
+        "/healthz",
+        "/readyz",
+        "/metrics",
+        "/docs",
+        "/api/v1/healthz",
+        "/api/v1/openapi.json",
+        "/api/unauthed/auth-config",
+    }
+)
+OPEN_BELOW = ("/docs/", "/download/")
+"""Pages, and downloads whose URLs are signed."""
+_OPENAI = "/oai/"
+_BEARER = b"bearer "
+
+
+class AuthMiddleware:
+    """Sets scope["caller"] and scope["owner"], or answers 401."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
+            try:
+                caller = self._keys.caller(credential(scope["headers"]))
+            except UnauthenticatedError as error:
+                await _refusal(scope["path"], error)(scope, receive, send)
+                return
+            scope["caller"], scope["owner"] = caller, caller.owner
+        await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN or path.startswith(OPEN_BELOW)
+
+
+def credential(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """X-API-Key, else what `Authorization: Bearer` says, as OpenAI's clients send it."""
+    bearer: str | None = None
+    for name, value in headers:
+        if name == b"x-api-key":
+            return value.decode("latin-1")
+        if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+            bearer = value[len(_BEARER) :].decode("latin-1").strip()
+    return bearer
+
+
+def _refusal(path: str, error: UnauthenticatedError) -> JSONResponse:
+    """`invalid_token` (RFC 6750) makes the SDK trade its key for a new JWT and ask again, once."""
+    body = error_body(error) if path.startswith(_OPENAI) else {"detail": str(error)}
+    challenge = 'Bearer error="invalid_token"' if isinstance(error, InvalidTokenError) else "Bearer"
+    return JSONResponse(body, error.status, {"WWW-Authenticate": challenge})

@@ -1,0 +1,56 @@
+"""The short way of requests that come for every sample and every pass.
+
+What FastAPI does for any request (matching one route after another, resolving dependencies, several stacks of
+exceptions) costs more than all that the API does for these.
+"""
+
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from skyrl_tinker.api import error_responses
+from skyrl_tinker.errors import SkyrlTinkerError
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class HotRoute(APIRoute):
+    """Its endpoint gets the request and the services. Its path has no parameters, its method is POST."""
+
+    def get_route_handler(self) -> Handler:
+        endpoint = self.endpoint
+
+        async def handle(request: Request) -> Response:
+            answer = await endpoint(request, request.app.state.services)
+            if isinstance(answer, Response):
+                return answer
+            return Response(answer.model_dump_json(), media_type="application/json")
+
+        return handle
+
+
+class HotPaths:
+    """Hands requests for hot routes to their handlers, found by path; all others go on to the router."""
+
+    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
+        self._app = app
+        self._handlers = {
+            route.path: route.get_route_handler() for route in routes if isinstance(route, HotRoute)
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get(scope["path"]) if scope["type"] == "http" else None
+        if handler is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            answer = await handler(request)
+        except SkyrlTinkerError as error:
+            answer = error_responses.refusal(request, error)
+        await answer(scope, receive, send)

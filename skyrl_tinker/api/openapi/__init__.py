@@ -1,0 +1,1 @@
+"""The OpenAPI document, its description and its examples, served at /docs."""

@@ -1,0 +1,83 @@
+"""How a training request enters the journal. A wrong one enters too, as failed: its seq_id is taken."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skyrl_tinker.api.services import Services
+from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.schemas import AcceptedFuture, TrainingEnvelope, parse
+from skyrl_tinker.protocol.stored_requests import payload_digest
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import Accepted
+
+
+class Body(Protocol):
+    def to_bytes(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One training request, checked. `failure` set: `body` is empty and never read."""
+
+    kind: RequestKind
+    model_id: ModelId
+    seq_id: int
+    digest: bytes
+    body: bytes
+    failure: Failure | None
+
+
+def from_json(
+    kind: RequestKind, payload: Mapping[str, Any], check: Callable[[Mapping[str, Any]], Body]
+) -> Submission:
+    """Check a JSON request by `check`, whose UserError becomes the failure of the future.
+
+    Raises UserError only when model_id or seq_id cannot be read.
+    """
+    envelope = parse(TrainingEnvelope, payload)
+    body, failure = body_or_failure(lambda: check(payload).to_bytes())
+    digest = payload_digest(kind, payload)
+    return Submission(kind, ModelId(envelope.model_id), envelope.seq_id, digest, body, failure)
+
+
+def body_or_failure(make: Callable[[], bytes]) -> tuple[bytes, Failure | None]:
+    try:
+        return make(), None
+    except UserError as error:
+        return b"", Failure(str(error), error.category)
+
+
+async def submit_training(services: Services, owner: OwnerId | None, wanted: Submission) -> AcceptedFuture:
+    """Write it down and wake the engine; answers the first promise when it was here before."""
+    accepted = await services.store.write(
+        lambda conn: queue.submit_training(
+            conn,
+            wanted.kind,
+            wanted.model_id,
+            wanted.seq_id,
+            owner=owner,
+            body=wanted.body,
+            digest=wanted.digest,
+            failure=wanted.failure,
+        ),
+        services.wake_engine,
+    )
+    return announce(services, owner, accepted, pending=wanted.failure is None)
+
+
+def announce(
+    services: Services, owner: OwnerId | None, accepted: Accepted, *, pending: bool
+) -> AcceptedFuture:
+    """What the client is told; the API processes are rung when the result is there already."""
+    if not pending:
+        services.bell.ring("api")
+    elif accepted.created:
+        services.waiter.expect(accepted.request_id, owner)
+    return AcceptedFuture(
+        request_id=accepted.request_id,
+        model_id=accepted.model_id,
+        sample_sequence_ids=list(accepted.sequence_ids) or None,
+    )

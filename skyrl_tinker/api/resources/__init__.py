@@ -1,0 +1,1 @@
+"""Bodies of REST answers, built from rows: runs, bills, traces, archives, copies."""

@@ -1,0 +1,1 @@
+"""API keys, session tokens and signed URLs."""

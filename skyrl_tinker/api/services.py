@@ -1,0 +1,74 @@
+"""What every route needs, built once in the composition root and handed in by FastAPI."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from skyrl_tinker.api.loop_watch import LoopWatch
+from skyrl_tinker.api.middleware.parse_gate import Gate
+from skyrl_tinker.api.security.keyring import KeyRing
+from skyrl_tinker.api.security.signing import Signer
+from skyrl_tinker.api.waiting.backpressure import Backpressure
+from skyrl_tinker.api.waiting.engine_client import EngineProxy
+from skyrl_tinker.api.waiting.engine_queues import EngineQueues
+from skyrl_tinker.api.waiting.long_poll import FutureWaiter
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.protocol.validation import Limits
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    settings: Settings
+    store: Store
+    facts: BaseModelFacts
+    bell: Doorbell
+    waiter: FutureWaiter
+    limits: Limits
+    engine: EngineProxy
+    watch: LoopWatch
+    gate: Gate
+    keys: KeyRing
+    signer: Signer
+    queues: EngineQueues
+    backpressure: Backpressure
+
+    def wake_engine(self) -> None:
+        """After a commit that gives it work."""
+        self.bell.ring("engine")
+
+
+def limits_of(settings: Settings, facts: BaseModelFacts) -> Limits:
+    return Limits(
+        vocab_size=facts.vocab_size,
+        context_length=facts.context_length,
+        max_datums=settings.max_datums,
+        base_models=facts.names,
+        max_lora_rank=settings.max_lora_rank,
+    )
+
+
+async def services_of(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+Deps = Annotated[Services, Depends(services_of)]
+
+
+def owner_of(request: Request) -> OwnerId | None:
+    """Who asks, as api.auth found out."""
+    owner: OwnerId | None = request.scope.get("owner")
+    return owner
+
+
+async def _owner(request: Request) -> OwnerId | None:
+    """FastAPI would run what is not async in a thread."""
+    return owner_of(request)
+
+
+Owner = Annotated[OwnerId | None, Depends(_owner)]

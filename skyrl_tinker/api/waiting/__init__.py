@@ -1,0 +1,1 @@
+"""Long polls: results as they finish, and until then what a request waits for."""

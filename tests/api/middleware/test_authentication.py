@@ -1,0 +1,289 @@
+"""Keys: who is let in, how soon that changes, and what the SDK's JWTs are worth."""
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import jwt
+import openai
+import pytest
+from starlette.routing import Route
+from starlette.types import Message
+
+from skyrl_tinker.api.middleware import authentication
+from skyrl_tinker.api.middleware.authentication import AuthMiddleware
+from skyrl_tinker.api.security import tokens
+from skyrl_tinker.api.security.keyring import KeyRing
+from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.store import api_keys
+from tests.api.support.world import BASE, World
+
+SESSION = {"sdk_version": "0.38.0"}
+
+
+async def key_of(world: World, name: str) -> str:
+    """Known to the API at once."""
+    key = await world.store.write(lambda conn: api_keys.create(conn, name))
+    await world.services.keys.refresh()
+    return key
+
+
+async def revoke(world: World, which: str) -> None:
+    await world.store.write(lambda conn: api_keys.revoke(conn, which))
+
+
+async def ask(
+    world: World, credential: str | None = None, path: str = "get_server_capabilities"
+) -> httpx.Response:
+    return await world.http.get(path, headers={} if credential is None else {"X-API-Key": credential})
+
+
+async def until_status(world: World, status: int, credential: str | None = None) -> httpx.Response:
+    deadline = time.monotonic() + 30
+    while (answer := await ask(world, credential)).status_code != status:
+        assert time.monotonic() < deadline, answer.text
+        await asyncio.sleep(0.02)
+    return answer
+
+
+async def token_for(world: World, credential: str) -> str:
+    answer = await world.post("auth/token", {}, **{"X-API-Key": credential})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["jwt"])
+
+
+@pytest.mark.parametrize("credential", [None, "tml-anything", "eyJ.not.one", "x"])
+async def test_without_keys_everybody_is_welcome(world: World, credential: str | None) -> None:
+    assert (await ask(world, credential)).status_code == 200
+
+
+async def test_with_a_key_only_its_holder_is_let_in(world: World) -> None:
+    key = await key_of(world, "alice")
+    for wrong in (None, "", "tml-local", key[:-1], key + "x", "Bearer " + key):
+        answer = await ask(world, wrong)
+        assert answer.status_code == 401, wrong
+        assert "expected a live API key of this server" in answer.json()["detail"]
+        assert answer.headers["content-length"] == str(len(answer.content))
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert not wrong or wrong not in answer.text
+
+
+async def test_a_bearer_is_as_good_as_the_header_which_goes_first(world: World) -> None:
+    key = await key_of(world, "alice")
+    bearer = {"Authorization": f"bearer {key}"}
+    path = "get_server_capabilities"
+    assert (await world.http.get(path, headers=bearer)).status_code == 200
+    assert (await world.http.get(path, headers={**bearer, "X-API-Key": "tml-x"})).status_code == 401
+    assert (await world.http.get(path, headers={"Authorization": f"Basic {key}"})).status_code == 401
+
+
+async def test_openai_clients_read_why_they_are_refused(world: World) -> None:
+    key = await key_of(world, "alice")
+    for credential, refused in (("tml-wrong", True), (key, False)):
+        client = openai.AsyncOpenAI(
+            base_url="http://api/oai/api/v1", api_key=credential, http_client=world.http, max_retries=0
+        )
+        if refused:
+            with pytest.raises(
+                openai.AuthenticationError, match="unknown or revoked, expected a live API key"
+            ):
+                await client.models.list()
+        else:
+            assert BASE in [model.id async for model in await client.models.list()]
+
+
+async def test_the_first_key_takes_effect_by_itself(world: World) -> None:
+    key = await world.store.write(lambda conn: api_keys.create(conn, "alice"))
+    await until_status(world, 401, "tml-anything")
+    assert (await ask(world, key)).status_code == 200
+
+
+async def test_revoking_takes_effect_by_itself_and_does_not_open_the_server(world: World) -> None:
+    key = await key_of(world, "alice")
+    await revoke(world, "alice")
+    answer = await until_status(world, 401, key)
+    assert "unknown or revoked" in answer.json()["detail"]
+    assert (await ask(world)).status_code == 401
+    assert (await ask(world, "tml-anything")).status_code == 401
+
+
+async def test_a_key_from_before_the_start_counts_from_the_first_request_on(world: World) -> None:
+    await world.store.write(lambda conn: api_keys.create(conn, "alice"))
+    ring = KeyRing(world.store)
+    await ring.start()
+    assert ring.locked
+
+
+def routes_of(world: World) -> list[tuple[str, str]]:
+    return [
+        (method, route.path)
+        for route in world.app.routes
+        if isinstance(route, Route)
+        for method in sorted(route.methods or ())
+    ]
+
+
+async def test_every_route_but_those_that_are_meant_to_be_open_wants_a_key(world: World) -> None:
+    await key_of(world, "alice")
+    opened = set()
+    for method, path in routes_of(world):
+        answer = await world.http.request(method, f"http://api{path}", content=b"{}")
+        if answer.status_code != 401:
+            opened.add(path)
+    expected = {
+        path
+        for _, path in routes_of(world)
+        if path in authentication.OPEN or path.startswith(authentication.OPEN_BELOW)
+    }
+    assert opened == expected
+    assert {"/healthz", "/readyz", "/metrics", "/api/v1/healthz", "/api/v1/openapi.json"} <= opened
+    assert all(
+        not path.startswith(("/api/v1/", "/oai/")) or "health" in path or "openapi" in path for path in opened
+    )
+
+
+async def test_a_refused_body_is_not_read(world: World) -> None:
+    await key_of(world, "alice")
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        raise AssertionError("the body was read before it was known whose it is")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/forward_backward", "headers": []}
+    await AuthMiddleware(world.app, world.services.keys)(scope, receive, send)
+    assert [message.get("status") for message in sent] == [401, None]
+
+
+# JWTs
+
+
+async def test_a_key_buys_a_jwt_that_says_who_it_is(world: World) -> None:
+    key = await key_of(world, "alice@example.com")
+    before = int(time.time())
+    token = await token_for(world, key)
+    claims = jwt.decode(token, options={"verify_signature": False})
+    assert claims["sub"] == "tml:user:alice@example.com"
+    assert claims["org_id"] == "local"
+    assert claims["email"] == "alice@example.com"
+    assert claims["iss"].startswith("passport-")
+    assert claims["exp"] - claims["iat"] == tokens.LIFE_S
+    assert before <= claims["iat"] <= time.time()
+    assert key not in str(claims)
+    assert (await ask(world, token)).status_code == 200
+
+
+async def test_key_and_jwt_are_one_owner(world: World) -> None:
+    key = await key_of(world, "alice")
+    token = await token_for(world, key)
+    made = await world.post("create_session", SESSION, **{"X-API-Key": token})
+    beat = await world.post("session_heartbeat", made.json(), **{"X-API-Key": key})
+    assert (made.status_code, beat.status_code) == (200, 200)
+
+
+async def test_revoking_a_key_ends_its_jwts_and_says_so_as_the_sdk_understands(world: World) -> None:
+    key = await key_of(world, "alice")
+    token = await token_for(world, key)
+    assert (await ask(world, token)).status_code == 200
+    await revoke(world, "alice")
+    answer = await until_status(world, 401, token)
+    assert 'error="invalid_token"' in answer.headers["www-authenticate"]
+    assert "revoked" in answer.json()["detail"]
+
+
+def forged(world: World, **changes: Any) -> dict[str, str]:
+    """Tokens that are wrong in one way each."""
+    now = int(time.time())
+    good = {"iss": tokens.ISSUER, "sub": "tml:user:alice", "key": 1, "iat": now, "exp": now + 60}
+    secret = world.services.keys._secret
+    other = b"another secret of thirty-two byt"
+    signed = {
+        "expired": ({**good, "exp": now - 1}, secret),
+        "another secret": (good, other),
+        "another issuer": ({**good, "iss": "passport-elsewhere"}, secret),
+        "no expiry": ({key: value for key, value in good.items() if key != "exp"}, secret),
+        "no key": ({key: value for key, value in good.items() if key != "key"}, secret),
+        "another key": ({**good, "key": 2}, secret),
+    }
+    made = {name: jwt.encode(claims, key, "HS256") for name, (claims, key) in signed.items()}
+    made["unsigned"] = jwt.encode(good, None, "none")
+    made["cut"] = jwt.encode(good, secret, "HS256")[:-4]
+    made["nonsense"] = "eyJ" + "x" * 40
+    return made
+
+
+async def test_jwts_that_are_not_ours_or_too_old_are_invalid_tokens(world: World) -> None:
+    key = await key_of(world, "alice")
+    assert (await ask(world, await token_for(world, key))).status_code == 200
+    for name, token in forged(world).items():
+        answer = await ask(world, token)
+        assert answer.status_code == 401, name
+        assert 'error="invalid_token"' in answer.headers["www-authenticate"], name
+        assert answer.json()["detail"].startswith("X-API-Key: found a JWT"), name
+
+
+async def test_a_jwt_stops_when_it_expires_though_it_was_seen_before(world: World) -> None:
+    key = await key_of(world, "alice")
+    ring = world.services.keys
+    caller = ring.caller(key)
+    soon = Caller(caller.owner, caller.name, until=int(time.time()) + 2)
+    token = ring.token(soon)
+    assert (await ask(world, token)).status_code == 200
+    await until_status(world, 401, token)
+
+
+async def test_a_jwt_buys_no_longer_life(world: World) -> None:
+    first = await token_for(world, await key_of(world, "alice"))
+    second = await token_for(world, first)
+    ends = [jwt.decode(each, options={"verify_signature": False})["exp"] for each in (first, second)]
+    assert ends[0] == ends[1]
+
+
+async def test_a_jwt_from_before_the_first_key_is_worth_nothing_after_it(world: World) -> None:
+    token = await token_for(world, "tml-anything")
+    assert jwt.decode(token, options={"verify_signature": False})["sub"] == "tml:user:local"
+    assert (await ask(world, token)).status_code == 200
+    await key_of(world, "alice")
+    answer = await until_status(world, 401, token)
+    assert 'error="invalid_token"' in answer.headers["www-authenticate"]
+
+
+# What a client may do about its own key
+
+
+async def test_a_key_tells_what_it_is(world: World) -> None:
+    key = await key_of(world, "alice")
+    answer = await ask(world, key, "auth/apikey/me")
+    assert answer.json() == {
+        "key_id": 1,
+        "name": "alice",
+        "note": "",
+        "details": {"org_details": {"name": "local"}, "user_details": {"email": "alice"}},
+    }
+
+
+async def test_without_keys_any_key_logs_in_and_none_can_be_revoked(world: World) -> None:
+    answer = await ask(world, "tml-mine", "auth/apikey/me")
+    assert (answer.status_code, answer.json()["name"], answer.json()["key_id"]) == (200, "local", 0)
+    refused = await world.http.delete("auth/apikey/me", headers={"X-API-Key": "tml-mine"})
+    assert refused.status_code == 400
+    assert refused.json()["detail"] == "this server has no API keys: it takes any, so there is none to revoke"
+
+
+async def test_a_key_can_revoke_itself_and_only_itself(world: World) -> None:
+    alice, bob = await key_of(world, "alice"), await key_of(world, "bob")
+    assert (await world.http.delete("auth/apikey/me", headers={"X-API-Key": alice})).status_code == 200
+    assert (await ask(world, alice)).status_code == 401
+    assert (await ask(world, bob)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/api/v1/auth/apikey"), ("GET", "/api/unauthed/auth-config")]
+)
+async def test_a_browser_login_is_refused_with_what_to_do(world: World, method: str, path: str) -> None:
+    answer = await world.http.request(method, f"http://api{path}")
+    assert answer.status_code == 400
+    assert "skyrl-tinker keys create" in answer.json()["detail"]

@@ -1,0 +1,250 @@
+"""Bodies: bounded on the wire and after decompression, refused with a Content-Length."""
+
+import asyncio
+import gzip
+import random
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+import zstandard
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from skyrl_tinker.api.middleware import body_limits
+from skyrl_tinker.api.middleware.body_limits import LARGE_BYTES, BodyLimitMiddleware, BodyLimits
+from skyrl_tinker.api.middleware.byte_budget import ByteBudget, Share
+from skyrl_tinker.api.middleware.compression import decompress, most_expanded
+from skyrl_tinker.api.requests.json_bounds import MAX_PARTS, parse_json
+from skyrl_tinker.errors import TooLargeError, UserError
+from tests.api.support.world import World
+
+CAP = 1 << 20
+
+
+def zstd(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("zstd", zstd), ("gzip", gzip.compress)])
+async def test_compressed_bodies_are_read(
+    world: World, encoding: str, compress: Callable[[bytes], bytes]
+) -> None:
+    body = compress(b'{"sdk_version": "0.38.0"}')
+    answer = await world.http.post("create_session", content=body, headers={"Content-Encoding": encoding})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("zstd", zstd), ("gzip", gzip.compress)])
+def test_a_bomb_costs_no_more_than_the_cap(encoding: str, compress: Callable[[bytes], bytes]) -> None:
+    bomb = compress(bytes(64 * CAP))
+    assert len(bomb) < CAP / 8
+    with pytest.raises(TooLargeError, match=f"{len(bomb)} bytes of {encoding}.*more than {CAP}"):
+        decompress(bomb, encoding, CAP)
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("zstd", zstd), ("gzip", gzip.compress)])
+def test_a_body_that_just_fits_comes_back_whole(encoding: str, compress: Callable[[bytes], bytes]) -> None:
+    data = bytes(range(256)) * (CAP // 256)
+    assert decompress(compress(data), encoding, CAP) == data
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("zstd", zstd), ("gzip", gzip.compress)])
+def test_a_torn_or_padded_body_is_refused(encoding: str, compress: Callable[[bytes], bytes]) -> None:
+    whole = compress(b"some data " * 1000)
+    for wrong in (whole[:-6], whole + b"more", b"not compressed", b""):
+        with pytest.raises(UserError, match=encoding):
+            decompress(wrong, encoding, CAP)
+
+
+async def test_an_unknown_encoding_is_refused(world: World) -> None:
+    answer = await world.http.post("create_session", content=b"{}", headers={"Content-Encoding": "br"})
+    assert answer.status_code == 400
+    assert "'br'" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_over_the_wire_cap_is_413_with_both_sizes(announced: bool) -> None:
+    async def app(scope: object, receive: object, send: object) -> None:
+        raise AssertionError("a refused body must not get through")
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield bytes(100)
+
+    limited = BodyLimitMiddleware(app, BodyLimits(wire=1000, expanded=1000, held=1000))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
+        answer = await http.post("/", content=bytes(2000) if announced else pieces())
+    assert answer.status_code == 413
+    assert "1000" in answer.json()["detail"]
+    assert ("2000" in answer.json()["detail"]) == announced
+    assert int(answer.headers["content-length"]) > 0
+
+
+def test_json_nests_up_to_64_levels() -> None:
+    parse_json(b"[" * 64 + b"]" * 64)
+    parse_json(rb'{"text": "[[[\"[[[' + b"[{" * 100 + b'"}')
+    for opening, closing in ((b"[", b"]"), (b'{"a":', b"}")):
+        nested = opening * 65 + b"1" + closing * 65
+        with pytest.raises(UserError, match="nested deeper than 64"):
+            parse_json(nested)
+    with pytest.raises(UserError, match="not valid JSON"):
+        parse_json(b"[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"{", "JSON"),
+        (b"[]", "object"),
+        (b"", "JSON"),
+        (b'{"session_id": NaN}', "JSON"),
+        (b'{"session_id": 5}', "session_id"),
+        (b"{}", "session_id"),
+    ],
+)
+async def test_a_bad_body_is_400_with_a_content_length_and_names_the_field(
+    world: World, body: bytes, named: str
+) -> None:
+    answer = await world.http.post("session_heartbeat", content=body)
+    assert answer.status_code == 400
+    assert int(answer.headers["content-length"]) > 0
+    assert named in answer.json()["detail"]
+
+
+def test_a_zstd_frame_of_unknown_size_is_read() -> None:
+    stream = zstandard.ZstdCompressor().compressobj()
+    data = bytes(range(256)) * 1000
+    assert decompress(stream.compress(data) + stream.flush(), "zstd", CAP) == data
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("zstd", zstd), ("gzip", gzip.compress)])
+def test_several_frames_are_refused(encoding: str, compress: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(UserError, match="exactly one complete"):
+        decompress(compress(b"one") + compress(b"two"), encoding, CAP)
+
+
+def test_a_zstd_window_of_gigabytes_is_refused() -> None:
+    """Window_Descriptor 0xA8 is 2 GiB (RFC 8878, 3.1.1.1.2); then an empty last block."""
+    for descriptor, allowed in ((0xA8, False), (0x88, True)):
+        frame = b"\x28\xb5\x2f\xfd\x00" + bytes([descriptor]) + b"\x01\x00\x00"
+        if allowed:
+            assert decompress(frame, "zstd", CAP) == b""
+        else:
+            with pytest.raises(UserError, match="zstd"):
+                decompress(frame, "zstd", CAP)
+
+
+def test_how_much_a_body_may_become_is_known_before() -> None:
+    assert most_expanded(zstd(bytes(CAP)), "zstd") == CAP
+    assert most_expanded(gzip.compress(bytes(CAP)), "gzip") >= CAP
+
+
+def test_json_of_too_many_values_is_refused_before_it_is_parsed() -> None:
+    parse_json(b"[" + b"1," * 10_000 + b"1]")
+    for part in (b"[],", b"1,", b'"",', b"{},"):
+        with pytest.raises(TooLargeError, match="brackets, quotes and commas"):
+            parse_json(b"[" + part * MAX_PARTS + b"1]")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"session_id": "a", "session_id": "b"}', 404),  # the last one counts
+        (b'{"session_id": "a\\u0000b"}', 404),
+        (b'{"session_id": "\\ud800"}', 400),
+        (b'{"session_id": "\xff\xfe"}', 400),
+        (b'{"session_id": "\xed\xa0\x80"}', 400),
+        (b'{"session_id": "a", "more": ' + b"9" * 200 + b"}", 404),
+        (b'{"session_id": "a", "more": ' + b"9" * 5000 + b"}", 400),
+        (b'{"session_id": "a", "more": 1e999}', 400),
+        (b'{"session_id": ' + b"9" * 400 + b"}", 400),
+        (b'\xef\xbb\xbf{"session_id": "a"}', 400),
+    ],
+)
+async def test_odd_json_is_answered(world: World, body: bytes, status: int) -> None:
+    answer = await world.http.post("session_heartbeat", content=body)
+    assert answer.status_code == status, answer.text
+    assert int(answer.headers["content-length"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "nothing", 404), ("DELETE", "create_session", 405), ("GET", "checkpoints?limit=x", 400)],
+)
+async def test_what_the_framework_refuses_has_a_content_length(
+    world: World, method: str, path: str, status: int
+) -> None:
+    answer = await world.http.request(method, path)
+    assert answer.status_code == status
+    assert int(answer.headers["content-length"]) > 0
+    assert isinstance(answer.json()["detail"], str)
+
+
+async def test_large_bodies_wait_for_each_other_and_small_ones_do_not() -> None:
+    inside, release = asyncio.Semaphore(0), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        if scope["path"] == "/large":
+            inside.release()
+            await release.wait()
+        await PlainTextResponse("done")(scope, receive, send)
+
+    limited = BodyLimitMiddleware(app, BodyLimits(wire=1 << 20, expanded=1 << 20, held=2 << 20))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
+        body = bytes(1 << 20)
+        waiting = [asyncio.create_task(http.post("/large", content=body)) for _ in range(5)]
+        await inside.acquire()
+        await inside.acquire()
+        assert (await http.post("/small", content=b"x")).text == "done"
+        waiting[2].cancel()  # one of those that wait
+        assert inside.locked(), "a third one is held"
+        release.set()
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+    assert sum(isinstance(answer, httpx.Response) for answer in answers) == 4
+
+
+async def test_a_large_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limits, "GRACE_S", 0.1)
+    monkeypatch.setattr(body_limits, "SLOWEST_BYTES_PER_S", 1 << 30)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("it is not complete")
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield bytes(LARGE_BYTES + 1)
+        await asyncio.Event().wait()
+
+    limited = BodyLimitMiddleware(app, BodyLimits(wire=1 << 20, expanded=1 << 20, held=1 << 20))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
+        answer = await http.post("/", content=slow())
+    assert answer.status_code == 408
+    assert "did not come" in answer.json()["detail"]
+
+
+async def test_a_budget_is_given_out_in_turn_and_comes_back_whole() -> None:
+    """Whatever is cancelled, whenever: everybody gets a turn, never more than there is, nothing is lost."""
+    source, budget = random.Random(1), ByteBudget(100)
+    live: dict[int, Share] = {}
+    totals = [0]
+
+    async def use(size: int) -> None:
+        async with budget.holding(size) as share:
+            live[id(share)] = share
+            totals.append(sum(each.size for each in live.values()))
+            try:
+                await asyncio.sleep(source.random() / 1000)
+                budget.shrink(share, share.size // 2)
+                await asyncio.sleep(source.random() / 1000)
+            finally:
+                del live[id(share)]
+
+    tasks = [asyncio.create_task(use(source.randint(1, 150))) for _ in range(500)]
+    for task in source.sample(tasks, 100):
+        await asyncio.sleep(0.0005)
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert 90 < max(totals) <= 100
+    async with budget.holding(100) as share:
+        assert share.size == 100

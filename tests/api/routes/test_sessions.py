@@ -1,0 +1,54 @@
+"""Sessions: opened by SDKs of every age, kept alive, finished once."""
+
+from typing import Any
+
+import pytest
+
+from tests.api.support.world import BASE, World, sample, step
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tags": ["a"], "user_metadata": {"x": [1]}, "sdk_version": "0.38.0", "type": "create_session"},
+        {"tags": [], "user_metadata": None, "sdk_version": "0.3.0", "project_id": None},
+        {},
+    ],
+)
+async def test_a_session_opens_for_old_and_new_sdks(world: World, body: dict[str, Any]) -> None:
+    session = (await world.ok("create_session", body))["session_id"]
+    assert "/" not in session
+    assert (await world.ok("session_heartbeat", {"session_id": session}))["type"] == "session_heartbeat"
+
+
+async def test_after_finish_heartbeats_and_submits_answer_410(world: World) -> None:
+    session = await world.session()
+    model, sampler = await world.model(session), await world.sampler(session)
+    finish = {"reason": {"type": "success"}, "detail": None}
+    assert (await world.post(f"sessions/{session}/finish", finish)).status_code == 200
+    late = [
+        ("session_heartbeat", {"session_id": session}),
+        ("optim_step", step(model, 1)),
+        ("asample", sample(sampler, 0)),
+        ("create_model", {"session_id": session, "model_seq_id": 1, "base_model": BASE, "lora_config": {}}),
+        (
+            "create_sampling_session",
+            {"session_id": session, "sampling_session_seq_id": 1, "base_model": BASE},
+        ),
+    ]
+    for path, body in late:
+        assert (await world.post(path, body)).status_code == 410, path
+
+
+async def test_finishing_again_is_fine(world: World) -> None:
+    session = await world.session()
+    for reason in ("errored", "success"):
+        answer = await world.post(f"sessions/{session}/finish", {"reason": {"type": reason}, "detail": "d"})
+        assert answer.status_code == 200
+
+
+async def test_an_unknown_session_is_404(world: World) -> None:
+    assert (await world.post("session_heartbeat", {"session_id": "no"})).status_code == 404
+    assert (await world.post("sessions/no/finish", {})).status_code == 404
+    model = {"session_id": "no", "model_seq_id": 0, "base_model": BASE, "lora_config": {}}
+    assert (await world.post("create_model", model)).status_code == 404

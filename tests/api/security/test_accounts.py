@@ -1,0 +1,144 @@
+"""Keys from where people meet them: our command line, and the unmodified SDK and its own."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import OwnerId, SessionId
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store import api_keys, owners, session_records
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.store import Store, once
+from tests.api.support.process import Api, launched
+from tests.api.support.world import settings_for, write_facts
+
+TINKER = Path(sys.executable).with_name("tinker")
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
+        migrate(settings.store_url)
+        with launched(settings, listener) as made:
+            store = await Store.open(settings.store_url)
+            await write_facts(store)
+            await store.close()
+            await asyncio.to_thread(made.wait_until_up)
+            yield made
+
+
+def ours(settings: Settings, *arguments: str, expected: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "skyrl_tinker.cli", *arguments, "--home", str(settings.root)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == expected, done.stderr
+    return done
+
+
+class Laptop:
+    """Somebody's, with the SDK on it and a home of its own."""
+
+    def __init__(self, api: Api, home: Path) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
+        self._environment = {**kept, "HOME": str(home), "TINKER_BASE_URL": api.url, "TINKER_TELEMETRY": "0"}
+
+    def tinker(self, *arguments: str, typed: str = "", key: str | None = None) -> tuple[int, str]:
+        """Exit code and all that was printed."""
+        given = {} if key is None else {"TINKER_API_KEY": key}
+        done = subprocess.run(
+            [str(TINKER), *arguments],
+            input=typed,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**self._environment, **given},
+        )
+        return done.returncode, done.stdout
+
+
+@pytest.fixture
+def laptop(api: Api, tmp_path: Path) -> Laptop:
+    home = tmp_path / "laptop"
+    home.mkdir()
+    return Laptop(api, home)
+
+
+def test_a_key_made_while_the_server_runs_logs_its_holder_in_and_out(api: Api, laptop: Laptop) -> None:
+    key = ours(api.settings, "keys", "create", "--name", "alice@example.com").stdout.strip()
+    wait_until_locked(api)
+    code, said = laptop.tinker("auth", "login", typed=f"{key}\n")
+    assert (code, "Logged in as alice@example.com (local)" in said) == (0, True), said
+    code, said = laptop.tinker("--format", "json", "auth", "whoami")
+    assert code == 0, said
+    assert json.loads(said) == {
+        "user_urn": "tml:user:alice@example.com",
+        "org_urn": "tml:organization:local",
+        "email": "alice@example.com",
+    }
+    code, said = laptop.tinker("auth", "status")
+    assert (code, "Tinker accessible: yes" in said) == (0, True), said
+    code, said = laptop.tinker("auth", "logout")
+    assert (code, "Removed credential 'alice@example.com'" in said) == (0, True), said
+    code, said = laptop.tinker("auth", "login", typed="tml-wrong\n")
+    assert (code, "unknown or revoked, expected a live API key of this server" in said) == (1, True), said
+
+
+def wait_until_locked(api: Api) -> None:
+    deadline = time.monotonic() + 60
+    while httpx.get(f"{api.url}/api/v1/get_server_capabilities").status_code != 401:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_without_keys_any_key_is_somebody(laptop: Laptop) -> None:
+    code, said = laptop.tinker("auth", "whoami", key="tml-anything")
+    assert code == 0, said
+    assert "tml:user:local" in said
+
+
+def test_keys_are_shown_once_listed_and_revoked(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "home")
+    assert "no database" in ours(settings, "keys", "list", expected=1).stderr
+    made = ours(settings, "keys", "create", "--name", "alice")
+    key = made.stdout.strip()
+    assert made.stdout == f"{key}\n"
+    assert key.startswith("tml-")
+    assert "shown only now" in made.stderr
+    assert ours(settings, "keys", "revoke", "alice").stdout == "revoked: 1 alice\n"
+    assert "no live key 'alice'" in ours(settings, "keys", "revoke", "alice", expected=1).stderr
+    listed = ours(settings, "keys", "list").stdout
+    assert key not in listed
+    (line,) = listed.splitlines()
+    assert line.split()[:2] == ["1", "alice"]
+    assert "revoked 2" in line
+
+
+def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "home")
+    ours(settings, "keys", "create", "--name", "first")
+
+    async def keyless(conn: AsyncConnection) -> SessionId:
+        about = {"project_id": None, "display_name": None, "sdk_version": "0.38.0"}
+        return await session_records.create(conn, owner=None, tags=[], user_metadata={}, **about)
+
+    async def owned(conn: AsyncConnection) -> None:
+        await owners.require_session(conn, await api_keys.id_of(conn, "carol"), session)
+
+    session = once(settings.store_url, keyless)
+    assert "no key sees the 1 session(s)" in ours(settings, "keys", "create", "--name", "alice").stderr
+    with pytest.raises(NotFoundError):
+        once(settings.store_url, lambda conn: owners.require_session(conn, OwnerId(2), session))
+    assert "it has the 1 session(s)" in ours(settings, "keys", "create", "--name", "carol", "--adopt").stderr
+    once(settings.store_url, owned)
+    assert "session(s)" not in ours(settings, "keys", "create", "--name", "dave").stderr

@@ -1,0 +1,436 @@
+"""What is another's looks exactly like what there is not: on every route, for every kind of object.
+
+The cases below name every route of the app. A route that is added without one fails the first test.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from urllib.parse import urlencode
+from uuid import UUID
+
+import httpx
+import pytest
+from aiohttp import web
+from starlette.routing import BaseRoute, Mount, Route
+
+from skyrl_tinker.api.middleware import authentication
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.store import api_keys
+from tests.api.routes.test_losses import upload
+from tests.api.routes.test_openai import engine
+from tests.api.support.passes import datum, protobuf
+from tests.api.support.world import BASE, Json, World, sample, step
+
+PASS = {"Content-Type": "application/x-protobuf"}
+
+
+@dataclass(frozen=True)
+class Things:
+    """One of each, all of one session."""
+
+    session: str
+    model: str
+    sampler: str
+    future: str
+    weights: str
+
+    @property
+    def sampler_weights(self) -> str:
+        return f"tinker://{self.model}/sampler_weights/b"
+
+    def unknown(self) -> "Things":
+        """As long, and made by nobody."""
+        return Things(
+            *(self._changed(each) for each in (self.session, self.model, self.sampler)),
+            future="0" * len(self.future),
+            weights=self._changed(self.weights),
+        )
+
+    def _changed(self, text: str) -> str:
+        return text.replace(self.session, str(UUID(int=UUID(self.session).int ^ 1)))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Path below the server's root, and a body: JSON, or bytes as they are."""
+
+    path: str
+    json: Json | None = None
+    content: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Case = Callable[[Things, Things], Ask]
+"""From what is another's (or unknown) and what is one's own to a request."""
+
+
+def post(path: str, body: Callable[[Things, Things], Json]) -> Case:
+    return lambda their, own: Ask(f"/api/v1/{path}", body(their, own))
+
+
+def at(path: str, body: Json | None = None) -> Case:
+    """`path` names the object by a field of Things."""
+    return lambda their, own: Ask("/api/v1/" + path.format_map(vars(their)), body)
+
+
+def create(session: str, number: int = 9) -> Json:
+    return {
+        "session_id": session,
+        "model_seq_id": number,
+        "base_model": BASE,
+        "lora_config": {"rank": 8, "train_mlp": True, "train_attn": True, "train_unembed": True},
+    }
+
+
+def sampling(session: str, **target: str) -> Json:
+    return {"session_id": session, "sampling_session_seq_id": 9, **(target or {"base_model": BASE})}
+
+
+def backward(model: str) -> bytes:
+    return protobuf(model, 1, datum([1, 2]))
+
+
+def copy(path: str, session: str) -> Json:
+    return {"source_path": path, "session_id": session, "model_seq_id": 9}
+
+
+CHECKPOINT = "training_runs/{model}/checkpoints/weights/a"
+CASES: dict[tuple[str, str], list[Case]] = {
+    ("POST", "/api/v1/session_heartbeat"): [
+        post("session_heartbeat", lambda t, o: {"session_id": t.session})
+    ],
+    ("POST", "/api/v1/sessions/{session_id}/finish"): [
+        at("sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
+    ],
+    ("GET", "/api/v1/sessions/{session_id}"): [at("sessions/{session}")],
+    ("PUT", "/api/v1/sessions/{session_id}/project"): [at("sessions/{session}/project", {"project_id": "p"})],
+    ("GET", "/api/v1/sessions/{session_id}/trace_export"): [at("sessions/{session}/trace_export")],
+    ("POST", "/api/v1/create_model"): [post("create_model", lambda t, o: create(t.session))],
+    ("POST", "/api/v1/get_info"): [post("get_info", lambda t, o: {"model_id": t.model})],
+    ("POST", "/api/v1/unload_model"): [post("unload_model", lambda t, o: {"model_id": t.model})],
+    ("POST", "/api/v1/forward_backward"): [
+        lambda t, o: Ask("/api/v1/forward_backward", content=backward(t.model), headers=PASS)
+    ],
+    ("POST", "/api/v1/forward"): [
+        lambda t, o: Ask("/api/v1/forward", content=backward(t.model), headers=PASS)
+    ],
+    ("POST", "/api/v1/optim_step"): [post("optim_step", lambda t, o: step(t.model, 1))],
+    ("POST", "/api/v1/save_weights"): [
+        post("save_weights", lambda t, o: {"model_id": t.model, "seq_id": 1, "path": "a"})
+    ],
+    ("POST", "/api/v1/save_weights_for_sampler"): [
+        post("save_weights_for_sampler", lambda t, o: {"model_id": t.model, "seq_id": 1, "path": "a"})
+    ],
+    ("POST", "/api/v1/save_weights_external"): [
+        post("save_weights_external", lambda t, o: {"model_id": t.model, "seq_id": 1, "path": "a"})
+    ],
+    ("POST", "/api/v1/load_weights"): [
+        post(
+            "load_weights",
+            lambda t, o: {"session_id": t.session, "model_seq_id": 9, "path": o.weights, "optimizer": False},
+        ),
+        post(
+            "load_weights",
+            lambda t, o: {"model_id": t.model, "seq_id": 1, "path": o.weights, "optimizer": False},
+        ),
+    ],
+    ("POST", "/api/v1/create_custom_loss"): [post("create_custom_loss", lambda t, o: upload(t.session))],
+    ("POST", "/api/v1/weights_info"): [post("weights_info", lambda t, o: {"tinker_path": t.weights})],
+    ("POST", "/api/v1/copy_weights"): [
+        post("copy_weights", lambda t, o: copy(t.weights, o.session)),
+        post("copy_weights", lambda t, o: copy(o.weights, t.session)),
+    ],
+    ("POST", "/api/v1/create_sampling_session"): [
+        post("create_sampling_session", lambda t, o: sampling(t.session)),
+        post("create_sampling_session", lambda t, o: sampling(o.session, model_path=t.sampler_weights)),
+    ],
+    ("POST", "/api/v1/join_sampling_session"): [
+        post("join_sampling_session", lambda t, o: {"sampling_session_id": t.sampler})
+    ],
+    ("GET", "/api/v1/samplers/{sampler_id}"): [at("samplers/{sampler}")],
+    ("POST", "/api/v1/asample"): [post("asample", lambda t, o: sample(t.sampler, 9))],
+    ("POST", "/api/v1/retrieve_future"): [
+        post("retrieve_future", lambda t, o: {"request_id": t.future}),
+    ],
+    ("POST", "/api/v1/retrieve_futures"): [
+        post(
+            "retrieve_futures",
+            lambda t, o: {
+                "target": {"sampling_session_id": t.sampler, "cloned_sampler_id": 0},
+                "timeout": 0.0,
+            },
+        )
+    ],
+    ("POST", "/api/v1/cancel_future"): [post("cancel_future", lambda t, o: {"request_id": t.future})],
+    ("GET", "/api/v1/training_runs/{run}"): [at("training_runs/{model}")],
+    ("GET", "/api/v1/training_runs/{run}/checkpoints"): [at("training_runs/{model}/checkpoints")],
+    ("GET", "/api/v1/models/{run}/checkpoints"): [at("models/{model}/checkpoints")],
+    ("DELETE", "/api/v1/training_runs/{run}/checkpoints/{checkpoint_id:path}"): [at(CHECKPOINT)],
+    ("POST", "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/publish"): [at(CHECKPOINT + "/publish")],
+    ("DELETE", "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/publish"): [
+        at(CHECKPOINT + "/publish")
+    ],
+    ("PUT", "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/ttl"): [
+        at(CHECKPOINT + "/ttl", {"ttl_seconds": 3600})
+    ],
+    ("GET", "/api/v1/training_runs/{run}/checkpoints/{checkpoint_id:path}/archive"): [
+        at(CHECKPOINT + "/archive")
+    ],
+    ("GET", "/api/v1/training_runs/{run}/checkpoints/{checkpoint_id:path}/external_weights_urls"): [
+        at(CHECKPOINT + "/external_weights_urls")
+    ],
+}
+
+HOUR = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+TODAY = urlencode({"starting_on": HOUR.isoformat(), "ending_before": (HOUR + timedelta(hours=3)).isoformat()})
+LISTS: dict[tuple[str, str], Json | None] = {
+    ("GET", "/api/v1/sessions"): None,
+    ("POST", "/api/v1/sessions/search"): {"owner": {"type": "accessible"}, "limit": 100},
+    ("GET", "/api/v1/training_runs"): None,
+    ("GET", "/api/v1/training_runs?access_scope=accessible"): None,
+    ("GET", "/api/v1/checkpoints"): None,
+    ("GET", "/api/v1/audit?event_type=all"): None,
+    ("GET", f"/api/v1/billing/usage/events?{TODAY}"): None,
+    ("GET", "/api/v1/billing/usage/checkpoints/current"): None,
+}
+"""They name no object, and tell of one's own only."""
+
+ELSEWHERE = {
+    ("POST", "/oai/api/v1/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
+    ("POST", "/oai/api/v1/chat/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
+}
+NOBODYS = {
+    ("POST", "/api/v1/client/config"),
+    ("POST", "/api/v1/client/dynamic_config"),
+    ("POST", "/api/v1/auth/token"),
+    ("GET", "/api/v1/auth/apikey/me"),
+    ("DELETE", "/api/v1/auth/apikey/me"),
+    ("POST", "/api/v1/auth/apikey"),
+    ("POST", "/api/v1/create_session"),
+    ("POST", "/api/v1/telemetry"),
+    ("GET", "/api/v1/get_server_capabilities"),
+    ("GET", "/oai/api/v1/models"),
+}
+"""No object is named, and none is told of but what the caller has just made or is."""
+
+
+def routes(world: World) -> Iterator[tuple[str, str]]:
+    """Of the app, but for those that are open to everybody; HEAD is GET without its body."""
+    for route in world.app.routes:
+        assert isinstance(route, Route | Mount), route
+        if not _open(route):
+            assert isinstance(route, Route)
+            yield from ((method, route.path) for method in (route.methods or set()) - {"HEAD"})
+
+
+def _open(route: BaseRoute) -> bool:
+    path = getattr(route, "path", "")
+    return path in authentication.OPEN or f"{path}/".startswith(authentication.OPEN_BELOW)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    world: World
+    key: str
+    things: Things
+
+    async def send(self, method: str, ask: Ask) -> httpx.Response:
+        return await self.world.http.request(
+            method,
+            f"http://api{ask.path}",
+            json=ask.json,
+            content=ask.content,
+            headers={**ask.headers, "X-API-Key": self.key},
+        )
+
+
+async def tenant(world: World, name: str) -> Tenant:
+    key = await world.store.write(lambda conn: api_keys.create(conn, name))
+    await world.services.keys.refresh()
+    with as_key(world, key):
+        session = await world.session()
+        model = await world.model(session)
+        sampler = await world.sampler(session)
+        future = str((await world.ok("asample", sample(sampler, 0)))["request_id"])
+    weights = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a")
+    await world.checkpoint(model, CheckpointKind.SAMPLER_WEIGHTS, "b")
+    return Tenant(world, key, Things(session, model, sampler, future, weights))
+
+
+class as_key:  # noqa: N801  (reads like a function)
+    """What the world sends meanwhile is sent with this key."""
+
+    def __init__(self, world: World, key: str) -> None:
+        self._headers = world.http.headers
+        self._key = key
+
+    def __enter__(self) -> None:
+        self._headers["X-API-Key"] = self._key
+
+    def __exit__(self, *_: object) -> None:
+        del self._headers["X-API-Key"]
+
+
+@pytest.fixture
+async def alice(world: World) -> Tenant:
+    return await tenant(world, "alice")
+
+
+@pytest.fixture
+async def bob(world: World, alice: Tenant) -> Tenant:
+    return await tenant(world, "bob")
+
+
+async def test_every_route_has_a_case(world: World) -> None:
+    known = {*CASES, *ELSEWHERE, *NOBODYS, *((method, path.partition("?")[0]) for method, path in LISTS)}
+    assert set(routes(world)) == known
+
+
+async def test_what_is_anothers_is_answered_as_what_there_is_not(alice: Tenant, bob: Tenant) -> None:
+    unknown = alice.things.unknown()
+    for (method, path), cases in CASES.items():
+        for number, case in enumerate(cases):
+            foreign = await bob.send(method, case(alice.things, bob.things))
+            nothing = await bob.send(method, case(unknown, bob.things))
+            where = f"{method} {path} [{number}]: {foreign.status_code} {foreign.text}"
+            assert (foreign.status_code, nothing.status_code) == (404, 404), where
+            assert renamed(foreign, alice.things, unknown) == nothing.content, where
+            assert set(foreign.headers) == set(nothing.headers), where
+
+
+def renamed(answer: httpx.Response, their: Things, unknown: Things) -> bytes:
+    text = answer.text.replace(their.session, unknown.session).replace(their.future, unknown.future)
+    return text.encode()
+
+
+async def test_the_cases_are_good_requests_when_they_name_ones_own(alice: Tenant) -> None:
+    """Or they would find 404 for another reason."""
+    own = alice.things
+    wrong = {}
+    for (method, path), cases in CASES.items():
+        if method == "DELETE" or "finish" in path:  # after which there is less to find
+            continue
+        for number, case in enumerate(cases):
+            answer = await alice.send(method, case(own, own))
+            if answer.status_code == 404:
+                wrong[f"{method} {path} [{number}]"] = answer.text
+    assert not wrong
+
+
+async def test_nothing_of_anothers_was_changed_by_asking(alice: Tenant, bob: Tenant) -> None:
+    before = await state_of(alice)
+    for (method, _), cases in CASES.items():
+        for case in cases:
+            await bob.send(method, case(alice.things, bob.things))
+    assert await state_of(alice) == before
+
+
+async def state_of(one: Tenant) -> list[str]:
+    things = one.things
+    asks = [
+        f"/api/v1/training_runs/{things.model}",
+        f"/api/v1/training_runs/{things.model}/checkpoints",
+        f"/api/v1/sessions/{things.session}",
+        f"/api/v1/samplers/{things.sampler}",
+    ]
+    return [(await one.send("GET", Ask(path))).text for path in asks]
+
+
+async def test_lists_tell_of_ones_own_only(world: World, alice: Tenant) -> None:
+    """Somebody who has made nothing sees what somebody sees where nobody has made anything."""
+    carol_key = await world.store.write(lambda conn: api_keys.create(conn, "carol"))
+    await world.services.keys.refresh()
+    carol = Tenant(world, carol_key, alice.things)
+    for (method, path), body in LISTS.items():
+        answer = await carol.send(method, Ask(path, body))
+        assert answer.status_code == 200, f"{method} {path}: {answer.text}"
+        assert alice.things.session not in answer.text, path
+        assert not listed(answer), path
+        assert listed(await alice.send(method, Ask(path, body))), path
+
+
+def listed(answer: httpx.Response) -> list[Json]:
+    """The one list in an answer."""
+    (values,) = [value for value in answer.json().values() if isinstance(value, list)]
+    return values
+
+
+async def test_what_was_made_before_there_were_keys_is_nobodys(world: World) -> None:
+    session = await world.session()
+    model = await world.model(session)
+    carol = await tenant(world, "carol")
+    answer = await carol.send("GET", Ask(f"/api/v1/training_runs/{model}"))
+    assert answer.status_code == 404
+
+
+async def test_another_of_ones_own_keys_is_another_owner(world: World, alice: Tenant) -> None:
+    second = await world.store.write(lambda conn: api_keys.create(conn, "alice-2"))
+    await world.services.keys.refresh()
+    answer = await replace(alice, key=second).send("GET", Ask(f"/api/v1/training_runs/{alice.things.model}"))
+    assert answer.status_code == 404
+
+
+async def test_a_model_from_anothers_checkpoint_fails_as_from_none(
+    world: World, alice: Tenant, bob: Tenant
+) -> None:
+    """The request is good: it is the promise that fails, with the same words."""
+    told = []
+    for number, path in enumerate((alice.things.weights, alice.things.unknown().weights)):
+        body = {
+            "session_id": bob.things.session,
+            "model_seq_id": 20 + number,
+            "path": path,
+            "optimizer": False,
+        }
+        with as_key(world, bob.key):
+            promise = await world.ok("load_weights", body)
+            told.append(await world.failure(promise["request_id"]))
+    assert told[0].replace(alice.things.session, alice.things.unknown().session) == told[1]
+
+
+async def test_a_published_checkpoint_is_everybodys_to_read_and_its_owners_to_change(
+    world: World, alice: Tenant, bob: Tenant
+) -> None:
+    run, session = alice.things.model, bob.things.session
+    for kind, name in (("weights", "a"), ("sampler_weights", "b")):
+        path = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/publish"
+        assert (await alice.send("POST", Ask(path))).status_code == 200
+    readable = (
+        Ask("/api/v1/weights_info", {"tinker_path": alice.things.weights}),
+        Ask("/api/v1/create_sampling_session", sampling(session, model_path=alice.things.sampler_weights)),
+        Ask(
+            "/api/v1/load_weights",
+            {"session_id": session, "model_seq_id": 30, "path": alice.things.weights, "optimizer": False},
+        ),
+    )
+    for ask in readable:
+        assert (await bob.send("POST", ask)).status_code == 200, ask
+    assert {row.model_key for row in await world.queued() if row.kind == "load_weights"}, "not born failed"
+    listed = (await bob.send("GET", Ask(f"/api/v1/training_runs/{run}/checkpoints"))).json()
+    assert len(listed["checkpoints"]) == 2
+    for (method, path), cases in CASES.items():
+        if "{checkpoint_id:path}" in path or path.endswith(("/publish", "/ttl")):
+            answer = await bob.send(method, cases[0](alice.things, bob.things))
+            assert answer.status_code == 404, f"{method} {path}"
+    assert (await bob.send("GET", Ask(f"/api/v1/training_runs/{run}"))).status_code == 404
+
+
+async def test_the_engine_hears_who_asks_from_the_api_alone(world: World, alice: Tenant) -> None:
+    """tests/e2e/test_openai.py holds what the engine makes of it."""
+    heard = []
+
+    async def handler(request: web.Request) -> web.Response:
+        heard.append({name.lower(): value for name, value in request.headers.items()})
+        return web.json_response({})
+
+    forged = {"X-Skyrl-Tinker-Owner": "99"}
+    paths = ("/oai/api/v1/completions", "/oai/api/v1/chat/completions")
+    async with engine(world, *(web.post(path, handler) for path in paths)):
+        for path in paths:
+            text = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+            body = {"model": alice.things.sampler_weights, **text}
+            answer = await alice.send("POST", Ask(path, body, headers=forged))
+            assert answer.status_code == 200, answer.text
+    assert [each["x-skyrl-tinker-owner"] for each in heard] == ["1", "1"]
+    assert not any("x-api-key" in each or "authorization" in each for each in heard)

@@ -1,0 +1,168 @@
+"""API and engine on one database, with work that takes as long as a test wants it to."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.queue_views import QueuesView
+from skyrl_tinker.domain.values import SampleOutput, SampleRequest
+from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
+from skyrl_tinker.engine.deadlines import Deadlines
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.http_server import Gateway
+from skyrl_tinker.engine.intake import Intake
+from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity.drift_monitor import GapMonitor
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.saves.external_exports import Exporter
+from skyrl_tinker.engine.saves.training_saves import Saver
+from skyrl_tinker.engine.trainer.model_creation import Models
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.places import Places
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from tests.api.support.whole import Samplers, Trainer
+from tests.api.support.world import FACTS, Json, World, running
+
+
+class SlowSamplers(Samplers):
+    """None of its samples ends before `go_on`; `stopped` are the prompts of those that were given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused: str | None = None
+        self.go_on = asyncio.Event()
+        self.stopped: list[tuple[int, ...]] = []
+
+    async def sample(self, wanted: object, request: SampleRequest) -> SampleOutput:
+        output = await super().sample(wanted, request)
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.stopped.append(request.prompt)
+            raise
+        return output
+
+
+@dataclass
+class Waiting:
+    """`api`: the first of the API processes. `looks`: how often an API asked the engine what waits."""
+
+    store: Store
+    settings: Settings
+    trainer: Trainer = field(default_factory=Trainer)
+    samplers: SlowSamplers = field(default_factory=SlowSamplers)
+    placement: Placement = SEPARATE
+    apis: list[World] = field(default_factory=list)
+    looks: int = 0
+
+    def __post_init__(self) -> None:
+        self.bell = Doorbell.bind(self.settings.root, "engine")
+        store, trainer, samplers = self.store, cast(Any, self.trainer), cast(Any, self.samplers)
+        metrics = Metrics()
+        outbox = Outbox(store, self.bell, metrics)
+        root = self.settings.checkpoint_root
+        saver = Saver(store, trainer, outbox, root)
+        gaps = GapMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
+        keeper = Models(store, trainer, FACTS, saver, 64)
+        exporter = Exporter(store, trainer, outbox, FACTS, root)
+        nobody = cast(Any, None)
+        self.driver = TrainerDriver(
+            store, trainer, keeper, saver, exporter, nobody, outbox, 16384, gaps, metrics, self.placement
+        )
+        self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency, metrics)
+        self._intake = Intake(store, self.bell, self.driver, self.sampler, 0, metrics)
+        self.deadlines = Deadlines(
+            metrics,
+            self.driver,
+            self.sampler,
+            outbox,
+            request_s=self.settings.request_deadline_s,
+            gap_s=self.settings.gap_deadline_s,
+        )
+        openai = OpenAIServer(store, samplers, nobody, FACTS, metrics)
+        self.gateway = Gateway(Places(self.settings).engine_socket, openai, metrics, self._view, MiB)
+
+    @property
+    def api(self) -> World:
+        return self.apis[0]
+
+    def _view(self) -> QueuesView:
+        self.looks += 1
+        return QueuesView(self.driver.view(), self.sampler.view())
+
+    async def run(self) -> None:
+        await asyncio.gather(self.driver.run(), self.sampler.run(), self._intake.run(), self.deadlines.run())
+
+
+@asynccontextmanager
+async def waiting(
+    settings: Settings, apis: int = 1, placement: Placement = SEPARATE
+) -> AsyncIterator[Waiting]:
+    """Of `settings`, whose database is migrated already."""
+    Places(settings).make()
+    async with AsyncExitStack() as stack:
+        store = await Store.open(settings.store_url)
+        stack.push_async_callback(store.close)
+        made = Waiting(store, settings, placement=placement)
+        stack.callback(made.bell.close)
+        await made.gateway.start()
+        stack.push_async_callback(made.gateway.close)
+        task = asyncio.create_task(made.run())
+        stack.push_async_callback(_ended, task)
+        for _ in range(apis):
+            made.apis.append(await stack.enter_async_context(running(settings)))
+        yield made
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.result()
+
+
+async def told(world: World, request_id: str) -> tuple[str, str | None]:
+    """State and reason of a poll that is over."""
+    answer = await world.retrieve(request_id)
+    assert answer.status_code == 408, answer.text
+    return answer.json()["queue_state"], answer.json().get("queue_state_reason")
+
+
+async def until(look: Callable[[], Awaitable[object]]) -> None:
+    async with asyncio.timeout(20):
+        while not await look():  # noqa: ASYNC110 (others write what is looked at)
+            await asyncio.sleep(0.02)
+
+
+async def is_told(world: World, request_id: str, state: str, text: str) -> None:
+    """Sooner or later: the engine may have its first look still before it."""
+    await until(lambda: _equal(told(world, request_id), (state, text)))
+
+
+async def _equal(value: Awaitable[object], expected: object) -> bool:
+    return await value == expected
+
+
+async def ready_model(world: World, session: str | None = None) -> str:
+    model = await world.model(session)
+    await until(lambda: _all_created(world))
+    return model
+
+
+async def _all_created(world: World) -> bool:
+    return all(row.kind is not RequestKind.CREATE_MODEL for row in await world.queued())
+
+
+async def submit(world: World, path: str, body: Json) -> str:
+    return str((await world.ok(path, body))["request_id"])
+
+
+async def holds(look: Callable[[], bool]) -> bool:
+    """For `until`, where nothing is awaited."""
+    return look()

@@ -1,0 +1,179 @@
+"""API and engine on one database. Only what computes is scripted: the trainer's workers and the samplers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, cast
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import (
+    AdapterWeights,
+    Failure,
+    LoraSpec,
+    PassItem,
+    PassOutput,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    StepItem,
+    StepOutput,
+)
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.intake import Intake
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity.drift_monitor import GapMonitor
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.saves.external_exports import Exporter
+from skyrl_tinker.engine.saves.sampler_publisher import Publisher
+from skyrl_tinker.engine.saves.training_saves import Saver
+from skyrl_tinker.engine.trainer.model_creation import Models
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from tests.api.support.world import FACTS, World, running
+from tests.engine.support.world import Workers
+
+Ran = tuple[str, Any]
+
+
+class Trainer(Workers):
+    """`ran`: what it did to each model, in order, as the requests of that model asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: dict[ModelKey, list[Ran]] = {}
+
+    def _note(self, model: ModelKey, what: str, value: Any = None) -> None:
+        self.ran.setdefault(model, []).append((what, value))
+
+    async def create_model(self, model: ModelKey, spec: LoraSpec, *_: object) -> None:
+        self._note(model, "create", spec.rank)
+
+    async def run_pass(self, items: Sequence[PassItem]) -> list[PassOutput | Failure]:
+        for item in items:
+            tokens = [datum.tokens.tolist() for datum in item.data]
+            self._note(item.model, "pass", (item.seq_id, item.backward, tokens))
+        return await super().run_pass(items)
+
+    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput | Failure]:
+        """Noted by the learning rate, in thousandths."""
+        for step in steps:
+            self._note(step.model, "step", round(step.params.learning_rate * 1000))
+        return await super().optim_step(steps)
+
+    async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
+        for model in models:
+            self._note(model, "zero")
+
+    async def capture_state(self, model: ModelKey, *, optimizer: bool) -> ModelKey:
+        self._note(model, "save")
+        return model
+
+    async def capture_export(self, model: ModelKey, shard_bytes: int) -> str:
+        self._note(model, "export")
+        return await super().capture_export(model, shard_bytes)
+
+    async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
+        self._note(model, "load", optimizer)
+
+    async def capture_adapters(self, models: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
+        for model in models:
+            self._note(model, "publish")
+        return {model: AdapterWeights(LoraSpec(8, 0), {}) for model in models}
+
+
+class Samplers:
+    """`drawn`: the prompts of all samples, in order. Each sample has its prompt for its tokens."""
+
+    replicas = 1
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[int, ...]] = []
+
+    async def sample(self, wanted: object, request: SampleRequest) -> SampleOutput:
+        self.drawn.append(request.prompt)
+        logprobs = tuple(-0.5 for _ in request.prompt)
+        return SampleOutput((SampledSequence(request.prompt, logprobs, "length"),) * request.num_samples)
+
+    def require_served(self, base_model: str) -> None:
+        """All are."""
+
+    def target(self, model: ModelKey, version: object) -> object:
+        return version
+
+    async def load(self, version: object) -> None:
+        """At once."""
+
+    async def announce(self, wanted: object) -> None:
+        """Nobody waits for it."""
+
+
+class Engine:
+    """The real one from the journal to the workers' door. `cursor`: futures up to here are dealt with."""
+
+    def __init__(self, settings: Settings, store: Store, bell: Doorbell) -> None:
+        self.trainer, self.samplers = Trainer(), Samplers()
+        self.store = store
+        trainer, samplers = cast(Any, self.trainer), cast(Any, self.samplers)
+        metrics, outbox = Metrics(), Outbox(store, bell)
+        root, ephemeral = settings.checkpoint_root, settings.root / "ephemeral"
+        ephemeral.mkdir()
+        saver = Saver(store, trainer, outbox, root)
+        publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, metrics)
+        gaps = GapMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
+        keeper = Models(store, trainer, FACTS, saver, settings.max_lora_rank)
+        exporter = Exporter(store, trainer, outbox, FACTS, root)
+        self.driver = TrainerDriver(
+            store, trainer, keeper, saver, exporter, publisher, outbox, settings.unit_tokens, gaps, metrics
+        )
+        self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency)
+        self.intake = Intake(store, bell, self.driver, self.sampler, 0)
+
+    async def run(self) -> None:
+        await asyncio.gather(self.driver.run(), self.sampler.run(), self.intake.run())
+
+
+class Whole:
+    """An engine and API processes that can be ended and started again."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.apis: list[World] = []
+        self._running: list[AsyncExitStack] = []
+
+    async def start_api(self) -> None:
+        stack = AsyncExitStack()
+        self.apis.append(await stack.enter_async_context(running(self.settings)))
+        self._running.append(stack)
+
+    async def restart_api(self, number: int) -> None:
+        await self._running[number].aclose()
+        self._running[number] = stack = AsyncExitStack()
+        self.apis[number] = await stack.enter_async_context(running(self.settings))
+
+    async def stop_apis(self) -> None:
+        for stack in self._running:
+            await stack.aclose()
+
+
+@asynccontextmanager
+async def whole(settings: Settings, apis: int) -> AsyncIterator[Whole]:
+    """Of `settings`, whose database is migrated already."""
+    store = await Store.open(settings.store_url)
+    bell = Doorbell.bind(settings.root, "engine")
+    engine = Engine(settings, store, bell)
+    made = Whole(settings, engine)
+    task = asyncio.create_task(engine.run())
+    try:
+        for _ in range(apis):
+            await made.start_api()
+        yield made
+    finally:
+        await made.stop_apis()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        bell.close()
+        await store.close()

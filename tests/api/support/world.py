@@ -1,0 +1,202 @@
+"""The API on a real store, with the test in the engine's place: it finishes futures in that store."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from fastapi import FastAPI
+
+from skyrl_tinker.api.app import create_app
+from skyrl_tinker.api.services import Services
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId
+from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
+from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, server_state
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.store import Store
+
+BASE = "org/tiny"
+VOCABULARY = 512
+CONTEXT = 64
+PROTOBUF = {"Accept": "application/x-protobuf"}
+FACTS = BaseModelFacts(
+    directory="/models/tiny",
+    names=(BASE, "/models/tiny"),
+    architecture="Qwen3ForCausalLM",
+    vocab_size=VOCABULARY,
+    context_length=CONTEXT,
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=32,
+    hidden_size=64,
+    tied=True,
+    eos_token_ids=(0,),
+)
+STEP = {"metrics": {"grad_norm": 1.0}}
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class World:
+    """`http` speaks to the app below /api/v1; `store` is what the engine would hold."""
+
+    settings: Settings
+    store: Store
+    bell: Doorbell
+    app: FastAPI
+    http: httpx.AsyncClient
+
+    @property
+    def services(self) -> Services:
+        services: Services = self.app.state.services
+        return services
+
+    async def post(self, path: str, body: Mapping[str, Any], **headers: str) -> httpx.Response:
+        return await self.http.post(path, json=body, headers=headers)
+
+    async def ok(self, path: str, body: Mapping[str, Any]) -> Json:
+        answer = await self.post(path, body)
+        assert answer.status_code == 200, answer.text
+        value: Json = answer.json()
+        return value
+
+    async def session(self) -> str:
+        return str((await self.ok("create_session", {"sdk_version": "0.38.0"}))["session_id"])
+
+    async def model(self, session: str | None = None, number: int = 0, **changes: Any) -> str:
+        body = {
+            "session_id": session or await self.session(),
+            "model_seq_id": number,
+            "base_model": BASE,
+            "lora_config": {"rank": 8, "train_mlp": True, "train_attn": True, "train_unembed": True},
+            **changes,
+        }
+        return str((await self.ok("create_model", body))["model_id"])
+
+    async def sampler(self, session: str | None = None, number: int = 0, **changes: Any) -> str:
+        body = {
+            "session_id": session or await self.session(),
+            "sampling_session_seq_id": number,
+            **(changes or {"base_model": BASE}),
+        }
+        return str((await self.ok("create_sampling_session", body))["sampling_session_id"])
+
+    async def retrieve(self, request_id: str, **headers: str) -> httpx.Response:
+        return await self.post("retrieve_future", {"request_id": request_id}, **headers)
+
+    async def failure(self, request_id: str) -> str:
+        """The message of a future that failed by the user's fault."""
+        answer = await self.retrieve(request_id, **PROTOBUF)
+        assert answer.status_code == 200
+        assert answer.json()["category"] == "user"
+        return str(answer.json()["error"])
+
+    # What the engine does.
+
+    async def queued(self) -> list[QueuedRow]:
+        async with self.store.read() as conn:
+            return await queue.queued_after(conn, 0)
+
+    async def id_of(self, request_id: str) -> int:
+        async with self.store.read() as conn:
+            outcome = await queue.outcome(conn, RequestId(request_id))
+        assert outcome is not None
+        return outcome.future_id
+
+    async def succeed(self, request_id: str, content_type: str, body: bytes, *, ring: bool = True) -> None:
+        future_id = await self.id_of(request_id)
+        await self.store.write(lambda conn: queue.succeed(conn, future_id, content_type, body))
+        if ring:
+            self.bell.ring("api")
+
+    async def fail(self, request_id: str, message: str) -> None:
+        future_id = await self.id_of(request_id)
+        await self.store.write(lambda conn: queue.fail(conn, future_id, Failure(message, "server")))
+        self.bell.ring("api")
+
+    async def set_engine(self, name: str, detail: str = "") -> None:
+        value = {"state": name, "detail": detail, "since": 0.0, "died_after": None}
+        await self.store.write(lambda conn: server_state.put(conn, "engine", value))
+
+    async def checkpoint(self, model_id: str, kind: CheckpointKind, name: str, **changes: Any) -> str:
+        """A saved checkpoint; sampler weights come with a version, as the engine publishes them."""
+        async with self.store.read() as conn:
+            model = await model_records.by_id(conn, ModelId(model_id))
+        assert model is not None
+        key = model.key
+        if kind is CheckpointKind.SAMPLER_WEIGHTS:
+            changes["version_id"] = await self.store.write(
+                lambda conn: sampling_sessions.new_version(conn, key, "lora", durable=True)
+            )
+        fields = {"directory": "/nowhere", "base_model": model.base_model, "size_bytes": 10} | changes
+        new = NewCheckpoint(model_key=key, kind=kind, name=name, spec=model.spec, **fields)
+        await self.store.write(lambda conn: checkpoint_records.add(conn, new, replace=True))
+        return f"tinker://{model_id}/{kind}/{name}"
+
+
+def settings_for(home: Path, **changes: Any) -> Settings:
+    return Settings(home=home, **{"long_poll_s": 0.3, **changes})
+
+
+@asynccontextmanager
+async def running(settings: Settings) -> AsyncIterator[World]:
+    """The app of `settings`, whose database is migrated already."""
+    store = await Store.open(settings.store_url)
+    bell = Doorbell.bind(settings.root, "api")
+    try:
+        app = create_app(settings, store, FACTS, bell)
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://api/api/v1") as http,
+        ):
+            world = World(settings, store, bell, app, http)
+            await world.set_engine("ready")
+            yield world
+    finally:
+        bell.close()
+        await store.close()
+
+
+async def write_facts(store: Store) -> None:
+    await store.write(lambda conn: server_state.put(conn, "base_model", asdict(FACTS)))
+
+
+def pass_output(*logprobs: Sequence[float]) -> bytes:
+    arrays = tuple(np.asarray(values, np.float32) for values in logprobs)
+    return pass_requests.encode_forward_backward_output(PassOutput(RequestId("r"), arrays, {"loss:sum": 1.5}))
+
+
+def sample_output(*tokens: Sequence[int]) -> bytes:
+    sequences = tuple(
+        SampledSequence(tuple(values), tuple(-0.5 for _ in values), "length") for values in tokens
+    )
+    return pass_requests.encode_sample_response(SampleOutput(sequences))
+
+
+def step(model_id: str, seq_id: int, **adam: Any) -> Json:
+    return {
+        "model_id": model_id,
+        "seq_id": seq_id,
+        "type": "optim_step",
+        "adam_params": adam or {"learning_rate": 1e-3},
+    }
+
+
+def sample(session: str, seq_id: int, **changes: Any) -> Json:
+    return {
+        "sampling_session_id": session,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 4},
+        **changes,
+    }

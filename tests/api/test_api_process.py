@@ -1,0 +1,206 @@
+"""The API as its own process, spoken to by the unmodified SDK, with the test as the engine behind it."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from sqlalchemy import select
+
+from skyrl_tinker.api.api_process import ApiServer, read_facts
+from skyrl_tinker.api.app import create_app
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.tables import Session
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from tests.api.support.engine import Engine, working
+from tests.api.support.process import Api, launched
+from tests.api.support.world import BASE, FACTS, settings_for, write_facts
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "ray", "transformers", "vllm", "peft"}
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+@pytest.fixture
+def settings(tmp_path: Path, listener: socket.socket) -> Settings:
+    made = settings_for(tmp_path / "home", long_poll_s=20.0, port=listener.getsockname()[1])
+    migrate(made.store_url)
+    return made
+
+
+@pytest.fixture
+def api(settings: Settings, listener: socket.socket) -> Iterator[Api]:
+    with launched(settings, listener) as made:
+        yield made
+
+
+@pytest.fixture
+async def store(settings: Settings) -> AsyncIterator[Store]:
+    opened = await Store.open(settings.store_url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def engine(store: Store, api: Api) -> AsyncIterator[Engine]:
+    await write_facts(store)
+    await asyncio.to_thread(api.wait_until_up)
+    async with working(store, api.settings.root) as made:
+        yield made
+
+
+async def use_sdk(api: Api, scenario: str) -> None:
+    user = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.api.support.sdk_scenarios", api.url, scenario),
+        cwd=ROOT,
+        env={**os.environ, "TINKER_API_KEY": "tml-test"},
+    )
+    assert await asyncio.wait_for(user.wait(), 60) == 0
+
+
+async def test_the_sdk_trains_samples_and_finishes_its_session(
+    api: Api, engine: Engine, store: Store
+) -> None:
+    await use_sdk(api, "train_and_sample")
+    passes = [number for kind, number in engine.order if kind is RequestKind.FORWARD_BACKWARD]
+    assert set(passes) == {1, 2, 3}
+    assert passes[-1] == 1  # the SDK sends the first chunk last
+    async with store.read() as conn:
+        assert await conn.scalar(select(Session.finish_reason)) == "success"
+
+
+async def test_the_sdk_hears_at_once_what_was_wrong(api: Api, engine: Engine) -> None:
+    await use_sdk(api, "be_wrong")
+    assert (RequestKind.FORWARD_BACKWARD, 1) in engine.order  # failed, and its seq_id taken
+
+
+async def test_it_has_sockets_for_thousands_of_long_polls(api: Api, store: Store) -> None:
+    await write_facts(store)
+    await asyncio.to_thread(api.wait_until_up)
+    soft, hard = psutil.Process(api.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard
+
+
+async def test_sigterm_answers_long_polls_and_ends_soon(api: Api, store: Store) -> None:
+    await write_facts(store)
+    await asyncio.to_thread(api.wait_until_up)
+    async with httpx.AsyncClient(base_url=f"{api.url}/api/v1") as http:
+        session = (await http.post("create_session", json={})).json()["session_id"]
+        body = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": BASE,
+            "lora_config": {"rank": 8},
+        }
+        request_id = (await http.post("create_model", json=body)).json()["request_id"]
+        polls = [
+            asyncio.create_task(http.post("retrieve_future", json={"request_id": request_id}, timeout=30))
+            for _ in range(50)
+        ]
+        await asyncio.sleep(0.5)
+        seconds = await asyncio.to_thread(api.stop)
+        answers = await asyncio.gather(*polls)
+    assert {answer.status_code for answer in answers} == {408}
+    assert seconds < 3.0  # 0.3 s on an idle machine; the polls had 19 s left
+
+
+async def test_a_large_chunked_body_gets_its_413(api: Api, store: Store) -> None:
+    await write_facts(store)
+    await asyncio.to_thread(api.wait_until_up)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(70):
+            yield bytes(1 << 20)
+
+    async with httpx.AsyncClient(base_url=f"{api.url}/api/v1") as http:
+        answer = await http.post("forward_backward", content=pieces(), timeout=30)
+    assert answer.status_code == 413
+    assert int(answer.headers["content-length"]) > 0
+
+
+class BrokenBell(Doorbell):
+    async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109
+        raise OSError("the socket is gone")
+
+
+async def test_it_ends_rather_than_serve_without_waking_long_polls(
+    settings: Settings, listener: socket.socket, store: Store
+) -> None:
+    bell = BrokenBell.bind(settings.root, "api")
+    server = ApiServer(create_app(settings, store, FACTS, bell))
+    await asyncio.wait_for(server.serve([listener]), 10)
+    bell.close()
+
+
+async def test_it_dies_with_its_parent(
+    settings: Settings, listener: socket.socket, store: Store, tmp_path: Path
+) -> None:
+    await write_facts(store)
+    file = tmp_path / "settings.json"
+    file.write_text(settings.model_dump_json())
+    child = await asyncio.to_thread(_start_under_a_parent_and_kill_that, settings, listener, file)
+    await asyncio.to_thread(_wait_until_gone, child)
+    assert not _alive(child)
+
+
+def _start_under_a_parent_and_kill_that(settings: Settings, listener: socket.socket, file: Path) -> int:
+    fd = listener.fileno()
+    code = (
+        "import subprocess, sys, time\n"
+        f"command = [sys.executable, '-m', 'skyrl_tinker.api.api_process', {str(file)!r}, '{fd}']\n"
+        f"p = subprocess.Popen(command, pass_fds=[{fd}])\n"
+        "print(p.pid, flush=True)\ntime.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, pass_fds=[fd])
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+    Api(f"http://127.0.0.1:{settings.port}", parent, settings).wait_until_up()
+    parent.kill()
+    parent.wait()
+    return child
+
+
+def _wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_without_facts_it_says_who_writes_them(store: Store, tmp_path: Path) -> None:
+    bell = Doorbell.bind(tmp_path, "api")
+    with pytest.raises(StartupError, match="skyrl-tinker serve"):
+        await read_facts(store, bell, within_s=0.2)
+    await write_facts(store)
+    assert await read_facts(store, bell) == FACTS
+    bell.close()
+
+
+def test_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, skyrl_tinker.api.api_process; print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not HEAVY & set(modules.split())
+    assert "fastapi" in modules.split()

@@ -1,0 +1,203 @@
+"""A long poll that is over says what the request waits for; too many samples are told to come again."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from skyrl_tinker.api.waiting.engine_queues import EVERY_S
+from skyrl_tinker.api.waiting.queue_reasons import Reason, reason
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.queue_views import (
+    LaneView,
+    QueuesView,
+    QueueView,
+    SamplingView,
+    TrainingView,
+    queues_from_bytes,
+)
+from skyrl_tinker.store.futures.cancellation import Place
+from tests.api.support.passes import old_json
+from tests.api.support.waiting import Waiting, holds, is_told, ready_model, submit, told, until, waiting
+from tests.api.support.world import sample, step
+
+IDLE = TrainingView({})
+ASKED = {"X-Tinker-Sampling-Backpressure": "1"}
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    return settings.model_copy(update={"sample_concurrency": 1, "sample_backlog": 3})
+
+
+@pytest.fixture
+async def made(settings: Settings) -> AsyncIterator[Waiting]:
+    async with waiting(settings) as world:
+        yield world
+
+
+# Training
+
+
+async def test_a_gap_is_named(made: Waiting) -> None:
+    model = await ready_model(made.api)
+    parked = await submit(made.api, "optim_step", step(model, 8))
+    await is_told(made.api, parked, "paused_capacity", "waiting for seq 1 of this model (8 is here)")
+
+
+async def test_who_is_ahead_is_counted(made: Waiting) -> None:
+    models = [await ready_model(made.api) for _ in range(4)]
+    made.trainer.go_on.clear()
+    first = await submit(made.api, "forward_backward", old_json(models[0], 1))
+    await until(lambda: holds(lambda: "pass" in made.trainer.names()))
+    others = [await submit(made.api, "optim_step", step(model, 1)) for model in models[1:]]
+    behind = await submit(made.api, "optim_step", step(models[3], 2))
+    assert await told(made.api, first) == ("active", "it is being worked on")
+    await is_told(made.api, others[0], "paused_capacity", "it is next in turn, less than a second")
+    await is_told(made.api, others[2], "paused_capacity", "2 tenants ahead, less than a second")
+    text = "1 earlier request of this model and 2 tenants ahead, less than a second"
+    await is_told(made.api, behind, "paused_capacity", text)
+    made.trainer.go_on.set()
+    assert (await made.api.retrieve(behind)).status_code == 200
+
+
+async def test_a_save_that_is_being_written_says_so_and_who_waits_for_it_too(made: Waiting) -> None:
+    model = await ready_model(made.api)
+    made.trainer.disk.clear()
+    saves = [
+        await submit(made.api, "save_weights", {"model_id": model, "seq_id": seq_id, "path": f"s{seq_id}"})
+        for seq_id in (1, 2)
+    ]
+    await is_told(made.api, saves[0], "active", "its save is being written")
+    await is_told(made.api, saves[1], "paused_capacity", "an earlier save of this model is being written")
+    made.trainer.disk.set()
+    assert (await made.api.retrieve(saves[1])).status_code == 200
+
+
+# Sampling
+
+
+async def test_samples_ahead_are_counted_and_pauses_named(made: Waiting) -> None:
+    sampler = await made.api.sampler()
+    ids = [await submit(made.api, "asample", sample(sampler, number)) for number in range(3)]
+    await is_told(made.api, ids[0], "active", "it is being sampled")
+    await is_told(made.api, ids[1], "paused_capacity", "it is the next to be sampled")
+    await is_told(made.api, ids[2], "paused_capacity", "1 sample ahead of this one")
+    made.samplers.paused = "samplers are updating weights"
+    await is_told(made.api, ids[0], "paused_capacity", "samplers are updating weights")
+
+
+async def test_a_flood_of_samples_keeps_nobody_else_waiting(made: Waiting) -> None:
+    flood, other = await made.api.sampler(), await made.api.sampler()
+    for number in range(6):
+        await submit(made.api, "asample", sample(flood, number))
+    late = await submit(made.api, "asample", sample(other, 0))
+    await is_told(made.api, late, "paused_capacity", "1 sample ahead of this one")
+
+
+async def test_many_polls_ask_the_engine_once_a_second(made: Waiting) -> None:
+    sampler = await made.api.sampler()
+    ids = [await submit(made.api, "asample", sample(sampler, number)) for number in range(40)]
+    await is_told(made.api, ids[39], "paused_capacity", "38 samples ahead of this one")
+    began, looks = time.monotonic(), made.looks
+    answers = await asyncio.gather(*(told(made.api, request_id) for request_id in ids))
+    assert {state for state, _ in answers} == {"active", "paused_capacity"}
+    assert made.looks - looks <= 2 + (time.monotonic() - began) / EVERY_S
+
+
+async def test_without_the_engine_the_poll_ends_all_the_same(made: Waiting) -> None:
+    model = await ready_model(made.api)
+    parked = await submit(made.api, "optim_step", step(model, 2))
+    await made.gateway.close()
+    assert await told(made.api, parked) == ("active", None)
+
+
+async def test_above_the_backlog_asample_is_to_come_again(made: Waiting) -> None:
+    sampler = await made.api.sampler()
+    for number in range(3):
+        assert (await made.api.post("asample", sample(sampler, number), **ASKED)).status_code == 200
+    refused = await made.api.post("asample", sample(sampler, 3), **ASKED)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    # A look at the engine while samples are accepted may count some of them twice, until the next.
+    found = re.match(
+        r"(\d) samples wait, and the server takes 3 \(setting sample_backlog\)", refused.json()["detail"]
+    )
+    assert found is not None
+    assert 3 <= int(found[1]) <= 6
+    made.samplers.go_on.set()
+    await until(lambda: _accepted(made, sampler, 3))
+
+
+async def _accepted(made: Waiting, sampler: str, number: int) -> bool:
+    return (await made.api.post("asample", sample(sampler, number), **ASKED)).status_code == 200
+
+
+async def test_who_does_not_know_429_never_gets_one(made: Waiting) -> None:
+    sampler = await made.api.sampler()
+    for number in range(6):
+        assert (await made.api.post("asample", sample(sampler, number))).status_code == 200
+
+
+async def test_samples_that_are_done_are_not_counted_when_the_next_one_comes(made: Waiting) -> None:
+    sampler = await made.api.sampler()
+    for number in range(6):
+        await submit(made.api, "asample", sample(sampler, number))
+    await asyncio.sleep(EVERY_S)
+    made.samplers.go_on.set()
+    await until(lambda: _all_done(made))
+    await asyncio.sleep(2 * EVERY_S)  # nobody asks meanwhile
+    assert (await made.api.post("asample", sample(sampler, 6), **ASKED)).status_code == 200
+
+
+async def _all_done(made: Waiting) -> bool:
+    return not await made.api.queued()
+
+
+# What the words depend on
+
+
+def place(kind: RequestKind, seq_id: int | None = 5, future_id: int = 100) -> Place:
+    return Place(future_id, kind, "b", 7, seq_id)
+
+
+PASS = RequestKind.FORWARD_BACKWARD
+OWN = "earlier requests of this model are being worked on"
+LANE = LaneView(next_seq=5, lowest=5, held=False, session_id="b")
+
+
+@pytest.mark.parametrize(
+    ("asked", "training", "text"),
+    [
+        (place(PASS, 4), TrainingView({7: LANE}), "it is being worked on"),
+        (place(RequestKind.CREATE_MODEL, 0), IDLE, "the model is being created"),
+        (place(RequestKind.LOAD_WEIGHTS, 0), IDLE, "the model is being created"),
+        (place(RequestKind.LOAD_WEIGHTS, 3), IDLE, "the weights are being loaded"),
+        (place(RequestKind.SAVE_WEIGHTS_FOR_SAMPLER), IDLE, "its weights are being brought to the samplers"),
+        (place(RequestKind.UNLOAD_MODEL, None), IDLE, "the requests before it are not done yet"),
+        (place(PASS), TrainingView({7: LANE}, ("a", "b"), (3,), "forward", 4.2), "1 tenant ahead, about 8 s"),
+        (place(PASS), TrainingView({7: LANE}, ("b",), (3,), "x", 200), "it is next in turn, about 3 min"),
+        (place(PASS), TrainingView({7: LANE}, running=(7,)), OWN),
+        (place(PASS, 9), TrainingView({7: LANE}, ("b",)), "4 earlier requests of this model ahead"),
+    ],
+)  # fmt: skip
+def test_what_a_training_request_waits_for(asked: Place, training: TrainingView, text: str) -> None:
+    assert reason(asked, QueuesView(training, SamplingView())).text == text
+
+
+def test_of_very_many_samples_the_engine_tells_every_so_many() -> None:
+    queue = QueueView(tuple(range(100, 200, 10)), 95)
+    view = SamplingView({"b": queue}, stride=10, waiting=95, per_second=2.0)
+    found = reason(place(RequestKind.SAMPLE, future_id=141), QueuesView(IDLE, view))
+    assert found == Reason("paused_capacity", "50 samples ahead of this one, about 26 s")
+
+
+def test_what_the_engine_tells_is_read_as_it_was_told() -> None:
+    training = TrainingView({7: LANE}, ("a", "b"), (3, 7), "forward", 4.2)
+    view = QueuesView(
+        training, SamplingView({"b": QueueView((1, 2), 2)}, 1, 2, 3, 0.5, "samplers are updating weights")
+    )
+    assert queues_from_bytes(view.to_bytes()) == view
