@@ -14,7 +14,7 @@ READY = "skyrl-tinker ready: "
 def served(*arguments: str) -> Iterator[tuple[str, int]]:
     """URL and pid of `skyrl-tinker serve`, ready."""
     with tempfile.TemporaryDirectory() as home:
-        command = [sys.executable, "-m", "skyrl_tinker.cli", "serve", "--home", home, "--port", "0"]
+        command = [sys.executable, "-m", "skyrl_tinker", "serve", "--home", home, "--port", "0"]
         server = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None
         try:

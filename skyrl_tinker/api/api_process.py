@@ -1,4 +1,4 @@
-"""`python -m skyrl_tinker.api.api_process SETTINGS_JSON FD`: one API process on a listening socket that it inherits.
+"""One API process on an inherited socket: `python -m skyrl_tinker.api.api_process SETTINGS_JSON FD`.
 
 SIGTERM ends it within a second.
 """

@@ -47,8 +47,8 @@ from skyrl_tinker.api.waiting.engine_client import EngineProxy
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.directories import Places
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.places import Places
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 

@@ -39,7 +39,7 @@ class Datum:
     tokens: Int32  # [N]
     target_tokens: Int64  # [N] or [N, K]
     inputs: Mapping[str, Number]
-    """By wire.losses: float32, of the shape of target_tokens. For the loss `custom` as sent: float32 or
+    """By domain.loss_specs: float32, of the shape of target_tokens. For the loss `custom` as sent: float32 or
     int64, of any shape with up to 2 dimensions."""
     spans: tuple[ProvenanceSpan, ...] = ()
     """Where the target tokens come from: they tile target_tokens, or there are none."""

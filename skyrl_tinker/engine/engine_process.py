@@ -17,7 +17,7 @@ import uvloop
 
 from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
-from skyrl_tinker.places import Places
+from skyrl_tinker.directories import Places
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 

@@ -7,8 +7,8 @@ import tinker
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-from tests.cookbook.kitchen import MODEL, RENDERER, Kitchen, Run
-from tests.faults.serve import Serve
+from tests.cookbook.support.kitchen import MODEL, RENDERER, Kitchen, Run
+from tests.faults.support.serve import Serve
 
 
 @pytest.fixture(scope="package")

@@ -9,7 +9,7 @@ from tinker import types
 from tinker_cookbook.recipes import decisions
 from tinker_cookbook.renderers import Renderer
 
-from tests.cookbook.kitchen import MODEL
+from tests.cookbook.support.kitchen import MODEL
 
 TEAMS = {"billing": "Charges and invoices", "sdk": "The Python package", "console": "Signing in"}
 DESK = [("A wrong invoice.", "billing"), ("An import that fails.", "sdk"), ("A lost password.", "console")]

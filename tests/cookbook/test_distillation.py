@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.cookbook.kitchen import MODEL, RENDERER, Kitchen, Run
+from tests.cookbook.support.kitchen import MODEL, RENDERER, Kitchen, Run
 from tests.cookbook.test_rl import ON_POLICY, SMALL
 
 

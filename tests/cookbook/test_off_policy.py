@@ -4,9 +4,9 @@ import numpy as np
 import tinker
 from tinker_cookbook.renderers import Renderer
 
-from tests.cookbook import data
-from tests.cookbook.divergence import divergence, samplers
-from tests.cookbook.kitchen import Kitchen, Run
+from tests.cookbook.support import data
+from tests.cookbook.support.divergence import divergence, samplers
+from tests.cookbook.support.kitchen import Kitchen, Run
 
 
 def test_the_student_learns_what_its_teacher_would_say(
@@ -16,7 +16,7 @@ def test_the_student_learns_what_its_teacher_would_say(
     checkpoint = taught.checkpoints[-1]["sampler_path"]
     source = (f"dataset={lessons}", f"teacher_checkpoint={checkpoint}", "targets=4")
     settings = ("batch_size=8", "learning_rate=5e-3", "max_steps=10")
-    run = kitchen.run("tests.cookbook.off_policy", "off_policy_distilled", *source, *settings)
+    run = kitchen.run("tests.cookbook.support.off_policy", "off_policy_distilled", *source, *settings)
     losses = np.array(run.column("train/loss:sum")) / run.column("train/weights:sum")
     assert losses[0] > 5
     assert losses[-1] < 1

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.cookbook.kitchen import RENDERER, Kitchen, Run
+from tests.cookbook.support.kitchen import RENDERER, Kitchen, Run
 
 
 def test_dpo_prefers_what_was_chosen(kitchen: Kitchen, taught: Run) -> None:

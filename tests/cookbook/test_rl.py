@@ -3,8 +3,8 @@
 import numpy as np
 import tinker
 
-from tests.cookbook.kitchen import RENDERER, Kitchen, Run
-from tests.e2e.client import prompt
+from tests.cookbook.support.kitchen import RENDERER, Kitchen, Run
+from tests.e2e.support.client import prompt
 
 ON_POLICY = 1e-4  # mean difference of sampled and trained log-probabilities, in nats
 SMALL = ("group_size=8", "max_tokens=24")

@@ -4,8 +4,8 @@ import numpy as np
 import tinker
 from tinker_cookbook.renderers import Renderer
 
-from tests.cookbook.divergence import divergence, samplers
-from tests.cookbook.kitchen import RENDERER, Kitchen, Run
+from tests.cookbook.support.divergence import divergence, samplers
+from tests.cookbook.support.kitchen import RENDERER, Kitchen, Run
 
 
 def sdft(kitchen: Kitchen, taught: Run, name: str, *arguments: str) -> Run:

@@ -3,9 +3,9 @@
 import numpy as np
 import tinker
 
-from tests.cookbook import data
-from tests.cookbook.kitchen import RENDERER, Kitchen, Row, Run
-from tests.e2e.client import logprobs_of, prompt, random_tokens
+from tests.cookbook.support import data
+from tests.cookbook.support.kitchen import RENDERER, Kitchen, Row, Run
+from tests.e2e.support.client import logprobs_of, prompt, random_tokens
 
 
 def test_sl_loop_learns(taught: Run) -> None:

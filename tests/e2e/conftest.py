@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tests.e2e.client import Client
+from tests.e2e.support.client import Client
 
 READY = "skyrl-tinker ready: "
 
@@ -21,7 +21,17 @@ class Server:
     def __init__(self, home: Path, *arguments: str, python: str = sys.executable) -> None:
         self.home = home
         self.process = subprocess.Popen(
-            [python, "-m", "skyrl_tinker.cli", "serve", "--home", str(home), "--port", "0", *arguments],
+            [
+                python,
+                "-m",
+                "skyrl_tinker",
+                "serve",
+                "--home",
+                str(home),
+                "--port",
+                "0",
+                *arguments,
+            ],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.e2e.client import Array, Client, logprobs_of, prompt
 from tests.e2e.conftest import Server
-from tests.e2e.policies import ATOL, TOKENS, roll, step
-from tests.processes import below, command
+from tests.e2e.support.client import Array, Client, logprobs_of, prompt
+from tests.e2e.support.policies import ATOL, TOKENS, roll, step
+from tests.support.processes import below, command
 
 SETTINGS = {"MAX_LORAS": "2", "MAX_CPU_LORAS": "3", "REPLICAS": "2", "CANARY": "false"}
 TENANTS, VERSIONS = 4, 3

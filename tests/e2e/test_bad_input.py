@@ -7,7 +7,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.client import Client, datum, logprobs_of, random_tokens, train
+from tests.e2e.support.client import Client, datum, logprobs_of, random_tokens, train
 
 GOOD = random_tokens(10, seed=3)
 

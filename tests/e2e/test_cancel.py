@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 from tinker import types
 
-from tests.e2e.client import Client, prompt, random_tokens
 from tests.e2e.conftest import Server
-from tests.processes import url_of, vllm_servers
+from tests.e2e.support.client import Client, prompt, random_tokens
+from tests.support.processes import url_of, vllm_servers
 
 PROMPT = random_tokens(8, seed=21)
 LONG = types.SamplingParams(max_tokens=4000, stop=[], seed=1)

@@ -5,7 +5,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.client import Client, datum, logprobs_of, prompt, random_tokens, train
+from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
 
 TOKENS = random_tokens(40, seed=5)
 

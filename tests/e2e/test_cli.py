@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.client import Client, random_tokens, train
+from tests.e2e.support.client import Client, random_tokens, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +17,7 @@ def tinker_says(client: Client, home: Path, *commands: str) -> list[Any]:
     """What each command says, as JSON."""
     arguments = json.dumps([["-f", "json", *command.split()] for command in commands])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.tinker_commands", arguments],
+        [sys.executable, "-m", "tests.e2e.support.tinker_commands", arguments],
         cwd=ROOT,
         env={**os.environ, "HOME": str(home), "TINKER_BASE_URL": client.url, "TINKER_API_KEY": "tml-local"},
         stdout=subprocess.PIPE,

@@ -10,9 +10,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.client import Client, datum, logprobs_of, prompt, random_tokens, train
 from tests.e2e.conftest import Server
-from tests.processes import vllm_servers
+from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
+from tests.support.processes import vllm_servers
 
 TOKENS = random_tokens(40, seed=3)
 LONG = 400

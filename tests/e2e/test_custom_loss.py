@@ -9,7 +9,7 @@ import tinker
 import torch
 from tinker import types
 
-from tests.e2e.client import Client, logprobs_of, random_tokens
+from tests.e2e.support.client import Client, logprobs_of, random_tokens
 
 Result = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 ROWS = [random_tokens(count, seed=60 + count) for count in (12, 5, 20)]

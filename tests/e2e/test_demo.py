@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker import demo
+from examples import rl_loop
 from tests.e2e.conftest import Server
 
 
@@ -13,7 +13,7 @@ def test_the_reward_rises_by_learning_whatever_the_seed(
 ) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    assert demo.main(demo.Options(out=tmp_path, seed=seed, steps=30))
+    assert rl_loop.main(rl_loop.Options(out=tmp_path, seed=seed, steps=30))
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(30))
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

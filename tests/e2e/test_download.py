@@ -18,10 +18,10 @@ from peft import PeftModel
 from tinker_cookbook import weights
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.client import Array, Client, logprobs_of, random_tokens, train
 from tests.e2e.conftest import Server
-from tests.peft_adapters import token_logprobs
-from tests.processes import url_of, vllm_servers
+from tests.e2e.support.client import Array, Client, logprobs_of, random_tokens, train
+from tests.support.peft_adapters import token_logprobs
+from tests.support.processes import url_of, vllm_servers
 
 TOKENS = random_tokens(40, seed=5)
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}

@@ -7,7 +7,7 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.client import Client, datum, logprobs_of, prompt, random_tokens, train
+from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
 
 TOKENS = random_tokens(48, seed=7)
 

@@ -9,8 +9,8 @@ import pytest
 import tinker
 
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from tests.e2e.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.e2e.conftest import Server
+from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.inference.support.samplers import CONTEXT, Served
 
 

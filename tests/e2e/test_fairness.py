@@ -4,7 +4,7 @@ import time
 
 import tinker
 
-from tests.e2e.client import Client, datum, random_tokens
+from tests.e2e.support.client import Client, datum, random_tokens
 from tests.e2e.test_metrics import scraped
 
 UNIT = [datum(random_tokens(500, seed=seed)) for seed in range(32)]

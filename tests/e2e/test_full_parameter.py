@@ -4,7 +4,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tests.e2e.client import Client, logprobs_of, prompt, random_tokens, train
+from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 
 TOKENS = random_tokens(40, seed=31)
 

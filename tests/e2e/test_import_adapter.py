@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.e2e.client import Client, logprobs_of, random_tokens, train
 from tests.e2e.conftest import Server
-from tests.peft_adapters import save_adapter, token_logprobs
+from tests.e2e.support.client import Client, logprobs_of, random_tokens, train
+from tests.support.peft_adapters import save_adapter, token_logprobs
 
 TOKENS = random_tokens(40, seed=5)
 
 
 def run_import(server: Server, adapter: Path, *arguments: str) -> str:
     """What the command prints."""
-    command = [sys.executable, "-m", "skyrl_tinker.cli", "import-adapter", str(adapter), *arguments]
+    command = [sys.executable, "-m", "skyrl_tinker", "import-adapter", str(adapter), *arguments]
     done = subprocess.run([*command, "--home", str(server.home)], capture_output=True, text=True, check=True)
     return done.stdout
 

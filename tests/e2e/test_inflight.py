@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.e2e.client import Client, logprobs_of, prompt
-from tests.e2e.policies import ATOL, START, TOKENS, policy, roll, step, switches
+from tests.e2e.support.client import Client, logprobs_of, prompt
+from tests.e2e.support.policies import ATOL, START, TOKENS, policy, roll, step, switches
 
 LONG = 700  # tokens: seconds
 

@@ -10,8 +10,8 @@ import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
-from tests.e2e.client import Client, datum, prompt, random_tokens, train
-from tests.faults.serve import Serve
+from tests.e2e.support.client import Client, datum, prompt, random_tokens, train
+from tests.faults.support.serve import Serve
 
 TOKENS = random_tokens(40, seed=5)
 GAP = "sampler_logprob_gap"

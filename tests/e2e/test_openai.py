@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from skyrl_tinker import config
-from skyrl_tinker.places import Places
+from skyrl_tinker.directories import Places
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER
-from tests.e2e.client import Client, logprobs_of, random_tokens, train
 from tests.e2e.conftest import Server
+from tests.e2e.support.client import Client, logprobs_of, random_tokens, train
 
 PROMPT = random_tokens(12, seed=21)
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which letter?"}]

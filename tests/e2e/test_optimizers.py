@@ -5,7 +5,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.client import Client, datum, logprobs_of, random_tokens
+from tests.e2e.support.client import Client, datum, logprobs_of, random_tokens
 
 TOKENS = random_tokens(40, seed=8)
 DIMUON = types.DimuonOptimizerConfig()

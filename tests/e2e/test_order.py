@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.client import Client, random_tokens
+from tests.e2e.support.client import Client, random_tokens
 
 TOKENS = random_tokens(10, seed=1)
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.client import Client
+from tests.e2e.support.client import Client
 
 README = Path(__file__).parents[2] / "README.md"
 

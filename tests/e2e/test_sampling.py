@@ -5,7 +5,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.client import Client, datum, prompt, random_tokens, train
+from tests.e2e.support.client import Client, datum, prompt, random_tokens, train
 
 START = random_tokens(10, seed=11)
 

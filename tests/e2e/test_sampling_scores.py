@@ -9,7 +9,7 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.e2e.client import Client, prompt, random_tokens
+from tests.e2e.support.client import Client, prompt, random_tokens
 
 TOKENS = random_tokens(24, seed=31)
 ROWS = len(TOKENS) - 1

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.e2e.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.e2e.conftest import Server
+from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.e2e.test_exactness import TOKENS, hugging_face_logprobs, sampled_and_trained_logprobs
 
 
@@ -20,7 +20,7 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [
         sys.executable,
         "-m",
-        "skyrl_tinker.cli",
+        "skyrl_tinker",
         "make-model",
         str(directory),
         "--hidden",

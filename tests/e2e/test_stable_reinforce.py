@@ -8,7 +8,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.client import Array, Client, datum, logprobs_of, prompt, random_tokens, train
+from tests.e2e.support.client import Array, Client, datum, logprobs_of, prompt, random_tokens, train
 
 PROMPT = random_tokens(6, seed=11)
 MORE = random_tokens(3, seed=12)

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 def checkout(target: Path) -> Path:
     """What a build needs of the repository; building writes beside its source."""
-    for name in ("skyrl_tinker", "alembic"):
-        shutil.copytree(ROOT / name, target / name, symlinks=True)
+    for name in ("skyrl_tinker", "alembic", "examples"):
+        shutil.copytree(ROOT / name, target / name)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, target / name)
     return target

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.serve import Serve, running
+from tests.faults.support.serve import Serve, running
 
 
 @pytest.fixture(scope="session")

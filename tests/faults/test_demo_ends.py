@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.places import Places
+from skyrl_tinker.directories import Places
 
 
 def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
@@ -17,7 +17,7 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     with subprocess.Popen(
-        [sys.executable, "-m", "skyrl_tinker.cli", "demo", "--out", str(tmp_path)],
+        [sys.executable, "-m", "skyrl_tinker", "demo", "--out", str(tmp_path)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

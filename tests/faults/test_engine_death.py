@@ -8,8 +8,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.client import Client, datum, logprobs_of, prompt, random_tokens, train
-from tests.faults.serve import HEAL_S, Serve, wait_until
+from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
+from tests.faults.support.serve import HEAL_S, Serve, wait_until
 
 TOKENS = random_tokens(30, seed=1)
 

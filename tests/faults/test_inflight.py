@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.e2e.client import Client, logprobs_of, prompt
-from tests.e2e.policies import ATOL, TOKENS, policy, roll, scores, step
-from tests.faults.serve import HEAL_S, Serve, wait_until
+from tests.e2e.support.client import Client, logprobs_of, prompt
+from tests.e2e.support.policies import ATOL, TOKENS, policy, roll, scores, step
+from tests.faults.support.serve import HEAL_S, Serve, wait_until
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.serve import HEAL_S, KINDS, START_S, STOP_S, Serve, running, wait_until
+from tests.faults.support.serve import HEAL_S, KINDS, START_S, STOP_S, Serve, running, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_home_that_is_in_use_and_a_port_that_is_taken_are_refused_in_one_line(
         (["--home", str(tmp_path), "--port", port], "choose another --port"),
     ):
         refused = subprocess.run(
-            [sys.executable, "-m", "skyrl_tinker.cli", "serve", *options],
+            [sys.executable, "-m", "skyrl_tinker", "serve", *options],
             capture_output=True,
             text=True,
             check=False,

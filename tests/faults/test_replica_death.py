@@ -10,9 +10,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.client import Client, prompt, random_tokens, train
-from tests.faults.serve import HEAL_S, Serve, running, wait_until
-from tests.processes import url_of, vllm_servers
+from tests.e2e.support.client import Client, prompt, random_tokens, train
+from tests.faults.support.serve import HEAL_S, Serve, running, wait_until
+from tests.support.processes import url_of, vllm_servers
 
 PROMPT = random_tokens(20, seed=3)
 LENGTH = 300

@@ -7,11 +7,10 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import Engine, create_engine, event
 
-import skyrl_tinker
+from skyrl_tinker.bundled import bundled
 from skyrl_tinker.store.database import sqlite
 
-SCRIPTS = Path(skyrl_tinker.__file__).parent / "migrations"
-"""In a checkout a link to the repository's `alembic/`; in a wheel a copy of it."""
+SCRIPTS = bundled("alembic")
 
 
 def migrate(url: str) -> None:

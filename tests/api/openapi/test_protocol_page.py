@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 
 from tests.api.support.world import World
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROW = re.compile(r"^\| `([A-Z]+) (\S+)` \| [SF] \| (.+?) \| `(\S+?)::(\w+)` \|$", re.MULTILINE)
 ROWS = ROW.findall((ROOT / "docs" / "protocol.md").read_text())
 

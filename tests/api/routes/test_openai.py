@@ -8,7 +8,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from skyrl_tinker.places import Places
+from skyrl_tinker.directories import Places
 from tests.api.support.world import BASE, World
 
 COMPLETION = {"model": BASE, "prompt": "a"}

@@ -40,7 +40,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 def ours(settings: Settings, *arguments: str, expected: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "skyrl_tinker.cli", *arguments, "--home", str(settings.root)]
+    command = [sys.executable, "-m", "skyrl_tinker", *arguments, "--home", str(settings.root)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == expected, done.stderr
     return done

@@ -24,7 +24,7 @@ from tests.api.support.engine import Engine
 from tests.api.support.waiting import submit, until
 from tests.api.support.world import FACTS, Json, World, running, sample, sample_output
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROTOBUF_TYPE = "application/x-protobuf"
 CLONE = 1_000_000_000
 

@@ -14,10 +14,10 @@ from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem, PassOutput, 
 from skyrl_tinker.engine.outbox import Answer
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.pass_preparation import PassRunner, ReadyPass
+from skyrl_tinker.server.tiny_model import make_model
 from skyrl_tinker.store.database.tables import StabilityRecord
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.tiny_model import make_model
 from skyrl_tinker.training.trainer_group import PreparedPass, TrainerGroup, TrainerSpec
 from tests.engine.support import journal, recorded
 from tests.engine.support.recorded import Example

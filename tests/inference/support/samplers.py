@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_tinker import config
-from skyrl_tinker.base_model import resolve
 from skyrl_tinker.domain.peft_config import ALPHA
 from skyrl_tinker.domain.values import (
     AdapterWeights,
@@ -26,7 +25,8 @@ from skyrl_tinker.domain.values import (
 from skyrl_tinker.inference.client.data_plane import fixed
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import SamplerSpec, ServerGroup
-from skyrl_tinker.tiny_model import make_model
+from skyrl_tinker.server.base_model import resolve
+from skyrl_tinker.server.tiny_model import make_model
 from skyrl_tinker.weight_sync.adapter_files import publish_adapter
 
 CONTEXT = 256

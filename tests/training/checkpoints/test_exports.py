@@ -20,7 +20,7 @@ from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.saves.export_files import Export, finish_export
 from skyrl_tinker.protocol import age_encryption
 from skyrl_tinker.training.worker import Worker
-from tests.peft_adapters import token_logprobs
+from tests.support.peft_adapters import token_logprobs
 from tests.training.conftest import MakeWorker
 from tests.training.support.passes import make_data, make_item, perturb, run_one
 

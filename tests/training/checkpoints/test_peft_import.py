@@ -14,7 +14,7 @@ from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.checkpoints import checkpoint_save
 from skyrl_tinker.training.checkpoints.peft_import import convert, read_foreign
-from tests.peft_adapters import save_adapter, token_logprobs
+from tests.support.peft_adapters import save_adapter, token_logprobs
 from tests.training.conftest import MakeWorker
 from tests.training.support.passes import make_data, make_item, run_one
 

@@ -1,4 +1,4 @@
-"""docs/losses.md says of every loss what wire.losses does."""
+"""docs/losses.md says of every loss what domain.loss_specs does."""
 
 import re
 from pathlib import Path

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from skyrl_tinker import __version__, config, keys_cli
-from skyrl_tinker.cli_options import Config, DatabaseUrl, Home, one_line_errors
+from skyrl_tinker import __version__, config
+from skyrl_tinker.cli import keys
+from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
 
 # no markup: it would take "[default: 8000]" for a style and swallow it
 app = typer.Typer(
@@ -16,7 +17,7 @@ app = typer.Typer(
 )
 db = typer.Typer(no_args_is_help=True, help="The server's database.", rich_markup_mode=None)
 app.add_typer(db, name="db")
-app.add_typer(keys_cli.app, name="keys")
+app.add_typer(keys.app, name="keys")
 
 
 def _version(wanted: bool) -> None:
@@ -77,7 +78,7 @@ def serve(
     config_file: Config = None,
 ) -> None:
     """Run a server until Ctrl-C. Every setting also as SKYRL_TINKER_… and in --config FILE.toml."""
-    from skyrl_tinker import supervise  # the other commands need none of its imports
+    from skyrl_tinker.server import supervisor  # the other commands need none of its imports
 
     with one_line_errors():
         settings = config.load(
@@ -104,7 +105,7 @@ def serve(
             context_length=context_length,
             ray_address=ray_address,
         )
-        supervise.serve(settings, ready=_say_ready, progress=_say_progress, warn=_say_warning)
+        supervisor.serve(settings, ready=_say_ready, progress=_say_progress, warn=_say_warning)
 
 
 def _say_ready(url: str) -> None:
@@ -137,10 +138,10 @@ def demo(
     steps: Annotated[int, typer.Option(min=8)] = 40,
 ) -> None:
     """Start a server, watch a policy learn on it, end it; exit code 1 if the reward did not rise."""
-    from skyrl_tinker import demo_server
+    from skyrl_tinker.cli.demo import run_demo
 
     with one_line_errors():
-        learned = demo_server.run(out, seed, steps)
+        learned = run_demo(out, seed, steps)
     if not learned:
         raise typer.Exit(1)
 
@@ -155,7 +156,7 @@ def make_model(
     seed: int = 0,
 ) -> None:
     """Write a small untrained Qwen3 with its own tokenizer and chat template to DIRECTORY."""
-    from skyrl_tinker import tiny_model
+    from skyrl_tinker.server import tiny_model
 
     with one_line_errors():
         tiny_model.make_model(
@@ -187,7 +188,7 @@ def import_adapter(
       skyrl-tinker import-adapter ./my-adapter --name start
       training = service_client.create_training_client_from_state("tinker://…/weights/start")
     """
-    from skyrl_tinker import import_adapter as importing
+    from skyrl_tinker.cli import import_adapter as importing
 
     with one_line_errors():
         settings = config.load(config_file, home=home, database_url=database_url, checkpoints=checkpoints)
@@ -198,7 +199,7 @@ def import_adapter(
 @db.command()
 def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
     """Bring the database to the newest schema; `serve` does this by itself."""
-    from skyrl_tinker.places import Places
+    from skyrl_tinker.directories import Places
     from skyrl_tinker.store.database.migrate import migrate as upgrade
 
     with one_line_errors():
@@ -211,13 +212,9 @@ def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Co
 @app.command()
 def doctor(home: Home = None, port: int | None = None) -> None:
     """Check versions, memory, shared memory and ports; exit code 1 if something will not work."""
-    from skyrl_tinker import doctor as checks
+    from skyrl_tinker.cli import doctor as checks
 
     with one_line_errors():
         healthy = checks.report(config.load(home=home, port=port))
     if not healthy:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    app()

@@ -10,20 +10,21 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 from typer.testing import CliRunner
 
-from skyrl_tinker import base_model, config, tiny_model
-from skyrl_tinker.cli import app
+from skyrl_tinker import config
+from skyrl_tinker.cli.commands import app
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Places
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.places import Places
+from skyrl_tinker.server import base_model, tiny_model
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, server_state, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store, once
-from tests.peft_adapters import save_adapter
+from tests.support.peft_adapters import save_adapter
 
 SPEC = LoraSpec(4, 0, train_mlp=False, train_unembed=False)
 

@@ -7,8 +7,10 @@ then. From there on it learns from rewards alone: sample a group of answers to e
 It needs `tinker`, `tqdm`, `matplotlib`, and TINKER_BASE_URL and TINKER_API_KEY in the environment.
 """
 
+import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -209,3 +211,13 @@ def plot(rewards: Sequence[float], path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="for reward.png and metrics.jsonl")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--base-model", default="tiny")
+    parser.add_argument("--rank", type=int, default=32)
+    sys.exit(0 if main(Options(**vars(parser.parse_args()))) else 1)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cookbook import data
+from tests.cookbook.support import data
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # recipes choose their renderer by this name; a directory of it is here
 RENDERER = "qwen3_instruct"
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 Row = dict[str, Any]
 
@@ -48,7 +48,7 @@ class Kitchen:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.model_directory = directory / MODEL
-        command = [sys.executable, "-m", "skyrl_tinker.cli", "make-model", str(self.model_directory)]
+        command = [sys.executable, "-m", "skyrl_tinker", "make-model", str(self.model_directory)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         data.write_all(directory)
         self.url = ""

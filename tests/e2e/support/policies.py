@@ -7,7 +7,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tests.e2e.client import Array, Client, logprobs_of, prompt, random_tokens, train
+from tests.e2e.support.client import Array, Client, logprobs_of, prompt, random_tokens, train
 
 TOKENS = random_tokens(40, seed=31)
 START = TOKENS[:8]

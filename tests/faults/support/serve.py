@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.processes import command
+from tests.support.processes import command
 
 STOP_S, HEAL_S, START_S = 15, 120, 120
 KINDS = {  # part of the command line
@@ -31,7 +31,17 @@ class Serve:
 
     def __init__(self, home: Path, *options: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "skyrl_tinker.cli", "serve", "--home", str(home), "--port", "0", *options],
+            [
+                sys.executable,
+                "-m",
+                "skyrl_tinker",
+                "serve",
+                "--home",
+                str(home),
+                "--port",
+                "0",
+                *options,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyrl_tinker import config
-from skyrl_tinker.cli_options import Config, DatabaseUrl, Home, one_line_errors
+from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
 from skyrl_tinker.errors import StartupError
 
 if TYPE_CHECKING:  # the other commands need none of its imports
@@ -33,7 +33,7 @@ def create(
     does so within a second. Each key sees only the sessions, training runs and checkpoints that were made
     with it. What was made before there were keys is seen by no key but the one that adopts it.
     """
-    from skyrl_tinker.places import Places
+    from skyrl_tinker.directories import Places
     from skyrl_tinker.store import api_keys, owners
     from skyrl_tinker.store.database.migrate import migrate
     from skyrl_tinker.store.store import once

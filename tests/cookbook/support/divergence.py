@@ -6,8 +6,8 @@ import torch
 from tinker import types
 from tinker_cookbook.renderers import Renderer
 
-from tests.cookbook import data
-from tests.cookbook.kitchen import MODEL
+from tests.cookbook.support import data
+from tests.cookbook.support.kitchen import MODEL
 
 LIKELIEST, ANSWERS, LENGTH = 8, 16, 12
 

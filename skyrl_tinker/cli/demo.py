@@ -1,17 +1,19 @@
-"""`skyrl-tinker demo`: a server of its own around the loop of demo.py."""
+"""`skyrl-tinker demo`: a server of its own around examples/rl_loop.py."""
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from skyrl_tinker import config
 from skyrl_tinker.background import background_server
-from skyrl_tinker.places import Places
+from skyrl_tinker.bundled import bundled
+from skyrl_tinker.directories import Places
 
 
-def run(out: Path, seed: int, steps: int) -> bool:
+def run_demo(out: Path, seed: int, steps: int) -> bool:
     """True if the policy learned. The server's home is temporary; after a failure it stays, for its logs."""
     home = Path(tempfile.mkdtemp(prefix="skyrl-tinker-demo-"))
     print("starting a server (half a minute) …", file=sys.stderr)
@@ -34,7 +36,8 @@ def _delete(home: Path) -> None:
 
 
 def _learn(url: str, out: Path, seed: int, steps: int) -> bool:
-    os.environ.update(TINKER_BASE_URL=url, TINKER_API_KEY="tml-local")
-    from skyrl_tinker import demo  # its imports take seconds, the server is up by now
-
-    return demo.main(demo.Options(out=out, seed=seed, steps=steps))
+    loop = [sys.executable, str(bundled("examples") / "rl_loop.py"), "--out", str(out)]
+    environment = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local"}
+    return (
+        subprocess.run([*loop, "--seed", str(seed), "--steps", str(steps)], env=environment).returncode == 0
+    )

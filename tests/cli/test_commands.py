@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl_tinker import __version__
-from skyrl_tinker.cli import app
+from skyrl_tinker.cli.commands import app
 
 
 def test_help_names_the_defaults() -> None:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Places
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.places import Places
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import once
 from skyrl_tinker.weight_sync.factory import choose

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_tinker import tiny_model
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Places
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.places import Places
+from skyrl_tinker.server import tiny_model
 
 DEFAULT_CONTEXT = 4096
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker import config, preflight
+from skyrl_tinker import config
+from skyrl_tinker.directories import Places
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.places import Places
+from skyrl_tinker.server import preflight
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import once

@@ -8,7 +8,7 @@ from tinker_cookbook.distillation.datasets import TeacherConfig
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
-from tests.cookbook.kitchen import RENDERER
+from tests.cookbook.support.kitchen import RENDERER
 
 RECIPE = "off_policy_distillation"
 

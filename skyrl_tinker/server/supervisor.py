@@ -16,11 +16,12 @@ import httpx
 import psutil
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker import base_model, preflight, processes
+from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Places
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.places import Places
+from skyrl_tinker.server import base_model, preflight
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.futures import queue

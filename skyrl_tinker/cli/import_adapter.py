@@ -9,13 +9,13 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker import base_model
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Places
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState, OwnerId
 from skyrl_tinker.domain.tinker_path import TinkerPath, validate_checkpoint_name
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError, StorageError, UserError
-from skyrl_tinker.places import Places
+from skyrl_tinker.server import base_model
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, server_state, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database import sqlite

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker import base_model, config
+from skyrl_tinker import config
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.tiny_model import make_model
+from skyrl_tinker.server import base_model
+from skyrl_tinker.server.tiny_model import make_model
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.tiny_model import make_model
+from skyrl_tinker.server.tiny_model import make_model
 
 CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
 

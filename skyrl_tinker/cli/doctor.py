@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from skyrl_tinker import preflight
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server import preflight
 
 _GIB = 1 << 30
 _NEEDED_MEMORY = 3 * _GIB  # an idle server with the tiny model
