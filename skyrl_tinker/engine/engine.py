@@ -8,7 +8,6 @@ from typing import Any
 
 from skyrl_tinker.config import MiB, Settings
 from skyrl_tinker.directories import Places
-from skyrl_tinker.domain.queue_views import QueuesView
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine import recovery
 from skyrl_tinker.engine.cleanup import SessionKeeper
@@ -37,6 +36,7 @@ from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.processes import spare_the_collector
+from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store import sampling_sessions, server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store

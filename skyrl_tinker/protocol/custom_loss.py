@@ -1,4 +1,4 @@
-"""Losses that clients upload, checked before they are stored: only calls of what domain.custom_loss_ops lists.
+"""Uploaded losses, checked before they are stored: only calls listed in `domain.custom_loss_ops`.
 
 Here is checked what can be told from the graph alone. What depends on data (shapes, sizes, time) is bounded
 while it runs: training.losses.custom_graph.

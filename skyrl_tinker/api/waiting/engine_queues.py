@@ -8,7 +8,7 @@ import time
 from pydantic import ValidationError
 
 from skyrl_tinker.api.waiting.engine_client import EngineAwayError, EngineProxy
-from skyrl_tinker.domain.queue_views import QueuesView, SamplingView, queues_from_bytes
+from skyrl_tinker.protocol.queue_views import QueuesView, SamplingView, queues_from_bytes
 
 EVERY_S = 1.0
 PATIENCE_S = 2.0  # of a long poll that is over: its answer may go without a reason

@@ -7,7 +7,7 @@ being worked on.
 from dataclasses import dataclass
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.queue_views import LaneView, QueuesView, SamplingView, TrainingView
+from skyrl_tinker.protocol.queue_views import LaneView, QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas import QueueState
 from skyrl_tinker.store.futures.cancellation import Place
 

@@ -9,7 +9,6 @@ import numpy as np
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import SamplingSessionId, sequence_ids
-from skyrl_tinker.domain.queue_views import SamplingView
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Answer, Outbox, Outcome, failure_of, json_answer, persistently
@@ -19,6 +18,7 @@ from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.throughput import Ends
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.protocol.stored_samples import sample_from_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.futures import queue

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from itertools import islice
 
 from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.domain.queue_views import SHOWN, QueueView
+from skyrl_tinker.protocol.queue_views import SHOWN, QueueView
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 

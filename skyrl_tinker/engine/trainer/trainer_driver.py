@@ -8,7 +8,6 @@ import orjson
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState, RequestKind
-from skyrl_tinker.domain.queue_views import LaneView, TrainingView
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine import recovery
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
@@ -26,6 +25,7 @@ from skyrl_tinker.engine.trainer.model_creation import Finished, Models
 from skyrl_tinker.engine.trainer.optim_steps import Steps
 from skyrl_tinker.engine.trainer.pass_preparation import PassRunner, ReadyPass, encode
 from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.protocol.queue_views import LaneView, TrainingView
 from skyrl_tinker.protocol.stored_requests import (
     CreateViaLoadBody,
     LoadWeightsBody,

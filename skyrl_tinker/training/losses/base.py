@@ -28,7 +28,7 @@ class LossTerms(NamedTuple):
 class LossContext:
     """The D datums of one request that a loss is taken over, end to end: n targets.
 
-    D is all datums of the request for losses that say so (domain.loss_specs, `whole_request`), else some of them.
+    D is all datums of the request for losses that say so (`whole_request` in domain.loss_specs), else some.
     """
 
     inputs: Inputs  # each [n] float32, optional and recorded ones filled in
@@ -48,8 +48,8 @@ LossFunction = Callable[[torch.Tensor, LossContext], LossTerms]
 
 FAR = 20.0
 """A log ratio. Beyond exp(20) every objective that has a threshold, or saturates, is flat in r for all config
-values that domain.loss_specs allows. Log ratios are clamped there, which alters nothing: else exp overflows, and
-the gradient, zero by definition, becomes 0 * inf = NaN.
+values of domain.loss_specs. Log ratios are clamped there, which alters nothing: else exp overflows, and the
+gradient, zero by definition, becomes 0 * inf = NaN.
 """
 
 

@@ -1,4 +1,4 @@
-"""The operations of custom losses: the callables behind the names of domain.custom_loss_ops, made safe to call.
+"""The operations of custom losses: callables behind the names of domain.custom_loss_ops, safe to call.
 
 Everything runs on the CPU: there an index out of range is an error of one request, on a GPU the end of the
 process. What could end the process here, or escape the list, is refused before the call.

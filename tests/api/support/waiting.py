@@ -9,7 +9,6 @@ from typing import Any, cast
 from skyrl_tinker.config import MiB, Settings
 from skyrl_tinker.directories import Places
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.queue_views import QueuesView
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -24,6 +23,7 @@ from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import Models
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.api.support.whole import Samplers, Trainer

@@ -11,7 +11,7 @@ from skyrl_tinker.api.waiting.engine_queues import EVERY_S
 from skyrl_tinker.api.waiting.queue_reasons import Reason, reason
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.queue_views import (
+from skyrl_tinker.protocol.queue_views import (
     LaneView,
     QueuesView,
     QueueView,

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId, SessionId
-from skyrl_tinker.domain.queue_views import SamplingView
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
+from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 
