@@ -4,8 +4,3 @@ In: operations on a connection, run by `Store.read` and `Store.write`. Out: plai
 returned is on disk. `database` knows SQLite, `futures` is the way of a request, `reports` what the REST
 routes list; the other modules are one table each. Imports `protocol`, `domain` and `errors`.
 """
-
-from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.store import Store
-
-__all__ = ["Store", "migrate"]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.domain.ids import SamplingSessionId, SessionId
-from skyrl_tinker.store import Store
-from skyrl_tinker.store.database import migrate
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import base_sampler, create, new_session
 
 

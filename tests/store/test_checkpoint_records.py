@@ -8,9 +8,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import CheckpointKind, SessionId
 from skyrl_tinker.errors import NotFoundError, UserError
-from skyrl_tinker.store import Store, checkpoint_records, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, sampling_sessions
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import finish_session
 
 WEIGHTS, SAMPLER = CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS

@@ -8,10 +8,11 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import CustomLoss, Failure
 from skyrl_tinker.errors import GoneError, NotFoundError, SeqIdReusedError, UserError
-from skyrl_tinker.store import Store, custom_losses
+from skyrl_tinker.store import custom_losses
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import finish_session, new_session, outcome, queued
 
 LOSS = CustomLoss(

@@ -8,8 +8,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.domain.ids import ModelState, SessionId, VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import GoneError, NotFoundError
-from skyrl_tinker.store import Store, model_records, sampling_sessions, session_records
+from skyrl_tinker.store import model_records, sampling_sessions, session_records
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import create, ephemeral, finish_session, new_session
 
 NOBODY = SessionId("nobody")

@@ -7,11 +7,12 @@ import pytest
 
 from skyrl_tinker.domain.ids import FutureStatus, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.store import Store, stability_records
+from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.stability_records import SequenceRecord
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import outcome, sample
 
 

@@ -6,10 +6,11 @@ from sqlalchemy import update
 
 from skyrl_tinker.domain.ids import RequestKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure, Usage
-from skyrl_tinker.store import Store, usage_records
+from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.database.tables import Future
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.usage_records import HOUR_S, Hourly
 from tests.store.support.rows import sample
 

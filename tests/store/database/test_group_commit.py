@@ -14,8 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
-from skyrl_tinker.store import Store, server_state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import new_session
 
 

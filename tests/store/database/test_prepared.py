@@ -6,10 +6,11 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
-from skyrl_tinker.store import Store, server_state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, Request, ServerState
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import base_sampler, new_session, sample
 
 PENDING = select(Future.id, Future.kind, Future.sequence_ids, Future.digest, Future.status).where(

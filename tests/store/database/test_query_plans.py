@@ -9,11 +9,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import OwnerId, RequestId, SamplingSessionId
 from skyrl_tinker.domain.values import Failure, Usage
-from skyrl_tinker.store import Store, usage_records
+from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.futures import cancellation, completions, queue
 from skyrl_tinker.store.reports import timeline
 from skyrl_tinker.store.reports.timeline import Track
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import base_sampler, new_session, outcome, sample
 
 OWNER = OwnerId(1)

@@ -4,9 +4,10 @@ import time
 
 from skyrl_tinker.domain.ids import ModelState, RequestKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.store import Store, model_records
+from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import create, new_session, outcome, queued, sample, step
 
 LOST = Failure("the engine died", "server")

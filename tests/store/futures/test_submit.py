@@ -7,9 +7,10 @@ import pytest
 from skyrl_tinker.domain.ids import ModelId, RequestKind, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import GoneError, NotFoundError, SeqIdReusedError, UserError
-from skyrl_tinker.store import Store, sampling_sessions
+from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
 from tests.store.support.rows import (
     base_sampler,
     create,

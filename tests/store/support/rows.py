@@ -9,9 +9,10 @@ from skyrl_tinker.domain.ids import (
     VersionId,
 )
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.store import Store, model_records, sampling_sessions, session_records
+from skyrl_tinker.store import model_records, sampling_sessions, session_records
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.model_records import ModelRow, NewModel
+from skyrl_tinker.store.store import Store
 
 SPEC = LoraSpec(rank=8, seed=2**62, train_unembed=False)
 
