@@ -17,7 +17,7 @@ def home_digest(home: Path) -> str:
     return hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:10]
 
 
-class Places:
+class Directories:
     """Paths of one server. `make` creates them; nothing else does."""
 
     def __init__(self, settings: Settings) -> None:

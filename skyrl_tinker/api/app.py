@@ -11,7 +11,7 @@ from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
 from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
-from skyrl_tinker.api.middleware.fast_routes import HotPaths
+from skyrl_tinker.api.middleware.fast_routes import FastPaths
 from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
 from skyrl_tinker.api.routes import (
@@ -43,11 +43,11 @@ from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.services import Services, limits_of
 from skyrl_tinker.api.waiting.backpressure import Backpressure
-from skyrl_tinker.api.waiting.engine_client import EngineProxy
+from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.config import MiB, Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -84,7 +84,7 @@ NUMBERED = frozenset({"/api/v1/forward_backward"})
 def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> FastAPI:
     """The API over an open store and a bound doorbell; both stay the caller's to close."""
     waiter = FutureWaiter(store, bell)
-    engine = EngineProxy(Places(settings).engine_socket)
+    engine = EngineClient(Directories(settings).engine_socket)
     watch, keys = LoopWatch(), KeyRing(store)
     signer = Signer(store, settings.trust_forwarded)
     queues = EngineQueues(engine)
@@ -113,7 +113,7 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
         queues,
         backpressure,
     )
-    app.add_middleware(HotPaths, routes=app.routes)
+    app.add_middleware(FastPaths, routes=app.routes)
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings), numbered=NUMBERED)
     app.add_middleware(AuthMiddleware, keys=keys)  # what is added last comes first
     error_responses.install(app)
@@ -134,7 +134,7 @@ def _body_limits(settings: Settings) -> BodyLimits:
 
 
 def _lifespan(
-    waiter: FutureWaiter, engine: EngineProxy, watch: LoopWatch, keys: KeyRing, queues: EngineQueues
+    waiter: FutureWaiter, engine: EngineClient, watch: LoopWatch, keys: KeyRing, queues: EngineQueues
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

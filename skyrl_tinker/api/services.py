@@ -10,7 +10,7 @@ from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.waiting.backpressure import Backpressure
-from skyrl_tinker.api.waiting.engine_client import EngineProxy
+from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.config import Settings
@@ -29,7 +29,7 @@ class Services:
     bell: Doorbell
     waiter: FutureWaiter
     limits: Limits
-    engine: EngineProxy
+    engine: EngineClient
     watch: LoopWatch
     gate: Gate
     keys: KeyRing

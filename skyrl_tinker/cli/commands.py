@@ -199,12 +199,12 @@ def import_adapter(
 @db.command()
 def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
     """Bring the database to the newest schema; `serve` does this by itself."""
-    from skyrl_tinker.directories import Places
+    from skyrl_tinker.directories import Directories
     from skyrl_tinker.store.database.migrate import migrate as upgrade
 
     with one_line_errors():
         settings = config.load(config_file, home=home, database_url=database_url)
-        Places(settings).make()
+        Directories(settings).make()
         upgrade(settings.store_url)
     print(f"up to date: {settings.store_url}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from skyrl_tinker import config
 from skyrl_tinker.background import background_server
 from skyrl_tinker.bundled import bundled
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 
 
 def run_demo(out: Path, seed: int, steps: int) -> bool:
@@ -32,7 +32,7 @@ def run_demo(out: Path, seed: int, steps: int) -> bool:
 
 def _delete(home: Path) -> None:
     shutil.rmtree(home)
-    Places(config.load(home=home)).forget_everything()
+    Directories(config.load(home=home)).forget_everything()
 
 
 def _learn(url: str, out: Path, seed: int, steps: int) -> bool:

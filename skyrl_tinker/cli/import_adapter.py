@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState, OwnerId
 from skyrl_tinker.domain.tinker_path import TinkerPath, validate_checkpoint_name
 from skyrl_tinker.domain.values import LoraSpec
@@ -28,7 +28,7 @@ _WHY_RELEASED = "imported: it has a checkpoint to create models from, and is not
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class ServedBase:
     """The base model of a server. `name`: one that it knows it by."""
 
     directory: str
@@ -42,7 +42,7 @@ class _Import:
     source: Path
     name: str
     directory: Path
-    base: Base
+    base: ServedBase
     spec: LoraSpec
     size_bytes: int
     owner: OwnerId | None
@@ -78,17 +78,17 @@ def import_adapter(
         raise
 
 
-def _base(settings: Settings, served: str | None) -> Base:
+def _base(settings: Settings, served: str | None) -> ServedBase:
     if served is None and not Path(sqlite.database(settings.store_url)).exists():
         raise StartupError(
             f"nothing was served from {settings.root} yet: name the base model with --base-model"
         )
-    Places(settings).make()
+    Directories(settings).make()
     migrate(settings.store_url)
     if served is None:
         return _last_served(settings)
     facts = base_model.resolve(settings.model_copy(update={"base_model": served}))
-    return Base(facts.directory, facts.directory)  # a server knows it by its directory, whatever else
+    return ServedBase(facts.directory, facts.directory)  # a server knows it by its directory, whatever else
 
 
 def _owner(settings: Settings, key: str | None) -> OwnerId | None:
@@ -106,14 +106,14 @@ def _owner(settings: Settings, key: str | None) -> OwnerId | None:
     return once(settings.store_url, find)
 
 
-def _last_served(settings: Settings) -> Base:
+def _last_served(settings: Settings) -> ServedBase:
     facts = once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
     if facts is None:
         raise StartupError(f"{settings.root} has served no model yet: name the base model with --base-model")
-    return Base(facts["directory"], facts["names"][0])
+    return ServedBase(facts["directory"], facts["names"][0])
 
 
-def _write(source: Path, base: Base, directory: Path) -> tuple[LoraSpec, int]:
+def _write(source: Path, base: ServedBase, directory: Path) -> tuple[LoraSpec, int]:
     """The checkpoint's directory; returns what it holds and its size in bytes."""
     from skyrl_tinker.training.checkpoints import (  # torch and transformers: seconds
         checkpoint_save,

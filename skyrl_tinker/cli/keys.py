@@ -33,7 +33,7 @@ def create(
     does so within a second. Each key sees only the sessions, training runs and checkpoints that were made
     with it. What was made before there were keys is seen by no key but the one that adopts it.
     """
-    from skyrl_tinker.directories import Places
+    from skyrl_tinker.directories import Directories
     from skyrl_tinker.store import api_keys, owners
     from skyrl_tinker.store.database.migrate import migrate
     from skyrl_tinker.store.store import once
@@ -45,7 +45,7 @@ def create(
 
     with one_line_errors():
         settings = config.load(config_file, home=home, database_url=database_url)
-        Places(settings).make()
+        Directories(settings).make()
         migrate(settings.store_url)
         key, adopted, left = once(settings.store_url, made)
     print(key)

@@ -33,7 +33,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class CheckpointContents:
     """A checkpoint without its tensors: the manifest, files still unknown, and JSON files by name."""
 
     manifest: Manifest

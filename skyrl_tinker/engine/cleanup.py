@@ -14,7 +14,7 @@ from skyrl_tinker.domain.ids import ModelState, SessionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.store import (
@@ -39,14 +39,14 @@ _ON_WORKERS = (ModelState.CREATING, ModelState.READY)
 _log = logging.getLogger(__name__)
 
 
-class SessionKeeper:
+class Cleanup:
     def __init__(
         self,
         store: Store,
         trainer: TrainerDriver,
         sampler: SamplerDriver,
         samplers: Samplers,
-        overflow: Overflow,
+        overflow: TmpfsSpill,
         session_timeout_s: float,
         result_ttl_s: float,
         stability_ttl_s: float,

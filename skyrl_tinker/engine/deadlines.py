@@ -10,7 +10,7 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.scheduling.lanes import Stand
+from skyrl_tinker.engine.scheduling.lanes import LaneStatus
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.futures.queue import QueuedRow
 
@@ -75,7 +75,7 @@ class Deadlines:
             f"this sample {self._waited}: more is asked of the samplers than they can do", "server"
         )
 
-    def _late(self, row: QueuedRow, stand: Stand | None) -> Failure:
+    def _late(self, row: QueuedRow, stand: LaneStatus | None) -> Failure:
         """`stand`: of its model, None where nothing waits."""
         if stand is None or row.seq_id is None or row.seq_id < stand.next_seq:
             return Failure(
@@ -90,7 +90,7 @@ class Deadlines:
         return f"was not done within {self._request_s:g} s (setting request_deadline_s)"
 
 
-def _missing(stand: Stand, waited_s: float) -> Failure:
+def _missing(stand: LaneStatus, waited_s: float) -> Failure:
     since = datetime.fromtimestamp(stand.since, UTC).isoformat(timespec="seconds")
     return Failure(
         f"seq {stand.next_seq} of this model never came: {stand.lowest} is here, and nothing more came for "

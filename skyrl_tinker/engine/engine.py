@@ -7,31 +7,31 @@ from contextlib import suppress
 from typing import Any
 
 from skyrl_tinker.config import MiB, Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine import recovery
-from skyrl_tinker.engine.cleanup import SessionKeeper
+from skyrl_tinker.engine.cleanup import Cleanup
 from skyrl_tinker.engine.colocation.placement import Placement, make_placement
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.http_server import Gateway
+from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity import startup_check
-from skyrl_tinker.engine.parity.drift_monitor import BOUNDS, GapMonitor
+from skyrl_tinker.engine.parity.drift_monitor import BOUNDS, DriftMonitor
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.launch import assemble, launch_servers, sampler_gpus
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.engine.sampler.sleep import Sleeping
-from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.engine.sampler.sleep import SleepControl
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.sampler_publisher import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.status import Status
-from skyrl_tinker.engine.trainer.model_creation import Models
+from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
@@ -57,11 +57,11 @@ class Engine:
     def __init__(
         self,
         settings: Settings,
-        places: Places,
+        places: Directories,
         ray: RayCluster,
         store: Store,
         bell: Doorbell,
-        status: Status,
+        status: EngineStatus,
     ) -> None:
         self._settings = settings
         self._ray = ray
@@ -71,7 +71,7 @@ class Engine:
         self._status = status
         self._metrics = Metrics()
         self._outbox = Outbox(store, bell, self._metrics)
-        self._overflow = Overflow(places.ephemeral_dir, places.run_dir / "overflow")
+        self._overflow = TmpfsSpill(places.ephemeral_dir, places.run_dir / "overflow")
         self._ready = False
         self._waiting_for = {"trainer", "sampler"}
         self._to_end: list[Callable[[], Awaitable[None]]] = []
@@ -242,7 +242,7 @@ class Engine:
             tasks.create_task(cleaner.run())
             tasks.create_task(deadlines.run())
             tasks.create_task(fleet.supervise(self._status))
-            tasks.create_task(placement.run(Sleeping(fleet)))
+            tasks.create_task(placement.run(SleepControl(fleet)))
             tasks.create_task(_watch(trainer))
             tasks.create_task(_watch_ray(self._ray))
 
@@ -252,7 +252,7 @@ class Engine:
         trainer: TrainerGroup,
         samplers: Samplers,
         placement: Placement,
-        gaps: GapMonitor,
+        gaps: DriftMonitor,
     ) -> TrainerDriver:
         settings, store, outbox, metrics = self._settings, self._store, self._outbox, self._metrics
         root, ephemeral = self._places.checkpoint_root, self._places.ephemeral_dir
@@ -260,7 +260,7 @@ class Engine:
         return TrainerDriver(
             store,
             trainer,
-            Models(store, trainer, facts, saver, settings.max_lora_rank),
+            ModelCreation(store, trainer, facts, saver, settings.max_lora_rank),
             saver,
             Exporter(store, trainer, outbox, facts, root),
             Publisher(store, trainer, samplers, outbox, facts, ephemeral, root, metrics),
@@ -274,7 +274,7 @@ class Engine:
     async def _open_gateway(
         self, openai: OpenAIServer, training: TrainerDriver, sampler: SamplerDriver
     ) -> None:
-        gateway = Gateway(
+        gateway = EngineHttpServer(
             self._places.engine_socket,
             openai,
             self._metrics,
@@ -284,11 +284,9 @@ class Engine:
         self._to_end.append(gateway.close)
         await gateway.start()
 
-    def _session_keeper(
-        self, training: TrainerDriver, sampler: SamplerDriver, samplers: Samplers
-    ) -> SessionKeeper:
+    def _session_keeper(self, training: TrainerDriver, sampler: SamplerDriver, samplers: Samplers) -> Cleanup:
         settings = self._settings
-        return SessionKeeper(
+        return Cleanup(
             self._store,
             training,
             sampler,
@@ -314,9 +312,9 @@ class Engine:
         self._ready = True
         _log.info("ready")
 
-    def _gap_monitor(self, trainer: TrainerGroup, samplers: Samplers, facts: BaseModelFacts) -> GapMonitor:
+    def _gap_monitor(self, trainer: TrainerGroup, samplers: Samplers, facts: BaseModelFacts) -> DriftMonitor:
         settings = self._settings
-        return GapMonitor(
+        return DriftMonitor(
             self._store,
             trainer,
             samplers,

@@ -17,7 +17,7 @@ import uvloop
 
 from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
@@ -32,7 +32,7 @@ def run(settings_file: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, _exit)
     settings = Settings.model_validate_json(settings_file.read_text())
-    places = Places(settings)
+    places = Directories(settings)
     places.make()
     processes.become_subreaper()
     processes.raise_open_files_limit()
@@ -65,7 +65,7 @@ def _ray_environment() -> dict[str, str]:
     }
 
 
-def _run(settings: Settings, places: Places) -> str | None:
+def _run(settings: Settings, places: Directories) -> str | None:
     from skyrl_tinker.engine.ray_cluster import RayCluster  # not before its environment is set
 
     ray = RayCluster(settings, places.bell_dir / "r")
@@ -75,9 +75,9 @@ def _run(settings: Settings, places: Places) -> str | None:
         ray.stop()
 
 
-async def _main(settings: Settings, places: Places, ray: "RayCluster") -> str | None:
+async def _main(settings: Settings, places: Directories, ray: "RayCluster") -> str | None:
     from skyrl_tinker.engine.engine import Engine
-    from skyrl_tinker.engine.status import Status
+    from skyrl_tinker.engine.status import EngineStatus
 
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -85,7 +85,7 @@ async def _main(settings: Settings, places: Places, ray: "RayCluster") -> str | 
     store = await Store.open(settings.store_url)
     bell = Doorbell.bind(places.home, "engine")
     try:
-        status = await Status.open(store, bell)
+        status = await EngineStatus.open(store, bell)
         return await Engine(settings, places, ray, store, bell, status).run(stop)
     finally:
         bell.close()

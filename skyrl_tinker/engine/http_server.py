@@ -12,7 +12,7 @@ from skyrl_tinker.protocol.queue_views import QueuesView
 SHUTDOWN_S = 1.0
 
 
-class Gateway:
+class EngineHttpServer:
     """Only this user may connect: who speaks to it was let in by the API."""
 
     def __init__(

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FutureResult:
     """A result as its bytes go to the client. `records`: kept of the sequences in it; `usage`: its tokens."""
 
     content_type: str
@@ -37,12 +37,12 @@ class Answer:
     usage: Usage = NO_USAGE
 
 
-Outcome = Answer | Failure
+Outcome = FutureResult | Failure
 
 
-def json_answer(value: Mapping[str, Any]) -> Answer:
+def json_answer(value: Mapping[str, Any]) -> FutureResult:
     """Values are finite: JSON has no NaN."""
-    return Answer(JSON_TYPE, orjson.dumps(value))
+    return FutureResult(JSON_TYPE, orjson.dumps(value))
 
 
 def failure_of(error: Exception) -> Failure:
@@ -111,7 +111,7 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
 
 async def finish_all(conn: AsyncConnection, outcomes: Mapping[int, Outcome]) -> None:
     """By future id."""
-    answers: dict[int, Answer] = {}
+    answers: dict[int, FutureResult] = {}
     for future_id, outcome in outcomes.items():
         if isinstance(outcome, Failure):
             await queue.fail(conn, future_id, outcome)
@@ -121,7 +121,7 @@ async def finish_all(conn: AsyncConnection, outcomes: Mapping[int, Outcome]) -> 
         await _succeed(conn, answers)
 
 
-async def _succeed(conn: AsyncConnection, answers: Mapping[int, Answer]) -> None:
+async def _succeed(conn: AsyncConnection, answers: Mapping[int, FutureResult]) -> None:
     results = {
         future_id: (answer.content_type, answer.body, answer.usage) for future_id, answer in answers.items()
     }

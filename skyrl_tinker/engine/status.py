@@ -14,7 +14,7 @@ KEY = "engine"
 Phase = Literal["starting", "ready", "restarting", "failed"]
 
 
-class Status:
+class EngineStatus:
     """Writes `server_state["engine"]` and rings the API."""
 
     def __init__(self, store: Store, bell: Doorbell, died_after: int) -> None:
@@ -24,7 +24,7 @@ class Status:
         self._recovered = False
 
     @classmethod
-    async def open(cls, store: Store, bell: Doorbell) -> "Status":
+    async def open(cls, store: Store, bell: Doorbell) -> "EngineStatus":
         """Learns up to which future an earlier engine may have worked; without its word, up to the newest."""
         async with store.read() as conn:
             left: Any = await server_state.get(conn, KEY)

@@ -16,7 +16,7 @@ _PARAMS = {params.family: params for params in (AdamParams, DimuonParams)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Body:
+class _StoredBody:
     def to_bytes(self) -> bytes:
         return orjson.dumps(self, option=orjson.OPT_SORT_KEYS)
 
@@ -26,7 +26,7 @@ class _Body:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimStepBody(_Body):
+class OptimStepBody(_StoredBody):
     params: AdamParams | DimuonParams
 
     def to_bytes(self) -> bytes:
@@ -39,7 +39,7 @@ class OptimStepBody(_Body):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveWeightsBody(_Body):
+class SaveWeightsBody(_StoredBody):
     name: str
     ttl_seconds: int | None = None
     overwrite: bool = False
@@ -47,7 +47,7 @@ class SaveWeightsBody(_Body):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveExternalBody(_Body):
+class SaveExternalBody(_StoredBody):
     """`recipients`: of age, to whom every file is encrypted; with none it is not."""
 
     name: str
@@ -56,7 +56,7 @@ class SaveExternalBody(_Body):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveSamplerBody(_Body):
+class SaveSamplerBody(_StoredBody):
     """Durable with a `name`; else ephemeral, and `sampling_session_seq_id` names the session to make.
 
     `kind` inflight (ephemeral only): also for the sessions that the model's earlier inflight saves made.
@@ -70,7 +70,7 @@ class SaveSamplerBody(_Body):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadWeightsBody(_Body):
+class LoadWeightsBody(_StoredBody):
     """In place."""
 
     path: str
@@ -78,12 +78,12 @@ class LoadWeightsBody(_Body):
 
 
 @dataclass(frozen=True, slots=True)
-class CreateModelBody(_Body):
+class CreateModelBody(_StoredBody):
     """Empty: what a model is made of lies in its own row."""
 
 
 @dataclass(frozen=True, slots=True)
-class CreateViaLoadBody(_Body):
+class CreateViaLoadBody(_StoredBody):
     """`optimizer`: with the checkpoint's own optimizer; else with a new one of `optimizer_config`."""
 
     path: str

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import tiny_model
@@ -32,7 +32,7 @@ def resolve(settings: Settings) -> BaseModelFacts:
 def _directory(settings: Settings) -> Path:
     given = Path(settings.base_model).expanduser()
     if settings.base_model == "tiny":
-        return _tiny(Places(settings).models_dir / "tiny")
+        return _tiny(Directories(settings).models_dir / "tiny")
     if (given / "config.json").is_file():
         return given.resolve()
     if given.is_absolute() or given.exists() or settings.base_model.startswith("."):

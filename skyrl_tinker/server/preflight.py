@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import once
@@ -90,7 +90,7 @@ def _is_loopback(host: str) -> bool:
 
 
 @contextmanager
-def home_lock(places: Places) -> Iterator[None]:
+def home_lock(places: Directories) -> Iterator[None]:
     """Hold the home for this process; the kernel lets go of it however the process ends."""
     with places.lock_file.open("a+") as file:
         try:
@@ -103,7 +103,7 @@ def home_lock(places: Places) -> Iterator[None]:
         yield
 
 
-def _locked(places: Places) -> str:
+def _locked(places: Directories) -> str:
     pid = places.lock_file.read_text() or "?"
     return f"another server (pid {pid}) runs with --home {places.home}; stop it or choose another home"
 

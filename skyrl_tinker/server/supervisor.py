@@ -18,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import base_model, preflight
@@ -44,7 +44,7 @@ def serve(settings: Settings, ready: Say, progress: Say, warn: Say) -> None:
     Raises StartupError when it cannot start, or when a child keeps dying; nothing is left running then.
     """
     preflight.check_settings(settings)
-    places = Places(settings)
+    places = Directories(settings)
     places.make()
     with preflight.home_lock(places):
         processes.become_subreaper()
@@ -71,7 +71,7 @@ class _Child:
 
     name: str
     module: str
-    places: Places
+    places: Directories
     listener: socket.socket | None = None  # inherited, and named by its number as the last argument
     process: asyncio.subprocess.Process | None = None
     deaths: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_DEATHS))
@@ -115,7 +115,7 @@ class _Supervisor:
     def __init__(
         self,
         settings: Settings,
-        places: Places,
+        places: Directories,
         facts: BaseModelFacts,
         listener: socket.socket,
         ready: Say,

@@ -124,7 +124,7 @@ async def _run(conn: AsyncConnection, new: NewCopy) -> ModelKey:
         where.session_id, where.model_seq_id, source.base_model, source.spec, config, metadata or {}
     )
     key = await model_records.add(conn, model, ModelState.RELEASED, _WHY_RELEASED)
-    request = record.New(_KIND, 0, new.digest, where.session_id, key)
+    request = record.NewFuture(_KIND, 0, new.digest, where.session_id, key)
     future_id, _ = await record.journal(conn, request, where.model_id)
     await finish.succeed(conn, future_id, finish.JSON_TYPE, b"{}")
     return key

@@ -13,14 +13,14 @@ from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
-from skyrl_tinker.store.database.tables import Checkpoint, Model, Session
+from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_columns, spec_of
 from skyrl_tinker.store.owners import owned_by
 from skyrl_tinker.store.sampling_sessions import held
 
 WITH_MODEL = (
-    select(Checkpoint.__table__, Model.model_id, Model.session_id)
-    .join(Model, Model.key == Checkpoint.model_key)
+    select(SavedCheckpoint.__table__, Model.model_id, Model.session_id)
+    .join(Model, Model.key == SavedCheckpoint.model_key)
     .join(Session, Session.session_id == Model.session_id)
 )
 
@@ -75,19 +75,19 @@ async def add(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> in
     """
     now = time.time()
     same = (
-        Checkpoint.model_key == new.model_key,
-        Checkpoint.kind == new.kind,
-        Checkpoint.name == new.name,
-        Checkpoint.deleted_at.is_(None),
+        SavedCheckpoint.model_key == new.model_key,
+        SavedCheckpoint.kind == new.kind,
+        SavedCheckpoint.name == new.name,
+        SavedCheckpoint.deleted_at.is_(None),
     )
-    if not replace and await conn.scalar(select(Checkpoint.id).where(*same, _not_expired(now))):
+    if not replace and await conn.scalar(select(SavedCheckpoint.id).where(*same, _not_expired(now))):
         raise UserError(
             f"checkpoint {new.kind}/{new.name} of this model exists and overwrite is false: "
             "choose another name or delete it first"
         )
-    await conn.execute(update(Checkpoint).where(*same).values(deleted_at=now))
-    number = await insert_id(conn, insert(Checkpoint), {"created_at": now, **_columns(new)})
-    (row,) = await _all(conn, Checkpoint.id == number)
+    await conn.execute(update(SavedCheckpoint).where(*same).values(deleted_at=now))
+    number = await insert_id(conn, insert(SavedCheckpoint), {"created_at": now, **_columns(new)})
+    (row,) = await _all(conn, SavedCheckpoint.id == number)
     await _audit(conn, row, "create", size_bytes=new.size_bytes)
     return number
 
@@ -96,7 +96,7 @@ async def find(
     conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
     """This owner's, or a published one. None if there is none of that name, or it is deleted or expired."""
-    return await _named(conn, or_(owned_by(owner), Checkpoint.public), model_id, kind, name)
+    return await _named(conn, or_(owned_by(owner), SavedCheckpoint.public), model_id, kind, name)
 
 
 async def any_owners(
@@ -108,7 +108,7 @@ async def any_owners(
 
 async def by_number(conn: AsyncConnection, checkpoint_id: int) -> CheckpointRow | None:
     """For who was given its number. None if it is deleted or expired."""
-    rows = await _all(conn, Checkpoint.id == checkpoint_id, *live())
+    rows = await _all(conn, SavedCheckpoint.id == checkpoint_id, *live())
     return rows[0] if rows else None
 
 
@@ -124,13 +124,13 @@ async def own(
 
 async def of_model(conn: AsyncConnection, model_key: ModelKey) -> list[CheckpointRow]:
     """The live ones, oldest first."""
-    return await _all(conn, Checkpoint.model_key == model_key, *live())
+    return await _all(conn, SavedCheckpoint.model_key == model_key, *live())
 
 
 async def last_of_model(
     conn: AsyncConnection, model_key: ModelKey, kind: CheckpointKind
 ) -> CheckpointRow | None:
-    rows = await _all(conn, Checkpoint.model_key == model_key, Checkpoint.kind == kind, *live())
+    rows = await _all(conn, SavedCheckpoint.model_key == model_key, SavedCheckpoint.kind == kind, *live())
     return rows[-1] if rows else None
 
 
@@ -156,28 +156,28 @@ async def set_ttl(conn: AsyncConnection, row: CheckpointRow, ttl_seconds: int | 
 
 async def garbage(conn: AsyncConnection, now: float) -> list[CheckpointRow]:
     """Deleted or expired, and held by no live sampling session: remove the directory, then `forget`."""
-    over = or_(Checkpoint.deleted_at.is_not(None), Checkpoint.expires_at <= now)
-    return await _all(conn, over, Checkpoint.removed_at.is_(None), ~held(Checkpoint.version_id))
+    over = or_(SavedCheckpoint.deleted_at.is_not(None), SavedCheckpoint.expires_at <= now)
+    return await _all(conn, over, SavedCheckpoint.removed_at.is_(None), ~held(SavedCheckpoint.version_id))
 
 
 async def forget(conn: AsyncConnection, checkpoint_id: int) -> None:
     """Its directory is gone. The row stays for the bill."""
     now = time.time()
-    ended = func.coalesce(Checkpoint.deleted_at, Checkpoint.expires_at, now)
+    ended = func.coalesce(SavedCheckpoint.deleted_at, SavedCheckpoint.expires_at, now)
     values = {"removed_at": now, "deleted_at": ended}
-    await conn.execute(update(Checkpoint).where(Checkpoint.id == checkpoint_id).values(values))
+    await conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == checkpoint_id).values(values))
 
 
 async def _named(
     conn: AsyncConnection, whose: ColumnElement[bool], model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
-    named = (Model.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
+    named = (Model.model_id == model_id, SavedCheckpoint.kind == kind, SavedCheckpoint.name == name)
     rows = await _all(conn, whose, *named, *live())
     return rows[0] if rows else None
 
 
 async def _set(conn: AsyncConnection, row: CheckpointRow, **values: Any) -> None:
-    await conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(values))
+    await conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == row.id).values(values))
 
 
 async def _audit(conn: AsyncConnection, row: CheckpointRow, action: str, **details: Any) -> None:
@@ -191,11 +191,11 @@ def expiry(ttl_seconds: int | None) -> float | None:
 
 def live() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     """SQL: neither deleted nor expired."""
-    return Checkpoint.deleted_at.is_(None), _not_expired(time.time())
+    return SavedCheckpoint.deleted_at.is_(None), _not_expired(time.time())
 
 
 def _not_expired(now: float) -> ColumnElement[bool]:
-    return or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now)
+    return or_(SavedCheckpoint.expires_at.is_(None), SavedCheckpoint.expires_at > now)
 
 
 def _columns(new: NewCheckpoint) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _columns(new: NewCheckpoint) -> dict[str, Any]:
 
 
 async def _all(conn: AsyncConnection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
-    query = WITH_MODEL.where(*where).order_by(Checkpoint.id)
+    query = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id)
     return [checkpoint_of(row) for row in await conn.execute(query)]
 
 

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
-from skyrl_tinker.store.database.write_lock import Turn
+from skyrl_tinker.store.database.write_lock import WriteLock
 
 
 def once(url: str, op: Op[T]) -> T:
@@ -29,7 +29,7 @@ class Store:
 
     def __init__(self, path: str) -> None:
         """Use `Store.open`."""
-        self._turn = Turn(path)
+        self._turn = WriteLock(path)
         self._writing = sqlite.writing(path, self._turn)
         self._reading = sqlite.reading(path)
         self._idle: list[AsyncConnection] = []

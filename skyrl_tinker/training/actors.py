@@ -24,7 +24,7 @@ EXIT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class Answer(NamedTuple):
+class RankReply(NamedTuple):
     """`seconds`: that the rank took. `changes`: what outlives it of what the call changed."""
 
     value: Any
@@ -46,12 +46,12 @@ class RankProcess:
         self._rank = rank
         self._sender: Any = None
 
-    def call(self, method: str, *args: Any) -> Answer:
+    def call(self, method: str, *args: Any) -> RankReply:
         started = time.perf_counter()
         self._worker.vault.begin()
         value = getattr(self._worker, method)(*args)
         changes = self._worker.vault.finish()
-        return Answer(value, time.perf_counter() - started, changes)
+        return RankReply(value, time.perf_counter() - started, changes)
 
     def disk_call(self, method: str, *args: Any) -> Any:
         return getattr(self._worker, method)(*args)
@@ -97,12 +97,12 @@ class Actors:
         port = (await self.call(0, "open_store")).value
         await self.all("join", port)
 
-    async def call(self, rank: int, method: str, *args: Any) -> Answer:
+    async def call(self, rank: int, method: str, *args: Any) -> RankReply:
         call = self._actors[rank].call.remote(method, *args)
-        answer: Answer = await _answer(call, rank, method, TrainerError)
+        answer: RankReply = await _answer(call, rank, method, TrainerError)
         return answer
 
-    async def all(self, method: str, *args: Any) -> list[Answer]:
+    async def all(self, method: str, *args: Any) -> list[RankReply]:
         """The same call on every rank, answers by rank. One failure does not wait for peers that hang."""
         if len(self._actors) == 1:
             return [await self.call(0, method, *args)]

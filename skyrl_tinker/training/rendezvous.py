@@ -16,7 +16,7 @@ from skyrl_tinker.training.trainer_spec import TrainerSpec
 _DESCRIPTORS = "/proc/self/fd"
 
 
-class Meeting:
+class Rendezvous:
     """One rank's side. gloo only: NCCL's peers wait inside a kernel, where no broken connection shows."""
 
     def __init__(self, store: TCPStore, rank: int, spec: TrainerSpec) -> None:

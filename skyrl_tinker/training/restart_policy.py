@@ -11,7 +11,7 @@ QUICK_S = 60.0
 QUICK_DEATHS = 3
 
 
-class Lives:
+class RestartPolicy:
     """A unit of work that kills the ranks whenever it is tried costs itself, not the trainer: what ends that
     are ranks that die again and again without any.
     """

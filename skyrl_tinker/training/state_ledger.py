@@ -15,7 +15,7 @@ GRADIENT = "gradient"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ModelShare:
     """One rank's share of a model.
 
     `files`: in `TrainerSpec.state_dir`, by part; a part without a file is what it is in a fresh model. None:
@@ -28,18 +28,18 @@ class Kept:
     files: Mapping[str, str] | None
 
 
-Changes = Mapping[ModelKey, Kept | None]
+Changes = Mapping[ModelKey, ModelShare | None]
 """By one unit of work, on one rank; None: released."""
 
 
-class Ledger:
+class StateLedger:
     """Of every model the shares of all ranks, as the last unit left them that all ranks finished."""
 
     def __init__(self) -> None:
-        self._shares: dict[ModelKey, tuple[Kept, ...]] = {}
+        self._shares: dict[ModelKey, tuple[ModelShare, ...]] = {}
 
     @property
-    def shares(self) -> Mapping[ModelKey, Sequence[Kept]]:
+    def shares(self) -> Mapping[ModelKey, Sequence[ModelShare]]:
         """By rank."""
         return self._shares
 
@@ -68,7 +68,7 @@ class Ledger:
         return lost
 
 
-def _without_gradients(kept: Kept) -> Kept:
+def _without_gradients(kept: ModelShare) -> ModelShare:
     if kept.files is None:
         return kept
     return replace(kept, files={part: file for part, file in kept.files.items() if part != GRADIENT})

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.manifest import Contents, FileEntry
+from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.domain.values import (
     AdapterWeights,
     Failure,
@@ -29,8 +29,8 @@ from skyrl_tinker.errors import SkyrlTinkerError, TrainerError, UnitFailedError
 from skyrl_tinker.training.actors import Actors
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble
-from skyrl_tinker.training.restart_policy import Lives
-from skyrl_tinker.training.state_ledger import Ledger
+from skyrl_tinker.training.restart_policy import RestartPolicy
+from skyrl_tinker.training.state_ledger import StateLedger
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 __all__ = ["CapturedState", "PreparedPass", "TrainerGroup", "TrainerSpec"]
@@ -52,7 +52,7 @@ class CapturedState:
     """A model's state in the ranks' host memory until `persist_state` has written it."""
 
     number: int
-    contents: Contents
+    contents: CheckpointContents
     ranks: Actors
     """They must still live then."""
 
@@ -76,8 +76,8 @@ class TrainerGroup:
         """How often the ranks have been replaced."""
         self._require_ray = require_ray
         self._ranks = Actors(spec)
-        self._ledger = Ledger()
-        self._lives = Lives()
+        self._ledger = StateLedger()
+        self._lives = RestartPolicy()
         self._lost: set[ModelKey] = set()
         self._untold: set[ModelKey] = set()  # of those
         self._unit = asyncio.Lock()
@@ -331,7 +331,9 @@ class TrainerGroup:
 
     async def _captured(self, method: str, model: ModelKey, *args: Any) -> CapturedState:
         number = next(self._captures)
-        contents: list[Contents] = await self._twice(lambda: self._all(method, model, number, *args))
+        contents: list[CheckpointContents] = await self._twice(
+            lambda: self._all(method, model, number, *args)
+        )
         return CapturedState(number, contents[0], self._ranks)
 
     # Deaths

@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.manifest import Contents, FileEntry
+from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.domain.values import AdapterWeights, LoraSpec, OptimizerFamily, StepItem, StepOutput
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError, UserError
 from skyrl_tinker.processes import spare_the_collector
@@ -19,9 +19,9 @@ from skyrl_tinker.training.checkpoints import checkpoint_load, checkpoint_save, 
 from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory import allocator, memory_budget
-from skyrl_tinker.training.memory.device_cache import Residents
-from skyrl_tinker.training.memory.offload import Aside
-from skyrl_tinker.training.memory.state_mirror import Vault
+from skyrl_tinker.training.memory.device_cache import DeviceCache
+from skyrl_tinker.training.memory.offload import OffloadBuffer
+from skyrl_tinker.training.memory.state_mirror import StateMirror
 from skyrl_tinker.training.models.full_parameter import FullModel, create_full
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
@@ -30,8 +30,8 @@ from skyrl_tinker.training.optimizers import optim_step
 from skyrl_tinker.training.passes import out_of_memory
 from skyrl_tinker.training.passes.out_of_memory import is_out_of_memory
 from skyrl_tinker.training.passes.pass_runner import PassRunner
-from skyrl_tinker.training.rendezvous import Meeting
-from skyrl_tinker.training.state_ledger import Kept
+from skyrl_tinker.training.rendezvous import Rendezvous
+from skyrl_tinker.training.state_ledger import ModelShare
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 
@@ -44,14 +44,14 @@ class Worker:
         allocator.keep_freed()
         self.spec = spec
         self.rank = rank
-        self.vault = Vault(spec, rank)
+        self.vault = StateMirror(spec, rank)
         self._models: dict[ModelKey, TrainableModel] = {}
-        self._residents = Residents(self._models, spec.resident_models)
-        self._base_aside = Aside()
+        self._residents = DeviceCache(self._models, spec.resident_models)
+        self._base_aside = OffloadBuffer()
         self._captured: dict[int, Captured] = {}
         self._offloaded = False
         self._store: TCPStore | None = None
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
 
     def open_store(self) -> int:
         """Rank 0 only: open the rendezvous; returns its port."""
@@ -60,7 +60,7 @@ class Worker:
 
     def join(self, port: int) -> None:
         store = self._store or distributed.connect_store(port, self.spec.timeout_s)
-        self._meeting = Meeting(store, self.rank, self.spec)
+        self._meeting = Rendezvous(store, self.rank, self.spec)
         self.attach(self._meeting.join())
 
     def attach(self, ranks: Ranks) -> None:
@@ -80,7 +80,7 @@ class Worker:
         self._residents.add(key)
         self.vault.keep(key, model)
 
-    def restore(self, shares: Mapping[ModelKey, Sequence[Kept]]) -> None:
+    def restore(self, shares: Mapping[ModelKey, Sequence[ModelShare]]) -> None:
         """On a fresh worker: go on where the one before it, and its peers, had finished their last unit."""
         self.vault.open(shares)
         for key, each in shares.items():
@@ -141,18 +141,18 @@ class Worker:
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
         sampler_export.write_weights(self._unchanged(key), Path(directory), dtype, writer=self.rank == 0)
 
-    def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> Contents:
+    def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> CheckpointContents:
         """Keep host copies of this rank's share under `number` until they are persisted."""
         return self._capture(key, number, optimizer, checkpoint_save.STATE)
 
-    def capture_export(self, key: ModelKey, number: int, shard_bytes: int) -> Contents:
+    def capture_export(self, key: ModelKey, number: int, shard_bytes: int) -> CheckpointContents:
         """The weights alone, for use elsewhere: an adapter, or all in the trainer's dtype in shards."""
         if isinstance(self._unchanged(key), LoraModel):
             return self._capture(key, number, False, checkpoint_save.STATE)
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
         return self._capture(key, number, False, Layout(dtype, shard_bytes))
 
-    def _capture(self, key: ModelKey, number: int, optimizer: bool, layout: Layout) -> Contents:
+    def _capture(self, key: ModelKey, number: int, optimizer: bool, layout: Layout) -> CheckpointContents:
         self._captured[number] = captured = checkpoint_save.capture(
             self._unchanged(key),
             self.spec.directory,
@@ -170,7 +170,7 @@ class Worker:
             return checkpoint_save.persist(captured, Path(scratch))
 
     def commit_state(
-        self, contents: Contents, files: Mapping[str, FileEntry], scratch: str, directory: str
+        self, contents: CheckpointContents, files: Mapping[str, FileEntry], scratch: str, directory: str
     ) -> int:
         """One rank only, in any thread, after all have persisted. Returns bytes."""
         with self._storing():
@@ -233,7 +233,7 @@ class Worker:
     def _rejoin(self) -> None:
         """Networks are tied to the process group that they were sharded over: all are loaded again."""
         assert self._meeting is not None
-        self._base_aside = Aside()
+        self._base_aside = OffloadBuffer()
         del self._base, self._runner
         allocator.give_back()
         self.attach(self._meeting.join())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_tinker.weight_sync.chunks import Chunk
+from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message, Senders
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ class BroadcastTransport(ABC):
         self._senders = senders
         self.limit = chunk_bytes
         self._opened = False
-        self._chunks: Sequence[Chunk] = ()
+        self._chunks: Sequence[WeightChunk] = ()
         self._meeting: tuple[Any, ...] = ()
 
-    async def open(self, directory: Path) -> Sequence[Chunk]:
+    async def open(self, directory: Path) -> Sequence[WeightChunk]:
         if not self._opened:
             await self._senders.open_sender(self.factory, every_rank=False)
             self._opened = True
@@ -66,7 +66,7 @@ class BroadcastTransport(ABC):
         """The init message of a replica whose first worker has rank `rank_offset`."""
 
     @abstractmethod
-    def update(self, chunk: Chunk, *, last: bool) -> Message: ...
+    def update(self, chunk: WeightChunk, *, last: bool) -> Message: ...
 
     async def _call(self, method: str, *args: Any) -> Any:
         (result,) = await self._senders.sender_call(method, *args)
@@ -82,7 +82,7 @@ class BroadcastSender(ABC):
         self._buffer: ChunkBuffer | None = None
         self._loaded: torch.Tensor | None = None
 
-    def open(self, directory: str, limit: int) -> Sequence[Chunk]:
+    def open(self, directory: str, limit: int) -> Sequence[WeightChunk]:
         """SamplerError when the directory holds no whole files."""
         from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
 

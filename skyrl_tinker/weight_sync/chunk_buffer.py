@@ -5,14 +5,14 @@ from pathlib import Path
 
 import torch
 
-from skyrl_tinker.weight_sync.chunks import Chunk, read_chunks
+from skyrl_tinker.weight_sync.chunks import WeightChunk, read_chunks
 
 
 class ChunkBuffer:
     """On CUDA the bytes pass through pinned host memory of the same size."""
 
     def __init__(self, directory: Path, limit: int, device: str) -> None:
-        self.chunks: Sequence[Chunk] = read_chunks(directory, limit)
+        self.chunks: Sequence[WeightChunk] = read_chunks(directory, limit)
         size = max(chunk.size for chunk in self.chunks)
         on_gpu = device == "cuda"
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
@@ -30,7 +30,7 @@ class ChunkBuffer:
         return loaded
 
 
-def unpack(packed: torch.Tensor, chunk: Chunk) -> dict[str, torch.Tensor]:
+def unpack(packed: torch.Tensor, chunk: WeightChunk) -> dict[str, torch.Tensor]:
     """Views of [bytes] uint8 as the tensors of the chunk."""
     parts = packed[: chunk.size].split(chunk.sizes)  # type: ignore[no-untyped-call]
     return {

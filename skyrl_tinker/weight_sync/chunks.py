@@ -32,7 +32,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor in a file; `start` is the first byte of its data there."""
 
     name: str
@@ -48,10 +48,10 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class WeightChunk:
     """Tensors that travel together as one buffer of bytes, one behind the other without gaps."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
     @property
     def size(self) -> int:
@@ -86,7 +86,7 @@ class Chunk:
                 offset += entry.size
 
 
-def read_chunks(directory: Path, limit: int) -> tuple[Chunk, ...]:
+def read_chunks(directory: Path, limit: int) -> tuple[WeightChunk, ...]:
     """The tensors of all *.safetensors in `directory`, cut at `limit` bytes; no data is read.
 
     Elements of more bytes come first, so that every tensor lies aligned in its chunk. SamplerError when
@@ -99,21 +99,21 @@ def read_chunks(directory: Path, limit: int) -> tuple[Chunk, ...]:
     return tuple(cut(sorted(entries, key=lambda entry: -entry.itemsize), limit))
 
 
-def cut(entries: Iterable[Entry], limit: int) -> Iterator[Chunk]:
+def cut(entries: Iterable[TensorEntry], limit: int) -> Iterator[WeightChunk]:
     """Chunks of at most `limit` bytes in the order of `entries`; a larger tensor goes alone."""
-    together: list[Entry] = []
+    together: list[TensorEntry] = []
     size = 0
     for entry in entries:
         if together and size + entry.size > limit:
-            yield Chunk(tuple(together))
+            yield WeightChunk(tuple(together))
             together, size = [], 0
         together.append(entry)
         size += entry.size
     if together:
-        yield Chunk(tuple(together))
+        yield WeightChunk(tuple(together))
 
 
-def _read_index(path: Path) -> list[Entry]:
+def _read_index(path: Path) -> list[TensorEntry]:
     try:
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
@@ -129,10 +129,10 @@ def _read_index(path: Path) -> list[Entry]:
         raise SamplerError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _entry(name: str, value: dict[str, Any], path: Path, data: int, total: int) -> Entry:
+def _entry(name: str, value: dict[str, Any], path: Path, data: int, total: int) -> TensorEntry:
     dtype, itemsize = DTYPES[value["dtype"]]
     begin, end = value["data_offsets"]
-    entry = Entry(name, dtype, tuple(value["shape"]), itemsize, str(path), data + begin)
+    entry = TensorEntry(name, dtype, tuple(value["shape"]), itemsize, str(path), data + begin)
     if entry.size != end - begin or data + end > total:
         raise ValueError(f"tensor {name} lies outside of its bytes")
     return entry
@@ -145,7 +145,7 @@ def _open(file: str) -> int:
         raise SamplerError(f"the weights cannot be read: {error}") from error
 
 
-def _read_into(descriptor: int, buffer: memoryview, entry: Entry) -> None:
+def _read_into(descriptor: int, buffer: memoryview, entry: TensorEntry) -> None:
     done = 0
     while done < len(buffer):
         count = os.preadv(descriptor, [buffer[done:]], entry.start + done)
@@ -154,5 +154,5 @@ def _read_into(descriptor: int, buffer: memoryview, entry: Entry) -> None:
         done += count
 
 
-def total_bytes(chunks: Sequence[Chunk]) -> int:
+def total_bytes(chunks: Sequence[WeightChunk]) -> int:
     return sum(chunk.size for chunk in chunks)

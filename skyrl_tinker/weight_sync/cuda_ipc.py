@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from skyrl_tinker.weight_sync.chunks import Chunk
+from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message, Senders
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class CudaIpcSender:
         self._rank = rank
         self._buffer: ChunkBuffer | None = None
 
-    def open(self, directory: str, limit: int) -> tuple[Sequence[Chunk], bytes]:
+    def open(self, directory: str, limit: int) -> tuple[Sequence[WeightChunk], bytes]:
         """The chunks, and this GPU's id with what a process needs to see the buffer there, pickled."""
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
@@ -66,10 +66,10 @@ class CudaIpcTransport:
         self._senders = senders
         self._limit = chunk_bytes
         self._opened = False
-        self._chunks: Sequence[Chunk] = ()
+        self._chunks: Sequence[WeightChunk] = ()
         self._handles = ""
 
-    async def open(self, directory: Path) -> Sequence[Chunk]:
+    async def open(self, directory: Path) -> Sequence[WeightChunk]:
         if not self._opened:
             await self._senders.open_sender(CudaIpcSender, every_rank=True)
             self._opened = True
@@ -108,7 +108,7 @@ def merge_handles(handles: Sequence[bytes]) -> str:
     return base64.b64encode(pickle.dumps(by_gpu)).decode()
 
 
-def update_message(chunk: Chunk, handles: str) -> Message:
+def update_message(chunk: WeightChunk, handles: str) -> Message:
     return {
         "names": chunk.names,
         "dtype_names": chunk.dtypes,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
-from skyrl_tinker.weight_sync.chunks import Chunk
+from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class GlooTransport(BroadcastTransport):
         meeting = {"host": HOST, "port": place, "rank_offset": rank_offset, "world_size": world}
         return {"transport": NAME, **meeting}
 
-    def update(self, chunk: Chunk, *, last: bool) -> Message:
+    def update(self, chunk: WeightChunk, *, last: bool) -> Message:
         return {
             "names": chunk.names,
             "shapes": chunk.shapes,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
-from skyrl_tinker.weight_sync.chunks import Chunk
+from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class NcclTransport(BroadcastTransport):
             "packed_num_buffers": 1,
         }
 
-    def update(self, chunk: Chunk, *, last: bool) -> Message:
+    def update(self, chunk: WeightChunk, *, last: bool) -> Message:
         return {"names": chunk.names, "dtype_names": chunk.dtypes, "shapes": chunk.shapes}
 
 

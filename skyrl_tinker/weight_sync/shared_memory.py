@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from skyrl_tinker.weight_sync.chunks import Chunk, read_chunks
+from skyrl_tinker.weight_sync.chunks import WeightChunk, read_chunks
 from skyrl_tinker.weight_sync.transport import Message
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class SharedMemoryTransport:
     def __init__(self, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()
         self._limit = chunk_bytes
-        self._chunks: Sequence[Chunk] = ()
+        self._chunks: Sequence[WeightChunk] = ()
 
-    async def open(self, directory: Path) -> Sequence[Chunk]:
+    async def open(self, directory: Path) -> Sequence[WeightChunk]:
         self._chunks = await asyncio.to_thread(read_chunks, directory, self._limit)
         return self._chunks
 

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
 from skyrl_tinker.weight_sync.chunks import total_bytes
 from skyrl_tinker.weight_sync.transport import (
-    ControlPlane,
     Phase,
     Replica,
     WeightSyncError,
     WeightTransport,
+    WeightUpdateTarget,
 )
 
-__all__ = ["ControlPlane", "Synced", "WeightSyncError", "WeightTransport", "sync_weights"]
+__all__ = ["Synced", "WeightSyncError", "WeightTransport", "WeightUpdateTarget", "sync_weights"]
 
 PATIENCE_S = 300.0
 """For one answer of one replica: loading large weights may take minutes, for ever is a fault."""
@@ -37,7 +37,7 @@ class Synced:
 
 
 async def sync_weights(
-    control: ControlPlane,
+    control: WeightUpdateTarget,
     transport: WeightTransport,
     directory: Path,
     version: str,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.weight_sync.chunks import Chunk
+from skyrl_tinker.weight_sync.chunks import WeightChunk
 
 Message = Mapping[str, Any]
 """JSON object that travels to the workers of a replica."""
@@ -30,7 +30,7 @@ class WeightTransport(Protocol):
     members: tuple[str, ...]
     """The replicas that `meet` brought together, () for none."""
 
-    async def open(self, directory: Path) -> Sequence[Chunk]:
+    async def open(self, directory: Path) -> Sequence[WeightChunk]:
         """The chunks, in the order to send. SamplerError when the directory holds no weights."""
         ...
 
@@ -84,7 +84,7 @@ class Replica(Protocol):
     async def finish_weight_update(self, version: str) -> None: ...
 
 
-class ControlPlane(Protocol):
+class WeightUpdateTarget(Protocol):
     @property
     def server_urls(self) -> tuple[str, ...]: ...
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from skyrl_tinker import config
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.manifest import read_manifest
@@ -90,7 +90,7 @@ def fail(settings: Settings, *arguments: str) -> str:
 def test_a_path_for_the_model_that_was_served_last_is_all_it_prints(
     settings: Settings, base: str, adapter: Path
 ) -> None:
-    Places(settings).make()
+    Directories(settings).make()
     migrate(settings.store_url)
     asyncio.run(serve_once(settings, base))
     printed = run(settings, str(adapter))
@@ -125,7 +125,7 @@ def test_a_name_that_is_no_name_is_refused(settings: Settings, base: str, adapte
 
 
 def test_where_there_are_keys_one_of_them_finds_it(settings: Settings, base: str, adapter: Path) -> None:
-    Places(settings).make()
+    Directories(settings).make()
     migrate(settings.store_url)
     once(settings.store_url, lambda conn: api_keys.create(conn, "alice"))
     assert "--key is missing" in fail(settings, str(adapter), "--base-model", base)

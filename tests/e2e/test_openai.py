@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from skyrl_tinker import config
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER
 from tests.e2e.conftest import Server
 from tests.e2e.support.client import Client, logprobs_of, random_tokens, train
@@ -92,7 +92,7 @@ def test_a_path_is_a_model_for_its_owner_alone(
     body = {"model": trained[0], "prompt": PROMPT, "max_tokens": 1}
     another = {OWNER_HEADER: "7"}
     url = "/oai/api/v1/completions"
-    socket = Places(config.load(home=server.home)).engine_socket
+    socket = Directories(config.load(home=server.home)).engine_socket
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://engine") as engine:
         assert engine.post(url, json=body).status_code == 200
         refused = engine.post(url, json=body, headers=another)

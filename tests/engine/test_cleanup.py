@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import CheckpointKind, SessionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
-from skyrl_tinker.engine.cleanup import SessionKeeper
-from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.engine.cleanup import Cleanup
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import GoneError
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
@@ -52,11 +52,11 @@ def parts() -> Parts:
     return Parts()
 
 
-def keeper_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0) -> SessionKeeper:
+def keeper_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0) -> Cleanup:
     any_part = cast(Any, parts)
-    overflow = Overflow(root / "memory", root / "disk")
+    overflow = TmpfsSpill(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
-    return SessionKeeper(store, any_part, any_part, any_part, overflow, timeout_s, 600.0, 600.0)
+    return Cleanup(store, any_part, any_part, any_part, overflow, timeout_s, 600.0, 600.0)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -218,9 +218,9 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
             await new_version(store, model, Path(memory) / f"v{number}", durable=False)
             for number in (1, 2, 3)
         ]
-        overflow = Overflow(Path(memory), tmp_path / "disk", spare=1.0)
+        overflow = TmpfsSpill(Path(memory), tmp_path / "disk", spare=1.0)
         any_part = cast(Any, parts)
-        keeper = SessionKeeper(store, any_part, any_part, any_part, overflow, 600.0, 600.0, 600.0)
+        keeper = Cleanup(store, any_part, any_part, any_part, overflow, 600.0, 600.0, 600.0)
         await keeper.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
         assert all(exists(version) for version in versions)

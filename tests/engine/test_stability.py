@@ -12,11 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
-from skyrl_tinker.engine.cleanup import SessionKeeper
+from skyrl_tinker.engine.cleanup import Cleanup
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.protocol.stored_samples import sample_body
 from skyrl_tinker.store import sampling_sessions, stability_records
@@ -160,6 +160,6 @@ async def test_records_that_nobody_uses_are_purged(
     await drawn.done(accepted)
     nobody = cast(Any, None)
     (tmp_path / "memory").mkdir()
-    overflow = Overflow(tmp_path / "memory", tmp_path / "disk")
-    await SessionKeeper(store, nobody, nobody, nobody, overflow, 600.0, 600.0, ttl_s).sweep()
+    overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
+    await Cleanup(store, nobody, nobody, nobody, overflow, 600.0, 600.0, ttl_s).sweep()
     assert len(await records_of(store, accepted)) == left

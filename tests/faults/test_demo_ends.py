@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 
 
 def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
@@ -24,7 +24,7 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
         preexec_fn=heed_ctrl_c,
     ) as demo:
         started = started_processes(demo.pid)
-        places = Places(Settings(home=next((tmp_path / "tmp").glob("skyrl-tinker-demo-*"))))
+        places = Directories(Settings(home=next((tmp_path / "tmp").glob("skyrl-tinker-demo-*"))))
         assert places.bell_dir.exists()
         assert places.ephemeral_dir.exists()
         demo.send_signal(signal.SIGINT)

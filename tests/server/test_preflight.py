@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from skyrl_tinker import config
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import preflight
 from skyrl_tinker.store import api_keys
@@ -74,7 +74,7 @@ def test_a_port_in_use_is_refused_and_port_0_finds_a_free_one() -> None:
 
 
 def test_a_home_has_one_server_at_a_time(tmp_path: Path) -> None:
-    places = Places(config.load(home=tmp_path))
+    places = Directories(config.load(home=tmp_path))
     places.make()
     with (
         preflight.home_lock(places),
@@ -87,14 +87,14 @@ def test_a_home_has_one_server_at_a_time(tmp_path: Path) -> None:
 
 
 def test_directories_that_others_can_reach_are_ours_alone(tmp_path: Path) -> None:
-    places = Places(config.load(home=tmp_path))
+    places = Directories(config.load(home=tmp_path))
     places.make()
     for directory in (places.bell_dir, places.ephemeral_dir):
         assert directory.stat().st_mode & 0o077 == 0
 
 
 def test_what_a_deleted_home_left_in_shared_memory_is_freed(tmp_path: Path) -> None:
-    kept, deleted = (Places(config.load(home=tmp_path / name)) for name in ("kept", "deleted"))
+    kept, deleted = (Directories(config.load(home=tmp_path / name)) for name in ("kept", "deleted"))
     for places in (kept, deleted):
         places.make()
     shutil.rmtree(deleted.home)

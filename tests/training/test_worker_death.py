@@ -23,7 +23,7 @@ from skyrl_tinker.domain.values import (
     StepOutput,
 )
 from skyrl_tinker.errors import TrainerError, UnitFailedError
-from skyrl_tinker.training.restart_policy import Lives
+from skyrl_tinker.training.restart_policy import RestartPolicy
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.training.support.passes import make_data, make_item
 from tests.training.test_trainer_group import make_echo
@@ -248,7 +248,7 @@ async def test_state_that_is_set_aside_waits_for_its_turn(one: TrainerGroup) -> 
 
 def test_ranks_that_die_as_soon_as_they_are_up_are_given_up() -> None:
     now = itertools.count(0, 25)  # seconds
-    lives, cause = Lives(lambda: next(now)), TrainerError("rank 0 died")
+    lives, cause = RestartPolicy(lambda: next(now)), TrainerError("rank 0 died")
     for _ in range(2):
         lives.died(cause)
         lives.born()
@@ -259,7 +259,7 @@ def test_ranks_that_die_as_soon_as_they_are_up_are_given_up() -> None:
 @pytest.mark.parametrize("saving", ["a unit is through", "they lived for long"])
 def test_ranks_that_work_or_live_long_may_die_often(saving: str) -> None:
     now = itertools.count(0, 61 if saving == "they lived for long" else 0)
-    lives = Lives(lambda: next(now))
+    lives = RestartPolicy(lambda: next(now))
     for _ in range(10):
         lives.died(TrainerError("rank 0 died"))
         lives.born()

@@ -19,7 +19,7 @@ from skyrl_tinker.errors import SkyrlTinkerError
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class HotRoute(APIRoute):
+class FastRoute(APIRoute):
     """Its endpoint gets the request and the services. Its path has no parameters, its method is POST."""
 
     def get_route_handler(self) -> Handler:
@@ -34,13 +34,13 @@ class HotRoute(APIRoute):
         return handle
 
 
-class HotPaths:
+class FastPaths:
     """Hands requests for hot routes to their handlers, found by path; all others go on to the router."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
         self._handlers = {
-            route.path: route.get_route_handler() for route in routes if isinstance(route, HotRoute)
+            route.path: route.get_route_handler() for route in routes if isinstance(route, FastRoute)
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -24,7 +24,7 @@ from skyrl_tinker.protocol.schemas.usage import (
 from skyrl_tinker.store import api_keys, usage_records
 from skyrl_tinker.store.reports import session_summaries, storage
 from skyrl_tinker.store.reports.session_summaries import Labels
-from skyrl_tinker.store.reports.storage import Stored
+from skyrl_tinker.store.reports.storage import StoredPeriod
 from skyrl_tinker.store.usage_records import HOUR_S, Hourly
 
 GIGABYTE = 1e9
@@ -74,7 +74,7 @@ def _infos(each: Hourly) -> tuple[TrainingUsage | PrefillUsage | SampleUsage, ..
     )
 
 
-def _saved(stored: Sequence[Stored], first: int, end: int) -> Iterator[Line]:
+def _saved(stored: Sequence[StoredPeriod], first: int, end: int) -> Iterator[Line]:
     """Checkpoints by the hour in which they were made."""
     counts: Counter[tuple[int, str, str, str | None]] = Counter()
     for each in stored:
@@ -85,7 +85,7 @@ def _saved(stored: Sequence[Stored], first: int, end: int) -> Iterator[Line]:
         yield Line(*key, CheckpointUsage(count=count))
 
 
-def _kept(stored: Sequence[Stored], first: int, end: int, now: float) -> Iterator[Line]:
+def _kept(stored: Sequence[StoredPeriod], first: int, end: int, now: float) -> Iterator[Line]:
     """What they took: bytes, hour by hour, as long as they lived."""
     taken: Counter[tuple[int, str, str | None]] = Counter()  # byte seconds
     for each in stored:

@@ -21,7 +21,7 @@ from skyrl_tinker.protocol.schemas.usage import (
 )
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.reports import storage
-from skyrl_tinker.store.reports.storage import Kept
+from skyrl_tinker.store.reports.storage import StorageTotal
 from skyrl_tinker.store.usage_records import HOUR_S
 
 _MOST_HOURS = 14 * 24
@@ -66,7 +66,7 @@ async def current_storage(
     return StorageResponse(data=[_item(each, name) for each in found])
 
 
-def _item(kept: Kept, name: str) -> StorageItem:
+def _item(kept: StorageTotal, name: str) -> StorageItem:
     return StorageItem(
         project_id=kept.project_id,
         org_user_urn=user_urn(name),

@@ -7,7 +7,7 @@ import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from skyrl_tinker.api.middleware.fast_routes import HotRoute
+from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import answers_with_result, takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.services import Deps, Owner, Services, owner_of
@@ -31,7 +31,7 @@ from skyrl_tinker.store.futures.completions import Completion
 from skyrl_tinker.store.futures.queue import Outcome
 
 router = APIRouter(tags=["futures"])
-hot = APIRouter(tags=["futures"], route_class=HotRoute)
+hot = APIRouter(tags=["futures"], route_class=FastRoute)
 
 
 @hot.post(

@@ -5,7 +5,7 @@ from fastapi.responses import Response
 
 from skyrl_tinker.api.openapi.documents import answers
 from skyrl_tinker.api.services import Deps
-from skyrl_tinker.api.waiting.engine_client import EngineAwayError
+from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.api.waiting.readiness import engine_state
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -23,7 +23,7 @@ async def metrics(deps: Deps) -> Response:
     """Also while the engine is away, so that this can be seen."""
     try:
         text, up = await deps.engine.get("/metrics"), 1
-    except EngineAwayError:
+    except EngineUnavailableError:
         text, up = b"", 0
     ready = (await engine_state(deps.store)).ready
     own = _gauge("engine_up", "Whether the engine answers", up)

@@ -6,7 +6,7 @@ from fastapi.responses import JSONResponse, Response
 from skyrl_tinker.api.openapi.documents import OPENAI_ERRORS, answers, takes
 from skyrl_tinker.api.requests.request_body import json_object
 from skyrl_tinker.api.services import Deps, Services
-from skyrl_tinker.api.waiting.engine_client import ClientGoneError, EngineAwayError
+from skyrl_tinker.api.waiting.engine_client import ClientGoneError, EngineUnavailableError
 from skyrl_tinker.api.waiting.readiness import engine_state
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.off_loop import off_loop
@@ -65,7 +65,7 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
         return await deps.engine.relay(request)
     except UserError as error:
         return JSONResponse(error_body(error), error.status)
-    except EngineAwayError:
+    except EngineUnavailableError:
         engine = await engine_state(deps.store)
         away = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
         return JSONResponse(error_body(away), 503, headers={"Retry-After": str(RETRY_AFTER_S)})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.api.middleware.fast_routes import HotRoute
+from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
 from skyrl_tinker.api.requests.request_body import json_object, read_model
@@ -33,7 +33,7 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import Accepted
 
 router = APIRouter(tags=["sampling"])
-hot = APIRouter(tags=["sampling"], route_class=HotRoute)
+hot = APIRouter(tags=["sampling"], route_class=FastRoute)
 
 
 @router.post(

@@ -32,7 +32,7 @@ from skyrl_tinker.protocol.schemas.session_list import (
 )
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.reports import session_search, session_summaries
-from skyrl_tinker.store.reports.session_search import Cursor, Found, Search, Status
+from skyrl_tinker.store.reports.session_search import Search, SearchPosition, SessionMatch, SessionStatus
 
 router = APIRouter(tags=["sessions"], prefix="/sessions")
 
@@ -104,12 +104,14 @@ def _search(wanted: SessionSearchRequest) -> Search:
         display_name=wanted.display_name,
         project_ids=wanted.project_ids,
         user_metadata=wanted.user_metadata,
-        statuses=None if statuses is None else [Status(each.type, each.reasons) for each in statuses],
-        after=None if cursor is None else Cursor(cursor.last_created_at.timestamp(), cursor.last_session_id),
+        statuses=None if statuses is None else [SessionStatus(each.type, each.reasons) for each in statuses],
+        after=None
+        if cursor is None
+        else SearchPosition(cursor.last_created_at.timestamp(), cursor.last_session_id),
     )
 
 
-def _answer(found: Sequence[Found], limit: int, urn: str) -> SessionSearchResponse:
+def _answer(found: Sequence[SessionMatch], limit: int, urn: str) -> SessionSearchResponse:
     """`found` has one more than `limit` when there is another page."""
     page = found[:limit]
     last = page[-1] if len(found) > limit else None
@@ -120,7 +122,7 @@ def _answer(found: Sequence[Found], limit: int, urn: str) -> SessionSearchRespon
     )
 
 
-def _summary(found: Found, urn: str) -> SessionSummary:
+def _summary(found: SessionMatch, urn: str) -> SessionSummary:
     return SessionSummary(
         session_id=found.session_id,
         created_at=utc(found.created_at),
@@ -134,7 +136,7 @@ def _summary(found: Found, urn: str) -> SessionSummary:
     )
 
 
-def _status(found: Found) -> ActiveStatus | FinishedStatus | None:
+def _status(found: SessionMatch) -> ActiveStatus | FinishedStatus | None:
     if found.finished_at is None:
         return ActiveStatus()
     for reason in session_search.REASONS:

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from skyrl_tinker.api.middleware.fast_routes import HotRoute
+from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import takes, takes_pass
 from skyrl_tinker.api.requests.request_body import json_object, read_json
 from skyrl_tinker.api.requests.submission import Submission, body_or_failure, from_json, submit_training
@@ -19,7 +19,7 @@ from skyrl_tinker.protocol.schemas import AcceptedFuture, OptimStepRequest, pars
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
 from skyrl_tinker.protocol.validation import Limits, validate_forward_backward, validate_optim_step
 
-router = APIRouter(tags=["training"], route_class=HotRoute)
+router = APIRouter(tags=["training"], route_class=FastRoute)
 
 
 @router.post(

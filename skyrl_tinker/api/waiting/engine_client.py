@@ -22,11 +22,11 @@ class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
 
 
-class EngineAwayError(Exception):
+class EngineUnavailableError(Exception):
     """The engine does not answer: it is starting, or dead."""
 
 
-class EngineProxy:
+class EngineClient:
     """Use it from one event loop, and close it."""
 
     def __init__(self, socket: Path) -> None:
@@ -43,7 +43,7 @@ class EngineProxy:
             async with asyncio.timeout(GET_S), self._pool().get(f"http://engine{path}") as answer:
                 return await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineAwayError from error
+            raise EngineUnavailableError from error
 
     async def relay(self, request: Request) -> Response:
         """The engine's answer to this request; it is asked no longer once the client is gone.
@@ -53,7 +53,7 @@ class EngineProxy:
         try:
             return await _unless_gone(request, self._relay(request))
         except aiohttp.ClientError as error:
-            raise EngineAwayError from error
+            raise EngineUnavailableError from error
 
     async def _relay(self, request: Request) -> Response:
         headers = {"Content-Type": "application/json"}

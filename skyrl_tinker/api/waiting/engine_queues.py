@@ -7,7 +7,7 @@ import time
 
 from pydantic import ValidationError
 
-from skyrl_tinker.api.waiting.engine_client import EngineAwayError, EngineProxy
+from skyrl_tinker.api.waiting.engine_client import EngineClient, EngineUnavailableError
 from skyrl_tinker.protocol.queue_views import QueuesView, SamplingView, queues_from_bytes
 
 EVERY_S = 1.0
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class EngineQueues:
     """`run` as a task. Samples are counted between two looks: those that this process accepts."""
 
-    def __init__(self, engine: EngineProxy) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._wanted = asyncio.Event()
         self._looked = asyncio.Event()  # set and replaced at each look
@@ -63,7 +63,7 @@ class EngineQueues:
         counted = self._accepted
         try:
             self._seen = queues_from_bytes(await self._engine.get("/queues"))
-        except (EngineAwayError, ValidationError) as error:  # it is starting: what has waited waits on
+        except (EngineUnavailableError, ValidationError) as error:  # it is starting: what has waited waits on
             _log.debug("the engine's queues are not known: %s", error)
             self._seen = None
         else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.queue_views import LaneView, QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas import QueueState
-from skyrl_tinker.store.futures.cancellation import Place
+from skyrl_tinker.store.futures.cancellation import QueuePosition
 
 CREATED = "the model is being created"
 _AT_WORK = {
@@ -29,13 +29,13 @@ class Reason:
     text: str | None
 
 
-def reason(place: Place, queues: QueuesView) -> Reason:
+def reason(place: QueuePosition, queues: QueuesView) -> Reason:
     if place.kind is RequestKind.SAMPLE:
         return _sampling(place, queues.sampling)
     return _training(place, queues.training)
 
 
-def _sampling(place: Place, view: SamplingView) -> Reason:
+def _sampling(place: QueuePosition, view: SamplingView) -> Reason:
     ahead = view.ahead(place.session_id, place.future_id)
     if view.paused is not None:
         return Reason("paused_capacity", view.paused)
@@ -46,7 +46,7 @@ def _sampling(place: Place, view: SamplingView) -> Reason:
     return Reason("paused_capacity", text + (_about((ahead + 1) / pace) if pace else ""))
 
 
-def _training(place: Place, view: TrainingView) -> Reason:
+def _training(place: QueuePosition, view: TrainingView) -> Reason:
     lane = None if place.model_key is None else view.lanes.get(place.model_key)
     if lane is None or place.seq_id is None or place.seq_id < lane.next_seq:
         return _at_work(place)
@@ -60,18 +60,18 @@ def _training(place: Place, view: TrainingView) -> Reason:
     return Reason("paused_capacity", _in_turn(place, lane, view))
 
 
-def _at_work(place: Place) -> Reason:
+def _at_work(place: QueuePosition) -> Reason:
     created = place.kind is RequestKind.LOAD_WEIGHTS and place.seq_id == 0
     return Reason("active", CREATED if created else _AT_WORK.get(place.kind, "it is being worked on"))
 
 
-def _behind_its_own(place: Place, lane: LaneView, view: TrainingView) -> Reason:
+def _behind_its_own(place: QueuePosition, lane: LaneView, view: TrainingView) -> Reason:
     if lane.next_seq == 1 and view.running_kind in (RequestKind.CREATE_MODEL, RequestKind.LOAD_WEIGHTS):
         return Reason("active", CREATED)
     return Reason("active", "earlier requests of this model are being worked on")
 
 
-def _in_turn(place: Place, lane: LaneView, view: TrainingView) -> str:
+def _in_turn(place: QueuePosition, lane: LaneView, view: TrainingView) -> str:
     assert place.seq_id is not None, "it stands in a lane"
     tenants = view.tenants.index(lane.session_id) if lane.session_id in view.tenants else 0
     earlier = place.seq_id - lane.next_seq

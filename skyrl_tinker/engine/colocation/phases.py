@@ -8,7 +8,7 @@ IDLE_S = 0.05
 """A client that got an answer has this long for its next request: a switch costs more."""
 
 
-class State(StrEnum):
+class PhaseState(StrEnum):
     SAMPLING = "sampling"
     TO_TRAINING = "to_training"
     TRAINING = "training"
@@ -31,7 +31,7 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PhaseLimits:
     """A phase lasts at least `min_s`; at `max_s` of waiting on the other side it ends, however busy it is."""
 
     min_s: float
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PhaseView:
     """One moment of a phase; all times in seconds."""
 
     lasted: float  # since the phase began
@@ -47,7 +47,7 @@ class View:
     waited: float | None  # by whoever waits longest on the other side; None: nobody does
 
 
-def due_in(view: View, limits: Limits) -> float:
+def due_in(view: PhaseView, limits: PhaseLimits) -> float:
     """Seconds until this phase should end as things stand; <= 0: now, infinity: not before something changes.
 
     It stays while there is work here and the other side's patience lasts; without work here it goes over

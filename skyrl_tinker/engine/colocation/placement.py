@@ -11,13 +11,13 @@ from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.engine.colocation.phases import Limits, Spent, State, View, due_in
+from skyrl_tinker.engine.colocation.phases import PhaseLimits, PhaseState, PhaseView, Spent, due_in
 from skyrl_tinker.errors import TrainerError
 
 TICK_S = 0.001
 """What is due within this is due: timers are no finer."""
 _log = logging.getLogger(__name__)
-_SWITCHES = {State.SAMPLING: State.TO_TRAINING, State.TRAINING: State.TO_SAMPLING}
+_SWITCHES = {PhaseState.SAMPLING: PhaseState.TO_TRAINING, PhaseState.TRAINING: PhaseState.TO_SAMPLING}
 
 
 class Placement(Protocol):
@@ -44,7 +44,7 @@ class Placement(Protocol):
         ...
 
     @property
-    def spent(self) -> Mapping[State, Spent]:
+    def spent(self) -> Mapping[PhaseState, Spent]:
         """Phases and switches so far, the current one not counted."""
         ...
 
@@ -57,7 +57,7 @@ class Separate:
     """Both sides work at any time."""
 
     asleep = False
-    spent: Mapping[State, Spent] = MappingProxyType({})
+    spent: Mapping[PhaseState, Spent] = MappingProxyType({})
     _free: AbstractAsyncContextManager[None] = nullcontext()
 
     def training(self) -> AbstractAsyncContextManager[None]:
@@ -116,40 +116,40 @@ class Colocated:
     def __init__(
         self,
         trainer: Movable,
-        limits: Limits,
+        limits: PhaseLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainer = trainer
         self._limits = limits
         self._clock = clock
-        self._sides = {State.TRAINING: _Side(), State.SAMPLING: _Side()}
-        self._spent = {state: Spent() for state in State}
-        self._state = State.SAMPLING
+        self._sides = {PhaseState.TRAINING: _Side(), PhaseState.SAMPLING: _Side()}
+        self._spent = {state: Spent() for state in PhaseState}
+        self._state = PhaseState.SAMPLING
         self._since = clock()  # the state's beginning
         self._closed_at = self._since  # when the other side's turn ended
         self._changed = asyncio.Event()
         self._broken: TrainerError | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> PhaseState:
         return self._state
 
     @property
     def asleep(self) -> bool:
-        return self._state is not State.SAMPLING
+        return self._state is not PhaseState.SAMPLING
 
     @property
-    def spent(self) -> Mapping[State, Spent]:
+    def spent(self) -> Mapping[PhaseState, Spent]:
         return self._spent
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        return self._turn(State.TRAINING, pinned=1)
+        return self._turn(PhaseState.TRAINING, pinned=1)
 
     def sampling(self) -> AbstractAsyncContextManager[None]:
-        return self._turn(State.SAMPLING, pinned=0)
+        return self._turn(PhaseState.SAMPLING, pinned=0)
 
     def awake(self) -> AbstractAsyncContextManager[None]:
-        return self._turn(State.SAMPLING, pinned=1)
+        return self._turn(PhaseState.SAMPLING, pinned=1)
 
     async def run(self, samplers: Sleeper) -> None:
         while True:
@@ -163,7 +163,7 @@ class Colocated:
                 return
 
     @asynccontextmanager
-    async def _turn(self, turn: State, *, pinned: int) -> AsyncIterator[None]:
+    async def _turn(self, turn: PhaseState, *, pinned: int) -> AsyncIterator[None]:
         side = self._sides[turn]
         await self._enter(side, turn)
         side.inside += 1
@@ -176,7 +176,7 @@ class Colocated:
             side.left_at = self._clock()
             self._consider()
 
-    async def _enter(self, side: _Side, turn: State) -> None:
+    async def _enter(self, side: _Side, turn: PhaseState) -> None:
         if self._state is turn:
             return
         ticket = object()
@@ -203,30 +203,32 @@ class Colocated:
         here = self._sides.get(self._state)
         if here is None or here.pinned or here.waiting:  # who waits here is on the way in
             return math.inf
-        there = self._sides[State.TRAINING if self._state is State.SAMPLING else State.SAMPLING]
+        there = self._sides[
+            PhaseState.TRAINING if self._state is PhaseState.SAMPLING else PhaseState.SAMPLING
+        ]
         now = self._clock()
-        view = View(now - self._since, here.idle(now, self._since), there.waited(now, self._closed_at))
+        view = PhaseView(now - self._since, here.idle(now, self._since), there.waited(now, self._closed_at))
         return due_in(view, self._limits)
 
     async def _switch(self, samplers: Sleeper) -> bool:
         """False: it failed, and a unit that waited for it tells its clients and ends the engine."""
         try:
-            if self._state is State.TO_TRAINING:
+            if self._state is PhaseState.TO_TRAINING:
                 await samplers.sleep()
                 await self._trainer.onload()
-                self._open(State.TRAINING)
+                self._open(PhaseState.TRAINING)
             else:
                 await self._trainer.offload()
                 await samplers.wake()
-                self._open(State.SAMPLING)
+                self._open(PhaseState.SAMPLING)
         except TrainerError as error:
             self._fail(error)
-            if not self._sides[State.TRAINING].waiting:
+            if not self._sides[PhaseState.TRAINING].waiting:
                 raise
             return False
         return True
 
-    def _open(self, turn: State) -> None:
+    def _open(self, turn: PhaseState) -> None:
         cost = self._clock() - self._since
         self._become(turn)
         self._sides[turn].opened.set()
@@ -234,11 +236,11 @@ class Colocated:
 
     def _fail(self, error: TrainerError) -> None:
         self._broken = error
-        self._become(State.BROKEN)
+        self._become(PhaseState.BROKEN)
         for side in self._sides.values():
             side.opened.set()
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: PhaseState) -> None:
         now = self._clock()
         spent = self._spent[self._state]
         spent.count += 1
@@ -246,7 +248,7 @@ class Colocated:
         self._state, self._since = state, now
 
 
-class Changing:
+class AwakeLock:
     """A lock whose holder finds vLLM awake, and awake it stays."""
 
     def __init__(self, placement: Placement) -> None:
@@ -283,4 +285,4 @@ def _finite(seconds: float) -> float | None:
 def make_placement(settings: Settings, trainer: Movable) -> Placement:
     if settings.placement == "separate":
         return SEPARATE
-    return Colocated(trainer, Limits(settings.phase_min_s, settings.phase_max_s))
+    return Colocated(trainer, PhaseLimits(settings.phase_min_s, settings.phase_max_s))

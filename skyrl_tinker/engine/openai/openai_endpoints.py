@@ -39,7 +39,7 @@ Path = Literal["/v1/completions", "/v1/chat/completions"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _OpenAICall:
     """One request as vLLM gets it, but for the name of the model."""
 
     wanted: Wanted
@@ -99,11 +99,11 @@ class OpenAIServer:
 
     # From what the client asks to what vLLM is asked
 
-    async def _prepare(self, wanted: Wanted, owner: OwnerId | None) -> _Call:
+    async def _prepare(self, wanted: Wanted, owner: OwnerId | None) -> _OpenAICall:
         version = await self._target(wanted.model, owner)
         counts = await asyncio.gather(*(self._count(each) for each in texts_to_count(wanted, self._facts)))
         length = longest_prompt(wanted, counts, self._facts)
-        return _Call(wanted, version, upstream_body(wanted, length, self._facts))
+        return _OpenAICall(wanted, version, upstream_body(wanted, length, self._facts))
 
     async def _target(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
         """None: the base model. NotFoundError; FieldError for another kind of checkpoint."""
@@ -134,19 +134,19 @@ class OpenAIServer:
 
     # To vLLM and back
 
-    async def _whole(self, call: _Call) -> web.Response:
+    async def _whole(self, call: _OpenAICall) -> web.Response:
         answer = await self._persistently(lambda: self._ask(call))
         self._metrics.sampled_tokens(answer["usage"].get("completion_tokens") or 0)
         return web.Response(body=call.renamed(answer), content_type="application/json")
 
-    async def _ask(self, call: _Call) -> Any:
+    async def _ask(self, call: _OpenAICall) -> Any:
         client = self._fleet.client
         chat = isinstance(call.wanted, ChatCompletionRequest)
         async with self._samplers.serving(call.version) as name:
             ask = client.chat_completion if chat else client.completion
             return await ask(call.body | {"model": name}, headers=call.headers)
 
-    async def _stream(self, http: web.Request, call: _Call) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
         async with AsyncExitStack() as upstream:
             events = await self._persistently(lambda: self._open(call, upstream))
             response = web.StreamResponse(
@@ -163,7 +163,7 @@ class OpenAIServer:
             await response.write_eof()
         return response
 
-    async def _open(self, call: _Call, upstream: AsyncExitStack) -> AsyncIterator[bytes]:
+    async def _open(self, call: _OpenAICall, upstream: AsyncExitStack) -> AsyncIterator[bytes]:
         """Events, once the first is here: until then another replica may take over."""
         async with AsyncExitStack() as stack:
             name = await stack.enter_async_context(self._samplers.serving(call.version))
@@ -173,7 +173,7 @@ class OpenAIServer:
             upstream.push_async_exit(stack.pop_all())
             return _chained(first, events)
 
-    def _passed_on(self, call: _Call, event: bytes) -> bytes | None:
+    def _passed_on(self, call: _OpenAICall, event: bytes) -> bytes | None:
         """vLLM always tells the usage, for the metrics; the client learns it if it asked."""
         if event == _END:
             return event

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredProbe:
     """A model's probe as the trainer scored it, [tokens - 1], with the weights that are being published."""
 
     key: ModelKey
@@ -36,7 +36,7 @@ class Scored:
     logprobs: Float32
 
 
-class GapMonitor:
+class DriftMonitor:
     """The trainer's half runs in the turn of the save; the samplers' half after the save is answered."""
 
     def __init__(
@@ -64,7 +64,7 @@ class GapMonitor:
         """What an earlier engine warned of is over."""
         await self._warn(None)
 
-    async def score(self, models: Mapping[ModelKey, ModelId]) -> list[Scored]:
+    async def score(self, models: Mapping[ModelKey, ModelId]) -> list[ScoredProbe]:
         """All in one pass. Those whose probe failed are left out: it must not fail their save."""
         if len(self._tokens) < 2 or not models:
             return []
@@ -74,10 +74,10 @@ class GapMonitor:
             if isinstance(output, Failure):
                 _log.warning("the probe of %s failed: %s", model_id, output.message)
             else:
-                scored.append(Scored(key, model_id, output))
+                scored.append(ScoredProbe(key, model_id, output))
         return scored
 
-    async def compare(self, scored: Scored, version: WeightVersion, *, inflight: bool) -> None:
+    async def compare(self, scored: ScoredProbe, version: WeightVersion, *, inflight: bool) -> None:
         """Ask the samplers, and tell: the metrics, the model's next step, and beyond the bound the user.
 
         An inflight version is asked as those ask who sample it: nobody's rollouts make room for the probe.
@@ -104,7 +104,7 @@ class GapMonitor:
         self._news.pop(model, None)
         await self._agrees(model)
 
-    async def _judge(self, scored: Scored, gap: float) -> None:
+    async def _judge(self, scored: ScoredProbe, gap: float) -> None:
         """The store keeps a warning from the first model that is apart until the last one agrees again."""
         if gap <= self._bound:  # false for NaN
             await self._agrees(scored.key)

@@ -46,7 +46,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class LogprobGap:
     """Largest difference between trainer and samplers."""
 
     base: float
@@ -77,7 +77,7 @@ async def _logprobs(trainer: TrainerGroup, tokens: tuple[int, ...], *, backward:
     return output
 
 
-async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, directory: Path) -> Gap:
+async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, directory: Path) -> LogprobGap:
     """The samplers' half. `directory` is used for the adapter and removed."""
     await asyncio.to_thread(publish_adapter, probed.weights, directory, facts.directory)
     version = WeightVersion(VERSION, "lora", str(directory))
@@ -90,10 +90,10 @@ async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, dire
     finally:
         await samplers.drop(version)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-    return Gap(largest_difference(base, probed.base), largest_difference(adapter, probed.adapter))
+    return LogprobGap(largest_difference(base, probed.base), largest_difference(adapter, probed.adapter))
 
 
-def require_agreement(gap: Gap, dtype: str) -> None:
+def require_agreement(gap: LogprobGap, dtype: str) -> None:
     """StartupError with the numbers."""
     agree = gap.base <= TOLERANCE and gap.adapter <= TOLERANCE  # false for NaN
     if dtype == "float32" and not agree:

@@ -14,7 +14,7 @@ from skyrl_tinker.errors import SamplerError, StateLostError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 
 
-class Adapters:
+class AdapterCache:
     """At most `capacity` are loaded, as many as each vLLM keeps in memory: so it never has to drop, and read
     again, one that is in use.
 

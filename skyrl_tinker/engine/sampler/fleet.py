@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.engine.colocation.placement import SEPARATE, Changing, Placement
-from skyrl_tinker.engine.status import Status
+from skyrl_tinker.engine.colocation.placement import SEPARATE, AwakeLock, Placement
+from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
@@ -48,7 +48,7 @@ class Fleet:
     ) -> None:
         """All `client.server_urls` are ready, and known to the router if there is one of ours."""
         self.client = client
-        self.changing = Changing(placement)
+        self.changing = AwakeLock(placement)
         self.placement = placement
         self.equip: Equip = _nothing
         self._servers = servers
@@ -73,7 +73,7 @@ class Fleet:
             for url in self.client.server_urls:
                 await self._equip(url)
 
-    async def supervise(self, status: Status) -> None:
+    async def supervise(self, status: EngineStatus) -> None:
         """Brings lost replicas back, for ever. Training goes on meanwhile, and samples on the others."""
         async with asyncio.TaskGroup() as tasks:
             for index in range(self._replicas):
@@ -110,7 +110,7 @@ class Fleet:
 
     # Replicas
 
-    async def _keep(self, index: int, status: Status) -> None:
+    async def _keep(self, index: int, status: EngineStatus) -> None:
         while True:
             loss = await self._loss(index)
             _log.error("sampler %d at %s is lost and is brought back: %s", index, loss.url, loss.reason)
@@ -256,7 +256,7 @@ class Fleet:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _tell(self, status: Status) -> None:
+    async def _tell(self, status: EngineStatus) -> None:
         try:
             if not self._members:
                 await status.say("restarting", "no sampler serves; they start again, models are unharmed")

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.engine.sampler.inflight_targets import Target, Wanted, newest
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, Wanted, newest
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL
 
@@ -30,7 +30,7 @@ _BASE = _State(None, None)
 _UNKNOWN = "unknown"  # is nobody's group
 
 
-class Residency:
+class FullWeights:
     """None stands for the base weights, under which adapters run too.
 
     Groups get their turn in the order in which they began to wait: once another group waits, newcomers of the
@@ -67,7 +67,7 @@ class Residency:
         while self._swapping is not None:
             await self._change()
         idle = not self._inside and not self._waiting
-        runs = self._inside and isinstance(wanted, Target) and self._state.group == _group(wanted)
+        runs = self._inside and isinstance(wanted, InflightTarget) and self._state.group == _group(wanted)
         if (idle or runs) and self._state != _state(wanted):
             await self._bring(_state(wanted))
 

@@ -7,7 +7,7 @@ from skyrl_tinker.domain.values import WeightVersion
 
 
 @dataclass(eq=False)
-class Target:
+class InflightTarget:
     """What all inflight sampling clients of one model share. `version` only ever moves on."""
 
     model: ModelKey
@@ -19,27 +19,27 @@ class Target:
         return f"m{self.model}"
 
 
-Wanted = WeightVersion | Target | None
+Wanted = WeightVersion | InflightTarget | None
 """What a sampling client samples from; None: the base model."""
 
 
-def newest(wanted: WeightVersion | Target) -> WeightVersion:
+def newest(wanted: WeightVersion | InflightTarget) -> WeightVersion:
     """What it stands for now."""
-    return wanted.version if isinstance(wanted, Target) else wanted
+    return wanted.version if isinstance(wanted, InflightTarget) else wanted
 
 
-class Targets:
+class InflightTargets:
     """One target per model, until its last version is dropped."""
 
     def __init__(self) -> None:
-        self._targets: dict[ModelKey, Target] = {}
+        self._targets: dict[ModelKey, InflightTarget] = {}
 
-    def at_least(self, model: ModelKey, version: WeightVersion) -> Target:
+    def at_least(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
         """The target of this model, moved on to `version` unless it is newer: publications may overtake
         each other."""
         target = self._targets.get(model)
         if target is None:
-            target = self._targets[model] = Target(model, version)
+            target = self._targets[model] = InflightTarget(model, version)
         elif target.version.id < version.id:
             target.version = version
         return target

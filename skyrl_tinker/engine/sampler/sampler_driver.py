@@ -11,11 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.domain.ids import SamplingSessionId, sequence_ids
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.outbox import Answer, Outbox, Outcome, failure_of, json_answer, persistently
+from skyrl_tinker.engine.outbox import FutureResult, Outbox, Outcome, failure_of, json_answer, persistently
 from skyrl_tinker.engine.sampler.inflight_targets import Wanted
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
-from skyrl_tinker.engine.scheduling.throughput import Ends
+from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.queue_views import SamplingView
@@ -51,7 +51,7 @@ class SamplerDriver:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
         self._starting: set[int] = set()  # their bodies are being read
         self._queued = SampleQueue()
-        self._ends = Ends()
+        self._ends = EndRate()
         self._changed = asyncio.Event()  # rows came, or requests finished
         self._targets: dict[SamplingSessionId, Wanted] = {}
 
@@ -152,7 +152,7 @@ class SamplerDriver:
             usage = Usage(
                 len(request.prompt), output.cached_tokens, sum(len(each.tokens) for each in output.sequences)
             )
-            return Answer(
+            return FutureResult(
                 pass_requests.PROTOBUF, pass_requests.encode_sample_response(output), records, usage
             )
         except Exception as error:  # becomes the result of this request

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
-from skyrl_tinker.engine.sampler.adapter_cache import Adapters
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.engine.sampler.full_weights import Residency
-from skyrl_tinker.engine.sampler.inflight_targets import Target, Targets, Wanted, newest
+from skyrl_tinker.engine.sampler.full_weights import FullWeights
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, Wanted, newest
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
@@ -33,9 +33,9 @@ class Samplers:
         self._fleet = fleet
         self._transport = transport
         self._facts = facts
-        self._adapters = Adapters(fleet, adapters)
-        self._residency = Residency(self._swap, self._served)
-        self._targets = Targets()
+        self._adapters = AdapterCache(fleet, adapters)
+        self._residency = FullWeights(self._swap, self._served)
+        self._targets = InflightTargets()
         self._users: Counter[VersionId] = Counter()
         self._spoiled: set[str] = set()  # replicas that an update left with part of its weights
         fleet.equip = self._equip
@@ -95,7 +95,7 @@ class Samplers:
                 f"expected one that is served: {', '.join(self._facts.names)}"
             )
 
-    def target(self, model: ModelKey, version: WeightVersion) -> Target:
+    def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
         """What the inflight sampling clients of this model sample from: `version` or a newer one."""
         return self._targets.at_least(model, version)
 
@@ -105,13 +105,13 @@ class Samplers:
             with _on_demand(version):
                 await self._adapters.load(version)
 
-    async def announce(self, wanted: WeightVersion | Target) -> None:
+    async def announce(self, wanted: WeightVersion | InflightTarget) -> None:
         """A version was published. Requests that run on an older one of an inflight target go on with it;
         full parameters come to samplers that have nothing else to do. Never raises: all comes on demand."""
         with _on_demand(newest(wanted)):
             if newest(wanted).kind == "full":
                 await self._residency.offer(wanted)
-            elif isinstance(wanted, Target):
+            elif isinstance(wanted, InflightTarget):
                 async with self._fleet.placement.awake():
                     await self._fleet.client.abort(wanted.tag)
 
@@ -144,11 +144,11 @@ class Samplers:
             session_key=_session_key(wanted, request),
             eos=self._facts.eos_token_ids,
             context=self._facts.context_length,
-            tag=wanted.tag if isinstance(wanted, Target) else None,
+            tag=wanted.tag if isinstance(wanted, InflightTarget) else None,
         )
 
     @asynccontextmanager
-    async def _adapted(self, wanted: WeightVersion | Target) -> AsyncIterator[str]:
+    async def _adapted(self, wanted: WeightVersion | InflightTarget) -> AsyncIterator[str]:
         """Of a target the newest at the moment of entering: what runs by then is told by `announce`."""
         while True:
             version = newest(wanted)
@@ -226,6 +226,6 @@ def _session_key(wanted: Wanted, request: SampleRequest) -> str:
 
 
 def _name(wanted: Wanted) -> str:
-    if isinstance(wanted, Target):
+    if isinstance(wanted, InflightTarget):
         return wanted.tag
     return wanted.name if wanted else BASE_MODEL

@@ -11,7 +11,7 @@ TIMEOUT_S = 120.0
 """The first sleep pins as much host memory as the weights take."""
 
 
-class Sleeping:
+class SleepControl:
     """Running requests stand still while their replica sleeps, and go on from the same token afterwards."""
 
     def __init__(self, fleet: Fleet) -> None:

@@ -14,7 +14,7 @@ from skyrl_tinker.domain.values import WeightVersion
 SPARE = 0.5  # of the tmpfs stays free: what lies in it is memory that processes lack
 
 
-class Overflow:
+class TmpfsSpill:
     """Its methods block: call them in a thread, one at a time."""
 
     def __init__(self, memory: Path, disk: Path, spare: float = SPARE) -> None:

@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import GapMonitor, Scored
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.saves.sampler_publisher import Capture, Publisher, Save
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
@@ -18,7 +18,7 @@ from skyrl_tinker.store.store import Store
 
 
 class Syncs:
-    def __init__(self, store: Store, publisher: Publisher, gaps: GapMonitor, outbox: Outbox) -> None:
+    def __init__(self, store: Store, publisher: Publisher, gaps: DriftMonitor, outbox: Outbox) -> None:
         self._store = store
         self._publisher = publisher
         self._gaps = gaps
@@ -51,7 +51,7 @@ class Syncs:
             bodies = await queue.bodies(conn, [row.id for row in rows])
             return [await _save(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
 
-    async def _compare(self, scored: Scored, capture: Capture, publishing: asyncio.Task[bool]) -> None:
+    async def _compare(self, scored: ScoredProbe, capture: Capture, publishing: asyncio.Task[bool]) -> None:
         if await publishing:
             await self._gaps.compare(scored, capture.version, inflight=capture.save.inflight)
 

@@ -16,7 +16,7 @@ Anybody = SessionId | ModelKey
 Key = TypeVar("Key", SessionId, ModelKey)
 
 
-class Standing(NamedTuple):
+class ServiceRecord(NamedTuple):
     """Of a tenant or a model that waits."""
 
     turn: float  # number of the unit in which it had its last one; the lowest has the next
@@ -24,19 +24,19 @@ class Standing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class FairShare:
     """Carried from unit to unit. Who has nothing to run is forgotten, so nobody saves up or owes for ever."""
 
     units: int = 0
-    standings: Mapping[Anybody, Standing] = field(default_factory=dict)
+    standings: Mapping[Anybody, ServiceRecord] = field(default_factory=dict)
 
-    def of(self, waiting: Waiting) -> "Ledger":
+    def of(self, waiting: Waiting) -> "FairShare":
         """With all who wait, and nobody else."""
         models = _by_tenant(waiting)
         standings = self._entered(models)
         for each in models.values():
             standings |= self._entered(each)
-        return Ledger(self.units, standings)
+        return FairShare(self.units, standings)
 
     def first(self, waiting: Waiting) -> QueuedRow:
         """What has the next turn: of the tenant whose last one is longest ago, and so of its models."""
@@ -57,7 +57,7 @@ class Ledger:
         models = _by_tenant(waiting)
         return self._shared({tenant: self._shared(models[tenant]) for tenant in models})
 
-    def after(self, first: QueuedRow, rows: Sequence[QueuedRow]) -> "Ledger":
+    def after(self, first: QueuedRow, rows: Sequence[QueuedRow]) -> "FairShare":
         """With a unit of these rows. It was the turn of the first one's tenant, not of those who came along;
         a model has got on in either case."""
         unit = self.units + 1
@@ -65,18 +65,18 @@ class Ledger:
         for row in rows:
             tokens = cost(row) if row.kind in PASSES else 0
             turn, had = standings[row.session_id]
-            standings[row.session_id] = Standing(turn, had + tokens)
-            standings[model_of(row)] = Standing(unit, standings[model_of(row)].tokens + tokens)
-        standings[first.session_id] = Standing(unit, standings[first.session_id].tokens)
-        return Ledger(unit, standings)
+            standings[row.session_id] = ServiceRecord(turn, had + tokens)
+            standings[model_of(row)] = ServiceRecord(unit, standings[model_of(row)].tokens + tokens)
+        standings[first.session_id] = ServiceRecord(unit, standings[first.session_id].tokens)
+        return FairShare(unit, standings)
 
-    def _entered(self, keys: Collection[Anybody]) -> dict[Anybody, Standing]:
+    def _entered(self, keys: Collection[Anybody]) -> dict[Anybody, ServiceRecord]:
         """A newcomer came while the newest unit ran: it is behind all but those whose turn that was.
 
         Of tokens it has had as few as anybody.
         """
         known = {key: self.standings[key] for key in keys if key in self.standings}
-        new = Standing(self.units - 0.5, min((each.tokens for each in known.values()), default=0))
+        new = ServiceRecord(self.units - 0.5, min((each.tokens for each in known.values()), default=0))
         return {key: known.get(key, new) for key in keys}
 
     def _shared(self, queues: Mapping[Key, Iterable[QueuedRow]]) -> Iterator[QueuedRow]:

@@ -23,7 +23,7 @@ def model_of(row: QueuedRow) -> ModelKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class LaneStatus:
     """Of a lane in which something waits. `lowest`: the first that is here, `since`: when the last one came.
 
     `held`: what comes next waits for a save.
@@ -108,7 +108,7 @@ class Lanes:
         elif row.kind is RequestKind.FORWARD_BACKWARD:
             self.poison(model, why)
 
-    def stands(self) -> dict[ModelKey, Stand]:
+    def stands(self) -> dict[ModelKey, LaneStatus]:
         """Of all lanes in which something waits."""
         return {model: _stand(lane) for model, lane in self._open.items() if lane.parked}
 
@@ -166,9 +166,9 @@ def _place(row: QueuedRow) -> tuple[ModelKey, int]:
     return model_of(row), row.seq_id
 
 
-def _stand(lane: _Lane) -> Stand:
+def _stand(lane: _Lane) -> LaneStatus:
     first = lane.parked[min(lane.parked)]
-    return Stand(
+    return LaneStatus(
         first.session_id,
         lane.next_seq,
         min(lane.parked),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from skyrl_tinker.domain.ids import RequestKind, SessionId
-from skyrl_tinker.engine.scheduling.fair_share import Ledger, Waiting
+from skyrl_tinker.engine.scheduling.fair_share import FairShare, Waiting
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost
 from skyrl_tinker.store.futures.queue import QueuedRow
 
@@ -46,7 +46,7 @@ class Planner:
         """`budget`: tokens in a pass. A single request that is larger still runs, alone."""
         self._lanes = lanes
         self._budget = budget
-        self._ledger = Ledger()
+        self._ledger = FairShare()
 
     def next(self) -> Unit | None:
         """None when nothing may run."""
@@ -68,15 +68,15 @@ class Planner:
         waiting = self._lanes.runnable(1)
         return self._ledger.of(waiting).tenants(waiting)
 
-    def _plan(self) -> tuple[Unit | None, Ledger]:
+    def _plan(self) -> tuple[Unit | None, FairShare]:
         return next_unit(self._lanes.runnable(self._budget), self._ledger, self._budget)
 
-    def _take(self, unit: Unit, ledger: Ledger) -> None:
+    def _take(self, unit: Unit, ledger: FairShare) -> None:
         self._lanes.take(unit.rows)
         self._ledger = ledger
 
 
-def next_unit(waiting: Waiting, ledger: Ledger, budget: int) -> tuple[Unit | None, Ledger]:
+def next_unit(waiting: Waiting, ledger: FairShare, budget: int) -> tuple[Unit | None, FairShare]:
     """The next unit, None when nothing waits, and the ledger after it."""
     if not waiting:
         return None, ledger
@@ -92,7 +92,7 @@ def _barriers(first: QueuedRow, waiting: Waiting) -> Barriers:
     return Barriers(tuple(rows[0] for rows in waiting.values() if rows[0].kind is first.kind))
 
 
-def _pass(first: QueuedRow, waiting: Waiting, ledger: Ledger, budget: int) -> Pass:
+def _pass(first: QueuedRow, waiting: Waiting, ledger: FairShare, budget: int) -> Pass:
     """Whose turn it is has its request in, however large; then all have their shares of what is left."""
     passes = {model: rows for model, rows in waiting.items() if rows[0].kind in PASSES}
     others = (row for row in ledger.in_turn(passes) if row is not first)

@@ -12,7 +12,7 @@ ENDS, ENDS_S = 1024, 60.0
 """How far back it is counted what ended: so many, in this time."""
 
 
-class Pace:
+class UnitTimes:
     """Of units of work, one after another. `running`: the rows of the one that runs."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Pace:
         return sum(self._took) / len(self._took) if self._took else None
 
 
-class Ends:
+class EndRate:
     """Of much that goes on side by side."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ class Finished:
     also: tuple[Op[Any], ...] = ()
 
 
-class Models:
+class ModelCreation:
     """The workers' models, made and loaded. Every method raises SkyrlTinkerError on failure."""
 
     def __init__(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
 from skyrl_tinker.engine.outbox import Outbox, Outcome, json_answer
-from skyrl_tinker.engine.parity.drift_monitor import GapMonitor
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
 from skyrl_tinker.store.futures import queue
@@ -15,9 +15,9 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 
-class Steps:
+class OptimSteps:
     def __init__(
-        self, store: Store, trainer: TrainerGroup, lanes: Lanes, gaps: GapMonitor, outbox: Outbox
+        self, store: Store, trainer: TrainerGroup, lanes: Lanes, gaps: DriftMonitor, outbox: Outbox
     ) -> None:
         self._store = store
         self._trainer = trainer

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, Usage
-from skyrl_tinker.engine.outbox import Answer, Outcome, failure_of, persistently
+from skyrl_tinker.engine.outbox import FutureResult, Outcome, failure_of, persistently
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.pass_items import Known, ReadRow, attempt
 from skyrl_tinker.protocol.protobuf import pass_requests
@@ -32,7 +32,7 @@ class ReadyPass:
     sequences: frozenset[str]  # whose records it uses
 
 
-class PassRunner:
+class PassCoordinator:
     def __init__(self, store: Store, trainer: TrainerGroup) -> None:
         self._store = store
         self._trainer = trainer
@@ -101,7 +101,7 @@ def _encode(output: PassOutput | Failure) -> Outcome:
     if isinstance(output, Failure):
         return output
     tokens = sum(len(each) for each in output.logprobs)
-    return Answer(
+    return FutureResult(
         pass_requests.PROTOBUF, pass_requests.encode_forward_backward_output(output), usage=Usage(tokens)
     )
 

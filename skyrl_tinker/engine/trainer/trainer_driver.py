@@ -13,17 +13,17 @@ from skyrl_tinker.engine import recovery
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox, Outcome, failure_of, json_answer
-from skyrl_tinker.engine.parity.drift_monitor import GapMonitor
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.sampler_publisher import Publisher
 from skyrl_tinker.engine.saves.sampler_saves import Syncs
 from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.scheduling.lanes import Lanes, Stand, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes, LaneStatus, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
-from skyrl_tinker.engine.scheduling.throughput import Pace
-from skyrl_tinker.engine.trainer.model_creation import Finished, Models
-from skyrl_tinker.engine.trainer.optim_steps import Steps
-from skyrl_tinker.engine.trainer.pass_preparation import PassRunner, ReadyPass, encode
+from skyrl_tinker.engine.scheduling.throughput import UnitTimes
+from skyrl_tinker.engine.trainer.model_creation import Finished, ModelCreation
+from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
+from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.queue_views import LaneView, TrainingView
 from skyrl_tinker.protocol.stored_requests import (
@@ -48,13 +48,13 @@ class TrainerDriver:
         self,
         store: Store,
         trainer: TrainerGroup,
-        keeper: Models,
+        keeper: ModelCreation,
         saver: Saver,
         exporter: Exporter,
         publisher: Publisher,
         outbox: Outbox,
         unit_tokens: int,
-        gaps: GapMonitor,
+        gaps: DriftMonitor,
         metrics: Metrics,
         placement: Placement = SEPARATE,
     ) -> None:
@@ -68,15 +68,15 @@ class TrainerDriver:
         self._gaps = gaps
         self._metrics = metrics
         self._placement = placement
-        self._passes = PassRunner(store, trainer)
+        self._passes = PassCoordinator(store, trainer)
         self._lanes = Lanes()
-        self._steps = Steps(store, trainer, self._lanes, gaps, outbox)
+        self._steps = OptimSteps(store, trainer, self._lanes, gaps, outbox)
         self._planner = Planner(self._lanes, unit_tokens)
         self._ahead: ReadyPass | None = None
         self._on_workers: set[ModelKey] = set()
         self._leaving: set[ModelKey] = set()
         self._unloading: dict[ModelKey, QueuedRow] = {}  # whose client asked for it
-        self._pace = Pace()
+        self._pace = UnitTimes()
         self._woken = asyncio.Event()
         self._background = asyncio.TaskGroup()
 
@@ -114,7 +114,7 @@ class TrainerDriver:
         kind = running[0].kind if running else None
         return TrainingView(lanes, self._planner.tenants(), models, kind, self._pace.seconds())
 
-    def stands(self) -> dict[ModelKey, Stand]:
+    def stands(self) -> dict[ModelKey, LaneStatus]:
         """Models that have something waiting."""
         return self._lanes.stands()
 

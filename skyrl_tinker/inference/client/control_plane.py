@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
-from skyrl_tinker.inference.client.in_flight import Running
+from skyrl_tinker.inference.client.in_flight import InFlight
 
 ABORT_POLL_S = 0.02
 PauseMode = Literal["abort", "wait", "keep"]
@@ -29,7 +29,7 @@ class ControlPlane:
     patience_s: float = field(default=60.0, compare=False, kw_only=True)
     """Without an answer for so long, a call that needs no time has failed."""
     _http: JsonHttp = field(default_factory=JsonHttp, repr=False, compare=False, kw_only=True)
-    _running: Running = field(default_factory=Running, repr=False, compare=False, kw_only=True)
+    _running: InFlight = field(default_factory=InFlight, repr=False, compare=False, kw_only=True)
 
     def of(self, url: str) -> "ControlPlane":
         """The control plane of one replica, over the same connections."""

@@ -10,8 +10,8 @@ from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.client import resume, vllm_requests, vllm_responses
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
-from skyrl_tinker.inference.client.in_flight import Running
-from skyrl_tinker.inference.client.vllm_responses import Answer, Generated
+from skyrl_tinker.inference.client.in_flight import InFlight
+from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence, VllmResponse
 from skyrl_tinker.inference.constants import BASE_MODEL
 
 ABORT_PAUSE_S = 0.05
@@ -41,7 +41,7 @@ class DataPlane:
 
     proxy_url: str
     _http: JsonHttp = field(default_factory=JsonHttp, repr=False, compare=False, kw_only=True)
-    _running: Running = field(default_factory=Running, repr=False, compare=False, kw_only=True)
+    _running: InFlight = field(default_factory=InFlight, repr=False, compare=False, kw_only=True)
 
     async def generate(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Token ids in and out."""
@@ -105,7 +105,7 @@ class DataPlane:
         that were aborted are completed (inference.resume). NotFoundError: no such adapter (load it again);
         UserError: vLLM refused the request; SamplerError: it could not be served.
         """
-        call = _Call(self, model, session_key, eos, context, tag)
+        call = _SampleCall(self, model, session_key, eos, context, tag)
         parts = vllm_requests.split(request)
         answered = await asyncio.gather(*(call.generate(part) for part in parts))
         sequences = await asyncio.gather(
@@ -119,7 +119,7 @@ class DataPlane:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _SampleCall:
     """What stays the same over the requests that one sample call makes."""
 
     plane: DataPlane
@@ -129,7 +129,7 @@ class _Call:
     context: int
     tag: str | None
 
-    async def generate(self, request: SampleRequest) -> tuple[Answer, bool]:
+    async def generate(self, request: SampleRequest) -> tuple[VllmResponse, bool]:
         """One request, and whether its policy was switched meanwhile.
 
         It is sent again as a whole when it was aborted before its prompt was scored.
@@ -141,8 +141,8 @@ class _Call:
             await asyncio.sleep(ABORT_PAUSE_S)
 
     async def complete(
-        self, request: SampleRequest, index: int, generated: Generated, switched: bool
-    ) -> Generated:
+        self, request: SampleRequest, index: int, generated: GeneratedSequence, switched: bool
+    ) -> GeneratedSequence:
         """Resubmit what is left of an aborted sequence until it ends by itself."""
         while generated.finish == "abort":
             await asyncio.sleep(ABORT_PAUSE_S)
@@ -154,7 +154,7 @@ class _Call:
             generated = kept.then(answer.sequences[0])
         return generated
 
-    async def _once(self, request: SampleRequest) -> tuple[Answer, bool]:
+    async def _once(self, request: SampleRequest) -> tuple[VllmResponse, bool]:
         async with self.model() as name:
             body = vllm_requests.body(name, request, eos=self.eos, context=self.context)
             with self.plane._running.attempt(self.tag) as attempt:

@@ -20,14 +20,14 @@ class Attempt:
         return f"generate-tokens-{self.id}"
 
 
-class Running:
+class InFlight:
     """Picklable: what is under way stays behind."""
 
     def __init__(self) -> None:
         self._attempts: defaultdict[str | None, set[Attempt]] = defaultdict(set)
 
-    def __reduce__(self) -> tuple[type["Running"], tuple[()]]:
-        return Running, ()
+    def __reduce__(self) -> tuple[type["InFlight"], tuple[()]]:
+        return InFlight, ()
 
     @contextmanager
     def attempt(self, tag: str | None) -> Iterator[Attempt]:

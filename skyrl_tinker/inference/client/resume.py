@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.inference.client.vllm_requests import max_tokens, seed_of, stop_strings, without_scores
-from skyrl_tinker.inference.client.vllm_responses import Generated
+from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence
 
 TextOf = Callable[[tuple[int, ...]], Awaitable[str]]
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -26,7 +26,9 @@ CONTEXT_TOKENS = 8
 """Of the prompt, shown to the tokenizer before the kept tokens: some write a first token differently."""
 
 
-async def kept(request: SampleRequest, aborted: Generated, *, switched: bool, text_of: TextOf) -> Generated:
+async def kept(
+    request: SampleRequest, aborted: GeneratedSequence, *, switched: bool, text_of: TextOf
+) -> GeneratedSequence:
     """What stays of an aborted sequence. `switched`: its policy was replaced."""
     if request.params.seed is not None and not switched:
         return aborted.first(0)
@@ -50,7 +52,9 @@ def _open(text: str, skipped: int, stops: tuple[str, ...]) -> bool:
     return any(own.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
 
-def remainder(request: SampleRequest, index: int, kept: Generated, *, context: int) -> SampleRequest | None:
+def remainder(
+    request: SampleRequest, index: int, kept: GeneratedSequence, *, context: int
+) -> SampleRequest | None:
     """The request for what follows the kept tokens of sample `index`; None when nothing is to follow."""
     done = len(kept.tokens)
     left = max_tokens(request, context) - done

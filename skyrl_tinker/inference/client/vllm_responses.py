@@ -27,7 +27,7 @@ VLLM_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GeneratedSequence:
     """One sequence as vLLM left it; `abort` means that it was cut short and has to go on."""
 
     tokens: tuple[int, ...]
@@ -36,9 +36,9 @@ class Generated:
     topk: tuple[TopkRow, ...] = ()  # [len(tokens)] when asked for
     versions: tuple[VersionSpan, ...] = ()
 
-    def first(self, count: int) -> "Generated":
+    def first(self, count: int) -> "GeneratedSequence":
         """Its first tokens only, still aborted."""
-        return Generated(
+        return GeneratedSequence(
             self.tokens[:count],
             self.logprobs[:count],
             "abort",
@@ -46,8 +46,8 @@ class Generated:
             tuple(replace(span, end=min(span.end, count)) for span in self.versions if span.start < count),
         )
 
-    def then(self, rest: "Generated") -> "Generated":
-        return Generated(
+    def then(self, rest: "GeneratedSequence") -> "GeneratedSequence":
+        return GeneratedSequence(
             self.tokens + rest.tokens,
             self.logprobs + rest.logprobs,
             rest.finish,
@@ -66,10 +66,10 @@ def _joined(
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class VllmResponse:
     """`scored`: the prompt's scores are there, or none were asked for."""
 
-    sequences: tuple[Generated, ...]
+    sequences: tuple[GeneratedSequence, ...]
     cached_tokens: int
     scored: bool
     prompt_logprobs: tuple[float, ...] | None = None
@@ -77,7 +77,7 @@ class Answer:
     scores: PromptScores | None = None
 
 
-def parse(payload: Mapping[str, Any], request: SampleRequest) -> Answer:
+def parse(payload: Mapping[str, Any], request: SampleRequest) -> VllmResponse:
     """SamplerError when a prompt was not scored although nothing was aborted; UserError for weights that give
     no numbers."""
     choices = sorted(payload["choices"], key=lambda choice: int(choice["index"]))
@@ -87,7 +87,7 @@ def parse(payload: Mapping[str, Any], request: SampleRequest) -> Answer:
     missing = (listed and (rows is None or len(rows) < len(request.prompt))) or (
         prompt_scores.asked(request) and matrix is None
     )
-    answer = Answer(
+    answer = VllmResponse(
         tuple(_generated(choice, payload.get("model"), request.topk_sample_logprobs) for choice in choices),
         details.get("cached_tokens") or 0,
         scored=not missing,
@@ -103,7 +103,7 @@ def parse(payload: Mapping[str, Any], request: SampleRequest) -> Answer:
     )
 
 
-def _require_abort(answer: Answer) -> None:
+def _require_abort(answer: VllmResponse) -> None:
     if all(sequence.finish != "abort" for sequence in answer.sequences):
         raise SamplerError(
             "the sampler left the prompt unscored: does it run with skyrl-tinker's vLLM plugin "
@@ -111,13 +111,13 @@ def _require_abort(answer: Answer) -> None:
         )
 
 
-def _generated(choice: Mapping[str, Any], model: str | None, topk: int) -> Generated:
+def _generated(choice: Mapping[str, Any], model: str | None, topk: int) -> GeneratedSequence:
     content = (choice["logprobs"] or {}).get("content") or ()
     tokens = tuple(choice["token_ids"] or ())
     logprobs = tuple(float(position["logprob"]) for position in content)
     if min(logprobs, default=0.0) <= VLLM_LEAST_LOGPROB:  # nobody draws a token of which this is true
         raise diverged()
-    return Generated(
+    return GeneratedSequence(
         tokens,
         logprobs,
         choice["finish_reason"],
@@ -186,7 +186,9 @@ def first_scored(request: SampleRequest) -> int:
     return 1 if last_n is None else max(1, len(request.prompt) - last_n)
 
 
-def output(request: SampleRequest, answers: Sequence[Answer], sequences: Sequence[Generated]) -> SampleOutput:
+def output(
+    request: SampleRequest, answers: Sequence[VllmResponse], sequences: Sequence[GeneratedSequence]
+) -> SampleOutput:
     """Sequences in order of index; at temperature 0 the one sequence is repeated."""
     copies = request.num_samples // len(sequences) if request.params.temperature == 0 else 1
     first, targets = answers[0], request.target_prompt_logprobs
@@ -206,7 +208,7 @@ def _no_draws(request: SampleRequest) -> AltTokens:
     return AltTokens(request.prompt_alt_tokens_k, (), ())
 
 
-def _sampled(sequence: Generated) -> SampledSequence:
+def _sampled(sequence: GeneratedSequence) -> SampledSequence:
     if sequence.finish == "abort":
         raise AssertionError("aborted sequences are completed before they are handed out")
     return SampledSequence(

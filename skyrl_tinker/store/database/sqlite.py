@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.store.database.write_lock import Turn
+from skyrl_tinker.store.database.write_lock import WriteLock
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def connect(path: str) -> sqlite3.Connection:
     return connection
 
 
-def writing(path: str, turn: Turn) -> AsyncEngine:
+def writing(path: str, turn: WriteLock) -> AsyncEngine:
     """For a `Transaction` that holds the write lock from the start, in turn with other processes."""
     return _engine(lambda: _WritingConnection(path, turn))
 
@@ -183,7 +183,7 @@ class _Connection:
 class _WritingConnection(_Connection):
     """Holds the turn from BEGIN to COMMIT or ROLLBACK."""
 
-    def __init__(self, path: str, turn: Turn) -> None:
+    def __init__(self, path: str, turn: WriteLock) -> None:
         super().__init__(path)
         self._turn = turn
 

@@ -240,7 +240,7 @@ class StabilityRecord(Base):
     last_used_at: Mapped[float] = mapped_column(index=True)
 
 
-class Checkpoint(Base):
+class SavedCheckpoint(Base):
     """The row stays when the files are `removed_at`: what was stored is counted for."""
 
     __tablename__ = "checkpoints"

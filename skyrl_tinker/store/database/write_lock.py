@@ -7,7 +7,7 @@ for seconds. A file lock wakes the next one the moment the transaction ends, and
 import fcntl
 
 
-class Turn:
+class WriteLock:
     """One holder per database file. The blocking calls are for a connection's own thread."""
 
     def __init__(self, database: str) -> None:

@@ -12,12 +12,12 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, R
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.tables import Future, Model, Session
-from skyrl_tinker.store.futures.record import SESSION, Accepted, New, again, journal, keep_body
+from skyrl_tinker.store.futures.record import SESSION, Accepted, NewFuture, again, journal, keep_body
 from skyrl_tinker.store.owners import OWNED
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePosition:
     """`future_id`: the journal's order. `model_key`, `seq_id`: of training requests."""
 
     future_id: int
@@ -47,9 +47,9 @@ _UNLOADING = select(Future.request_id, Future.sequence_ids).where(
 )
 
 
-async def place(conn: AsyncConnection, request_id: RequestId) -> Place | None:
+async def place(conn: AsyncConnection, request_id: RequestId) -> QueuePosition | None:
     row = (await conn.execute(_PLACE, {"request_id": request_id})).one_or_none()
-    return None if row is None else Place(*row)
+    return None if row is None else QueuePosition(*row)
 
 
 async def cancel_sample(conn: AsyncConnection, owner: OwnerId | None, request_id: RequestId) -> bool:
@@ -67,7 +67,7 @@ async def cancel_sample(conn: AsyncConnection, owner: OwnerId | None, request_id
         )
     if row.status is not FutureStatus.PENDING:
         return False
-    new = New(RequestKind.CANCEL_SAMPLE, None, b"", row.session_id)
+    new = NewFuture(RequestKind.CANCEL_SAMPLE, None, b"", row.session_id)
     future_id, _ = await journal(conn, new, None)
     keep_body(conn, future_id, str(row.id).encode())
     return True
@@ -85,7 +85,7 @@ async def submit_unload(conn: AsyncConnection, owner: OwnerId | None, model_id: 
     if first is not None:
         return again(first, model_id)
     session_records.check_live(row)
-    new = New(RequestKind.UNLOAD_MODEL, None, b"", row.session_id, model_key=row.key)
+    new = NewFuture(RequestKind.UNLOAD_MODEL, None, b"", row.session_id, model_key=row.key)
     future_id, accepted = await journal(conn, new, model_id)
     keep_body(conn, future_id, b"")
     return accepted

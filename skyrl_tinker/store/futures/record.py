@@ -44,7 +44,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class New:
+class NewFuture:
     """A future to be written."""
 
     kind: RequestKind
@@ -54,7 +54,7 @@ class New:
     model_key: ModelKey | None = None
 
 
-async def journal(conn: AsyncConnection, new: New, model_id: ModelId | None) -> tuple[int, Accepted]:
+async def journal(conn: AsyncConnection, new: NewFuture, model_id: ModelId | None) -> tuple[int, Accepted]:
     """Write the future, pending. Returns its key, too."""
     request_id = RequestId(uuid4().hex)
     (row,) = _FUTURE.rows(

@@ -19,7 +19,7 @@ from skyrl_tinker.store.futures.record import (
     FIRST,
     SESSION,
     Accepted,
-    New,
+    NewFuture,
     again,
     check_seq_id,
     journal,
@@ -70,7 +70,7 @@ async def submit_create(
     await session_records.require_live(conn, model.session_id)
     state = ModelState.FAILED if failure else ModelState.CREATING
     key = await model_records.add(conn, model, state, failure.message if failure else None)
-    new = New(kind, 0, digest, model.session_id, model_key=key)
+    new = NewFuture(kind, 0, digest, model.session_id, model_key=key)
     return await _record(conn, new, body, failure, model.model_id)
 
 
@@ -99,7 +99,7 @@ async def submit_training(
         return again(row, model_id)
     session_records.check_live(row)
     _BUMP.run(conn, {"model_key": row.key, "now": time.time()})
-    new = New(kind, seq_id, digest, row.session_id, model_key=row.key)
+    new = NewFuture(kind, seq_id, digest, row.session_id, model_key=row.key)
     return await _record(conn, new, body, failure, model_id)
 
 
@@ -125,7 +125,7 @@ async def submit_custom_loss(
         return again(row, None)
     await session_records.require_live(conn, loss.session_id)
     await custom_losses.require_room(conn, loss.session_id)
-    future_id, accepted = await journal(conn, New(kind, loss.seq_id, digest, loss.session_id), None)
+    future_id, accepted = await journal(conn, NewFuture(kind, loss.seq_id, digest, loss.session_id), None)
     await custom_losses.add(conn, loss, future_id)
     if failure is not None:
         await finish.fail(conn, future_id, failure)
@@ -135,7 +135,7 @@ async def submit_custom_loss(
 
 
 async def _record(
-    conn: AsyncConnection, new: New, body: bytes, failure: Failure | None, model_id: ModelId | None
+    conn: AsyncConnection, new: NewFuture, body: bytes, failure: Failure | None, model_id: ModelId | None
 ) -> Accepted:
     """Write the future and either its body or its failure."""
     future_id, accepted = await journal(conn, new, model_id)

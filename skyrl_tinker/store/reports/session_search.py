@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.store.checkpoint_records import live
-from skyrl_tinker.store.database.tables import Checkpoint, Model, Session
+from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import NO_PROJECT, in_project, owned_by
 
 ACTIVE = "active"
@@ -19,7 +19,7 @@ REASONS = ("success", "errored", "interrupted")
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class SessionStatus:
     """`reasons`: of CLIENT_FINISHED, None for any."""
 
     type: str
@@ -27,7 +27,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
+class SearchPosition:
     """The last session of the page before."""
 
     created_at: float
@@ -42,12 +42,12 @@ class Search:
     display_name: str | None
     project_ids: Sequence[str] | None
     user_metadata: Mapping[str, str]
-    statuses: Sequence[Status] | None
-    after: Cursor | None
+    statuses: Sequence[SessionStatus] | None
+    after: SearchPosition | None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SessionMatch:
     session_id: str
     created_at: float
     project_id: str
@@ -60,7 +60,9 @@ class Found:
     checkpoint_bytes: int
 
 
-async def search(conn: AsyncConnection, owner: OwnerId | None, wanted: Search, limit: int) -> list[Found]:
+async def search(
+    conn: AsyncConnection, owner: OwnerId | None, wanted: Search, limit: int
+) -> list[SessionMatch]:
     where = [owned_by(owner), *_conditions(wanted)]
     if wanted.after is not None:
         where.append(await _after(conn, owner, wanted.after))
@@ -75,13 +77,13 @@ async def search(conn: AsyncConnection, owner: OwnerId | None, wanted: Search, l
             Session.display_name,
             Session.user_metadata,
             _of_checkpoints(func.count()),
-            _of_checkpoints(func.coalesce(func.sum(Checkpoint.size_bytes), 0)),
+            _of_checkpoints(func.coalesce(func.sum(SavedCheckpoint.size_bytes), 0)),
         )
         .where(*where)
         .order_by(Session.created_at.desc(), Session.session_id.desc())
         .limit(limit)
     )
-    return [Found(*row) for row in await conn.execute(query)]
+    return [SessionMatch(*row) for row in await conn.execute(query)]
 
 
 def _conditions(wanted: Search) -> list[ColumnElement[bool]]:
@@ -102,7 +104,7 @@ def _named(word: str) -> ColumnElement[bool]:
     return Session.display_name.icontains(word, autoescape=True)
 
 
-def _is(status: Status) -> ColumnElement[bool]:
+def _is(status: SessionStatus) -> ColumnElement[bool]:
     if status.type == ACTIVE:
         return Session.finished_at.is_(None)
     if status.type == CLIENT_FINISHED:
@@ -121,7 +123,7 @@ def _has(key: str, value: str) -> ColumnElement[bool]:
     return select(each.c.key).where(each.c.key == key, shown == value).exists()
 
 
-async def _after(conn: AsyncConnection, owner: OwnerId | None, cursor: Cursor) -> ColumnElement[bool]:
+async def _after(conn: AsyncConnection, owner: OwnerId | None, cursor: SearchPosition) -> ColumnElement[bool]:
     """Times on the wire are rounded: the session itself tells its own exactly."""
     exact = select(Session.created_at).where(Session.session_id == cursor.session_id, owned_by(owner))
     created_at = await conn.scalar(exact)
@@ -132,8 +134,8 @@ async def _after(conn: AsyncConnection, owner: OwnerId | None, cursor: Cursor) -
 def _of_checkpoints(value: Any) -> Any:
     return (
         select(value)
-        .select_from(Checkpoint)
-        .join(Model, Model.key == Checkpoint.model_key)
+        .select_from(SavedCheckpoint)
+        .join(Model, Model.key == SavedCheckpoint.model_key)
         .where(Model.session_id == Session.session_id, *live())
         .scalar_subquery()
     )

@@ -15,7 +15,7 @@ from skyrl_tinker.store.owners import owned_by, require_session
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class SessionTotals:
     """What a session has made."""
 
     training_runs: list[str]
@@ -37,7 +37,7 @@ async def page(conn: AsyncConnection, owner: OwnerId | None, limit: int, offset:
     return list(await conn.scalars(query))
 
 
-async def contents(conn: AsyncConnection, owner: OwnerId | None, session_id: SessionId) -> Contents:
+async def contents(conn: AsyncConnection, owner: OwnerId | None, session_id: SessionId) -> SessionTotals:
     """NotFoundError if this owner has no such session."""
     query = select(Session.user_metadata, Session.display_name)
     row = (await conn.execute(query.where(Session.session_id == session_id, owned_by(owner)))).one_or_none()
@@ -49,7 +49,7 @@ async def contents(conn: AsyncConnection, owner: OwnerId | None, session_id: Ses
         .where(SamplingSession.session_id == session_id)
         .order_by(SamplingSession.created_at, SamplingSession.sampling_session_seq_id)
     )
-    return Contents(
+    return SessionTotals(
         list(await conn.scalars(runs)),
         list(await conn.scalars(samplers)),
         row.user_metadata,

@@ -9,12 +9,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.store.checkpoint_records import live
 from skyrl_tinker.store.database.rows import AnyRow
-from skyrl_tinker.store.database.tables import Checkpoint, Model, Session
+from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import in_project, owned_by
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredPeriod:
     """One checkpoint, from `created_at` until it is deleted or expires (None: it lives), UTC seconds."""
 
     session_id: str
@@ -26,7 +26,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StorageTotal:
     """The live checkpoints of one project."""
 
     project_id: str | None
@@ -34,33 +34,35 @@ class Kept:
     size_bytes: int
 
 
-async def between(conn: AsyncConnection, owner: OwnerId | None, start: float, end: float) -> list[Stored]:
+async def between(
+    conn: AsyncConnection, owner: OwnerId | None, start: float, end: float
+) -> list[StoredPeriod]:
     """This owner's checkpoints that lived at some time in [start, end)."""
     query = _of_owner(
         owner,
         Session.session_id,
         Session.project_id,
-        Checkpoint.base_model,
-        Checkpoint.size_bytes,
-        Checkpoint.created_at,
-        Checkpoint.deleted_at,
-        Checkpoint.expires_at,
-    ).where(Checkpoint.created_at < end, *(_open_or_after(ends, start) for ends in _ENDS))
+        SavedCheckpoint.base_model,
+        SavedCheckpoint.size_bytes,
+        SavedCheckpoint.created_at,
+        SavedCheckpoint.deleted_at,
+        SavedCheckpoint.expires_at,
+    ).where(SavedCheckpoint.created_at < end, *(_open_or_after(ends, start) for ends in _ENDS))
     return [_stored(row) for row in await conn.execute(query)]
 
 
-async def current(conn: AsyncConnection, owner: OwnerId | None, project_id: str | None) -> list[Kept]:
+async def current(conn: AsyncConnection, owner: OwnerId | None, project_id: str | None) -> list[StorageTotal]:
     """This owner's, by project; of one project only, unless None."""
-    sums = func.count(), func.sum(Checkpoint.size_bytes)
+    sums = func.count(), func.sum(SavedCheckpoint.size_bytes)
     query = _of_owner(owner, Session.project_id, *sums).where(*live()).group_by(Session.project_id)
     if project_id is not None:
         query = query.where(in_project([project_id]))
-    return [Kept(*row) for row in await conn.execute(query)]
+    return [StorageTotal(*row) for row in await conn.execute(query)]
 
 
-def _stored(row: AnyRow) -> Stored:
+def _stored(row: AnyRow) -> StoredPeriod:
     ends = [each for each in (row.deleted_at, row.expires_at) if each is not None]
-    return Stored(
+    return StoredPeriod(
         row.session_id,
         row.project_id,
         row.base_model,
@@ -70,7 +72,7 @@ def _stored(row: AnyRow) -> Stored:
     )
 
 
-_ENDS = (Checkpoint.deleted_at, Checkpoint.expires_at)
+_ENDS = (SavedCheckpoint.deleted_at, SavedCheckpoint.expires_at)
 
 
 def _open_or_after(ends: Any, start: float) -> Any:
@@ -80,8 +82,8 @@ def _open_or_after(ends: Any, start: float) -> Any:
 def _of_owner(owner: OwnerId | None, *columns: Any) -> Select[Any]:
     return (
         select(*columns)
-        .select_from(Checkpoint)
-        .join(Model, Model.key == Checkpoint.model_key)
+        .select_from(SavedCheckpoint)
+        .join(Model, Model.key == SavedCheckpoint.model_key)
         .join(Session, Session.session_id == Model.session_id)
         .where(owned_by(owner))
     )

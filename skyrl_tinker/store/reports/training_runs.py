@@ -11,7 +11,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelStat
 from skyrl_tinker.store.api_keys import LOCAL
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_of, live
 from skyrl_tinker.store.database.rows import AnyRow
-from skyrl_tinker.store.database.tables import ApiKey, Checkpoint, Model, Session
+from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import in_project, owned_by
 
 Scope = Literal["owned", "accessible"]
@@ -33,7 +33,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class RunPage:
     """`total`: over all pages."""
 
     runs: list[Run]
@@ -47,14 +47,14 @@ async def page(
     limit: int,
     offset: int,
     project_id: str | None = None,
-) -> Page:
+) -> RunPage:
     """The run that was asked something last comes first."""
     where = [_visible(owner, scope)]
     if project_id is not None:
         where.append(in_project([project_id]))
     count = select(func.count()).select_from(Model).join(Session, Session.session_id == Model.session_id)
     total = await conn.scalar(count.where(*where)) or 0
-    return Page(await _runs(conn, owner, where, limit, offset), total)
+    return RunPage(await _runs(conn, owner, where, limit, offset), total)
 
 
 async def find(conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, scope: Scope) -> Run | None:
@@ -66,7 +66,9 @@ async def find(conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, 
 def _visible(owner: OwnerId | None, scope: Scope) -> ColumnElement[bool]:
     if scope == "owned":
         return owned_by(owner)
-    published = select(Checkpoint.id).where(Checkpoint.model_key == Model.key, Checkpoint.public, *live())
+    published = select(SavedCheckpoint.id).where(
+        SavedCheckpoint.model_key == Model.key, SavedCheckpoint.public, *live()
+    )
     return or_(owned_by(owner), published.exists())
 
 
@@ -104,14 +106,14 @@ async def _last(
     conn: AsyncConnection, owner: OwnerId | None, models: Sequence[ModelKey]
 ) -> dict[ModelKey, dict[CheckpointKind, CheckpointRow]]:
     newest = (
-        select(func.max(Checkpoint.id))
-        .join(Model, Model.key == Checkpoint.model_key)
+        select(func.max(SavedCheckpoint.id))
+        .join(Model, Model.key == SavedCheckpoint.model_key)
         .join(Session, Session.session_id == Model.session_id)
-        .where(Checkpoint.model_key.in_(models), or_(owned_by(owner), Checkpoint.public), *live())
-        .group_by(Checkpoint.model_key, Checkpoint.kind)
+        .where(SavedCheckpoint.model_key.in_(models), or_(owned_by(owner), SavedCheckpoint.public), *live())
+        .group_by(SavedCheckpoint.model_key, SavedCheckpoint.kind)
     )
     found: dict[ModelKey, dict[CheckpointKind, CheckpointRow]] = {}
-    for row in await conn.execute(WITH_MODEL.where(Checkpoint.id.in_(newest))):
+    for row in await conn.execute(WITH_MODEL.where(SavedCheckpoint.id.in_(newest))):
         found.setdefault(ModelKey(row.model_key), {})[row.kind] = checkpoint_of(row)
     return found
 

@@ -16,7 +16,14 @@ from pathlib import Path
 
 import torch
 
-from skyrl_tinker.domain.manifest import FILE_NAME, Contents, FileEntry, Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.manifest import (
+    FILE_NAME,
+    CheckpointContents,
+    FileEntry,
+    Manifest,
+    entry_of,
+    write_manifest,
+)
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.checkpoints.shards import deal, shard_name
@@ -35,7 +42,7 @@ class Captured:
     """`files`: what this rank writes, in host memory of its own. `contents`: the same everywhere."""
 
     files: Mapping[str, Tensors]
-    contents: Contents
+    contents: CheckpointContents
     dtype: torch.dtype = torch.float32
 
 
@@ -99,7 +106,9 @@ def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:
     return {name: entry_of(scratch / name) for name in captured.files}
 
 
-def commit(contents: Contents, files: Mapping[str, FileEntry], scratch: Path, directory: Path) -> int:
+def commit(
+    contents: CheckpointContents, files: Mapping[str, FileEntry], scratch: Path, directory: Path
+) -> int:
     """All ranks have persisted `files`: the checkpoint appears, complete. Returns its size in bytes.
 
     Raises UserError when the directory is there already, OSError when it cannot be written.
@@ -137,13 +146,13 @@ def _file_name(model: TrainableModel, part: Part, index: int, count: int) -> str
 
 def _contents(
     model: TrainableModel, base_model: str, optimizer: bool, shares: list[list[str]], layout: Layout
-) -> Contents:
+) -> CheckpointContents:
     family = model.optimizer if optimizer else None
     manifest = Manifest(base_model, model.spec, model.step, family)
     if isinstance(model, LoraModel):
         config = adapter_config(model.shapes(), model.spec.rank, base_model)
-        return Contents(manifest, {ADAPTER_CONFIG_FILE: _json(config)})
-    return Contents(
+        return CheckpointContents(manifest, {ADAPTER_CONFIG_FILE: _json(config)})
+    return CheckpointContents(
         manifest, {INDEX_FILE: _json(_index(model, shares, layout.dtype))} if len(shares) > 1 else {}
     )
 

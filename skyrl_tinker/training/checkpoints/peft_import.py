@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALPHA, KEY_PREFIX
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.training.models.lora import ATTENTION, MLP, LoraModel, Target, find_targets
+from skyrl_tinker.training.models.lora import ATTENTION, MLP, AdaptedLayer, LoraModel, find_targets
 from skyrl_tinker.training.models.trainable_model import Part
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,7 +78,7 @@ def read_foreign(directory: Path) -> ForeignAdapter:
     return ForeignAdapter(int(rank), scale / (ALPHA / rank), pairs, others)
 
 
-def base_targets(directory: str) -> tuple[Target, ...]:
+def base_targets(directory: str) -> tuple[AdaptedLayer, ...]:
     """The layers of a base model that can be adapted, from its config alone."""
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -153,7 +153,7 @@ def _checked(key: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float()
 
 
-def _spec(adapter: ForeignAdapter, targets: tuple[Target, ...]) -> LoraSpec:
+def _spec(adapter: ForeignAdapter, targets: tuple[AdaptedLayer, ...]) -> LoraSpec:
     """The groups of which any layer is adapted."""
     modules = {module for key in adapter.tensors if (module := _module(key))}
     adapted = [target for target in targets if target.name in modules]

@@ -3,24 +3,24 @@
 from collections.abc import Iterable, Mapping
 
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.training.memory.offload import Aside
+from skyrl_tinker.training.memory.offload import OffloadBuffer
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.trainable_model import TrainableModel
 
 
-class Residents:
+class DeviceCache:
     """Each rank has its own. Full-parameter models always stay."""
 
     def __init__(self, models: Mapping[ModelKey, TrainableModel], limit: int) -> None:
         """`models` is the worker's own table and changes under it; limit 0 = none."""
         self._models = models
         self._limit = limit
-        self._asides: dict[ModelKey, Aside] = {}
+        self._asides: dict[ModelKey, OffloadBuffer] = {}
         self._here: dict[ModelKey, None] = {}  # LoRA models on the device, the longest unused first
 
     def add(self, key: ModelKey) -> None:
         """A model just made, on the device."""
-        self._asides[key] = Aside()
+        self._asides[key] = OffloadBuffer()
         self._make_room([key])
         self._touch(key)
 

@@ -18,7 +18,7 @@ class _Copy:
     host: torch.Tensor | None  # [size] uint8; None: all zero
 
 
-class Aside:
+class OffloadBuffer:
     """The storages of one network or model, here or set aside."""
 
     def __init__(self) -> None:

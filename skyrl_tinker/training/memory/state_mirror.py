@@ -15,13 +15,13 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.training.memory.state_files import StateFiles
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
-from skyrl_tinker.training.state_ledger import Changes, Kept
+from skyrl_tinker.training.state_ledger import Changes, ModelShare
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 _log = logging.getLogger(__name__)
 
 
-class Vault:
+class StateMirror:
     """Between `begin` and `finish`, `keep` and `drop` say what a unit changed. Without a state_dir nothing
     is kept."""
 
@@ -31,8 +31,8 @@ class Vault:
         self._files = (
             StateFiles(Path(spec.state_dir), f"rank{rank}", pinned=self._on_gpu) if spec.state_dir else None
         )
-        self._kept: dict[ModelKey, Kept] = {}
-        self._changes: dict[ModelKey, Kept | None] = {}
+        self._kept: dict[ModelKey, ModelShare] = {}
+        self._changes: dict[ModelKey, ModelShare | None] = {}
         self._refused: set[ModelKey] = set()
 
     def begin(self) -> None:
@@ -52,7 +52,7 @@ class Vault:
             files = self._written(key, model, {}, model.parts)
         else:
             files = self._written(key, model, before.files, changed)
-        self._changes[key] = Kept(model.spec, model.optimizer, model.step, files)
+        self._changes[key] = ModelShare(model.spec, model.optimizer, model.step, files)
 
     def drop(self, key: ModelKey) -> None:
         if key in self._kept or key in self._changes:
@@ -66,13 +66,13 @@ class Vault:
         self._kept = {key: kept for key, kept in (self._kept | self._changes).items() if kept is not None}
         return self._changes
 
-    def open(self, shares: Mapping[ModelKey, Sequence[Kept]]) -> None:
+    def open(self, shares: Mapping[ModelKey, Sequence[ModelShare]]) -> None:
         """Go on with the files of the process before this one. `shares`: of each model those of all ranks."""
         self._kept = {key: each[self._rank] for key, each in shares.items()}
         if self._files is not None:
             self._files.adopt({name for kept in self._kept.values() for name in _names(kept)})
 
-    def fill(self, model: TrainableModel, shares: Sequence[Kept]) -> None:
+    def fill(self, model: TrainableModel, shares: Sequence[ModelShare]) -> None:
         """Make a fresh model what it was. The first rank has what is the same on all of them."""
         assert self._files is not None, "somebody kept it"
         model.step = shares[self._rank].step
@@ -115,5 +115,5 @@ class Vault:
             )
 
 
-def _names(kept: Kept) -> Iterable[str]:
+def _names(kept: ModelShare) -> Iterable[str]:
     return (kept.files or {}).values()

@@ -20,7 +20,7 @@ MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AdaptedLayer:
     """A linear layer of the base that adapters may adapt; `name` is its path in the causal LM."""
 
     name: str
@@ -85,7 +85,7 @@ class LoraModel(TrainableModel):
     def __init__(
         self,
         spec: LoraSpec,
-        targets: Sequence[Target],
+        targets: Sequence[AdaptedLayer],
         device: torch.device,
         optimizer: OptimizerFamily = "adamw",
     ) -> None:
@@ -168,19 +168,19 @@ class LoraModel(TrainableModel):
         return whole
 
 
-def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[Target, ...]:
+def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[AdaptedLayer, ...]:
     return tuple(
-        Target(name, module.in_features, module.out_features, module is head)
+        AdaptedLayer(name, module.in_features, module.out_features, module is head)
         for name, module in causal_lm.named_modules()
         if isinstance(module, nn.Linear) and (module is head or name.rpartition(".")[2] in ATTENTION | MLP)
     )
 
 
-def _keys(target: Target) -> tuple[str, str]:
+def _keys(target: AdaptedLayer) -> tuple[str, str]:
     return (f"{KEY_PREFIX}{target.name}.lora_A.weight", f"{KEY_PREFIX}{target.name}.lora_B.weight")
 
 
-def _layout(targets: Sequence[Target], rank: int) -> dict[str, _Slot]:
+def _layout(targets: Sequence[AdaptedLayer], rank: int) -> dict[str, _Slot]:
     slots: dict[str, _Slot] = {}
     offset = 0
     for target in targets:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from skyrl_tinker.training.batching.packed_row import Span
-from skyrl_tinker.training.models.lora import Factors, LoraModel, Target
+from skyrl_tinker.training.models.lora import AdaptedLayer, Factors, LoraModel
 
 Adapters = tuple[tuple[Span, LoraModel], ...]
 
@@ -49,7 +49,7 @@ class Routing:
             self.active = before
 
 
-def install(causal_lm: nn.Module, targets: Sequence[Target], routing: Routing) -> None:
+def install(causal_lm: nn.Module, targets: Sequence[AdaptedLayer], routing: Routing) -> None:
     """Every target but the head, whose logits are made chunk by chunk elsewhere."""
     for target in targets:
         module = causal_lm.get_submodule(target.name)

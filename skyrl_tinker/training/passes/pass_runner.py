@@ -19,7 +19,7 @@ from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import Network
 from skyrl_tinker.training.models.trainable_model import TrainableModel
-from skyrl_tinker.training.passes.request_losses import Scored, row_loss, whole_loss
+from skyrl_tinker.training.passes.request_losses import RequestLoss, row_loss, whole_loss
 
 _OVERFLOW = Failure(
     "the loss is finite, but its gradients overflow on their way through the network; the request left no "
@@ -47,7 +47,7 @@ class _Attempt:
     spent_on_row: float = 0.0
     """By all custom losses of the row that is scored now."""
 
-    def keep(self, request: int, scored: Scored) -> None:
+    def keep(self, request: int, scored: RequestLoss) -> None:
         if scored.failure is not None:
             self.failures[request] = scored.failure
         else:
@@ -250,7 +250,7 @@ class PassRunner:
 
     def _row_loss(
         self, attempt: _Attempt, row: Row, span: Span, logprobs: torch.Tensor, backward: bool
-    ) -> Scored:
+    ) -> RequestLoss:
         info = attempt.batch.requests[span.owner]
         seconds, began = attempt.seconds_left(span.owner), time.monotonic()
         scored = row_loss(attempt.batch, row, span, logprobs, self._seed(info), backward, seconds)

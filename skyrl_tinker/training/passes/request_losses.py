@@ -17,7 +17,7 @@ from skyrl_tinker.training.losses.base import LossContext, LossTerms
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class RequestLoss:
     """`upstream` [n]: d loss / d logprobs, zero if there was no backward pass or the loss failed."""
 
     upstream: torch.Tensor
@@ -33,7 +33,7 @@ def row_loss(
     seed: int,
     backward: bool,
     seconds: float,
-) -> Scored:
+) -> RequestLoss:
     """Over the datums of the request `span` that lie in the row; logprobs [n] are those of the span.
 
     `seconds`: how long a custom loss may take.
@@ -43,7 +43,7 @@ def row_loss(
     return _score(batch, segments, logprobs, inputs, seed, backward, seconds)
 
 
-def whole_loss(batch: TrainingInputBatch, request: int, logprobs: torch.Tensor, seed: int) -> Scored:
+def whole_loss(batch: TrainingInputBatch, request: int, logprobs: torch.Tensor, seed: int) -> RequestLoss:
     """Over all datums of the request; logprobs [C] are those of the batch, `upstream` is in their order."""
     segments = batch.segments_of(request)
     parts = [batch.cells_of(each) for each in segments]
@@ -63,7 +63,7 @@ def _score(
     seed: int,
     backward: bool,
     seconds: float = math.inf,
-) -> Scored:
+) -> RequestLoss:
     info = batch.requests[batch.request[segments[0]]]
     leaf = logprobs.detach().requires_grad_(backward)
     try:
@@ -72,12 +72,12 @@ def _score(
             terms = LOSS_FUNCTIONS[info.loss_fn](leaf, context)
         upstream = _gradient(terms, leaf) if backward else torch.zeros_like(leaf)
     except UserError as error:  # a custom loss beyond its bounds
-        return Scored(torch.zeros_like(logprobs), {}, Failure(str(error), error.category))
+        return RequestLoss(torch.zeros_like(logprobs), {}, Failure(str(error), error.category))
     loss = float(terms.values.detach().sum(dtype=torch.float64))
     if math.isfinite(loss) and bool(upstream.isfinite().all()):
         metrics = {name: float(value) for name, value in terms.metrics.items()}
-        return Scored(upstream, {"loss:sum": loss} | metrics)
-    return Scored(torch.zeros_like(logprobs), {}, _not_finite(batch, info, segments, terms, upstream))
+        return RequestLoss(upstream, {"loss:sum": loss} | metrics)
+    return RequestLoss(torch.zeros_like(logprobs), {}, _not_finite(batch, info, segments, terms, upstream))
 
 
 def _context(

@@ -10,7 +10,7 @@ from sqlalchemy import update
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import checkpoint_records, usage_records
-from skyrl_tinker.store.database.tables import Checkpoint, Future
+from skyrl_tinker.store.database.tables import Future, SavedCheckpoint
 from skyrl_tinker.store.futures import queue
 from tests.api.support.passes import old_json
 from tests.api.support.users import get, new_user, speak_as
@@ -46,7 +46,7 @@ async def kept(world: World, run: str, size: int, **times: float | None) -> None
     name = f"c{next(SEQ)}"
     await world.checkpoint(run, CheckpointKind.WEIGHTS, name, size_bytes=size)
     values = {key: None if at is None else NOW.timestamp() + at * 3600 for key, at in times.items()}
-    move = update(Checkpoint).where(Checkpoint.name == name).values(values)
+    move = update(SavedCheckpoint).where(SavedCheckpoint.name == name).values(values)
     await world.store.write(lambda conn: conn.execute(move))
 
 

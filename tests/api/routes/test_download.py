@@ -21,7 +21,7 @@ from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
-from skyrl_tinker.store.database.tables import Checkpoint
+from skyrl_tinker.store.database.tables import SavedCheckpoint
 from tests.api.support.world import BASE, FACTS, World, running
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
@@ -195,7 +195,7 @@ async def test_a_deleted_checkpoint_is_404_and_so_is_one_whose_files_are_gone(
 
 async def test_an_expired_checkpoint_is_404_though_its_url_is_fresh(world: World, export: str) -> None:
     url = (await urls_of(world, export))["config.json"]
-    over = update(Checkpoint).values(expires_at=time.time() - 1)
+    over = update(SavedCheckpoint).values(expires_at=time.time() - 1)
     await world.store.write(lambda conn: conn.execute(over))
     assert (await refusal(world, url))[0] == 404
 

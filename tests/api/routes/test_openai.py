@@ -8,7 +8,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from tests.api.support.world import BASE, World
 
 COMPLETION = {"model": BASE, "prompt": "a"}
@@ -24,7 +24,7 @@ async def http(world: World) -> AsyncIterator[httpx.AsyncClient]:
 
 @asynccontextmanager
 async def engine(world: World, *routes: web.RouteDef) -> AsyncIterator[None]:
-    socket = Places(world.settings).engine_socket
+    socket = Directories(world.settings).engine_socket
     socket.parent.mkdir(parents=True, exist_ok=True)
     app = web.Application()
     app.add_routes(routes)

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from skyrl_tinker.config import MiB, Settings
-from skyrl_tinker.directories import Places
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.http_server import Gateway
+from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import GapMonitor
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.trainer.model_creation import Models
+from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store.doorbell import Doorbell
@@ -68,8 +68,8 @@ class Waiting:
         outbox = Outbox(store, self.bell, metrics)
         root = self.settings.checkpoint_root
         saver = Saver(store, trainer, outbox, root)
-        gaps = GapMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
-        keeper = Models(store, trainer, FACTS, saver, 64)
+        gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
+        keeper = ModelCreation(store, trainer, FACTS, saver, 64)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
         nobody = cast(Any, None)
         self.driver = TrainerDriver(
@@ -86,7 +86,9 @@ class Waiting:
             gap_s=self.settings.gap_deadline_s,
         )
         openai = OpenAIServer(store, samplers, nobody, FACTS, metrics)
-        self.gateway = Gateway(Places(self.settings).engine_socket, openai, metrics, self._view, MiB)
+        self.gateway = EngineHttpServer(
+            Directories(self.settings).engine_socket, openai, metrics, self._view, MiB
+        )
 
     @property
     def api(self) -> World:
@@ -105,7 +107,7 @@ async def waiting(
     settings: Settings, apis: int = 1, placement: Placement = SEPARATE
 ) -> AsyncIterator[Waiting]:
     """Of `settings`, whose database is migrated already."""
-    Places(settings).make()
+    Directories(settings).make()
     async with AsyncExitStack() as stack:
         store = await Store.open(settings.store_url)
         stack.push_async_callback(store.close)

@@ -22,12 +22,12 @@ from skyrl_tinker.domain.values import (
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import GapMonitor
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.sampler_publisher import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.trainer.model_creation import Models
+from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -121,8 +121,8 @@ class Engine:
         ephemeral.mkdir()
         saver = Saver(store, trainer, outbox, root)
         publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, metrics)
-        gaps = GapMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
-        keeper = Models(store, trainer, FACTS, saver, settings.max_lora_rank)
+        gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
+        keeper = ModelCreation(store, trainer, FACTS, saver, settings.max_lora_rank)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
         self.driver = TrainerDriver(
             store, trainer, keeper, saver, exporter, publisher, outbox, settings.unit_tokens, gaps, metrics

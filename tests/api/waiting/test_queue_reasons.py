@@ -19,7 +19,7 @@ from skyrl_tinker.protocol.queue_views import (
     TrainingView,
     queues_from_bytes,
 )
-from skyrl_tinker.store.futures.cancellation import Place
+from skyrl_tinker.store.futures.cancellation import QueuePosition
 from tests.api.support.passes import old_json
 from tests.api.support.waiting import Waiting, holds, is_told, ready_model, submit, told, until, waiting
 from tests.api.support.world import sample, step
@@ -160,8 +160,8 @@ async def _all_done(made: Waiting) -> bool:
 # What the words depend on
 
 
-def place(kind: RequestKind, seq_id: int | None = 5, future_id: int = 100) -> Place:
-    return Place(future_id, kind, "b", 7, seq_id)
+def place(kind: RequestKind, seq_id: int | None = 5, future_id: int = 100) -> QueuePosition:
+    return QueuePosition(future_id, kind, "b", 7, seq_id)
 
 
 PASS = RequestKind.FORWARD_BACKWARD
@@ -184,7 +184,7 @@ LANE = LaneView(next_seq=5, lowest=5, held=False, session_id="b")
         (place(PASS, 9), TrainingView({7: LANE}, ("b",)), "4 earlier requests of this model ahead"),
     ],
 )  # fmt: skip
-def test_what_a_training_request_waits_for(asked: Place, training: TrainingView, text: str) -> None:
+def test_what_a_training_request_waits_for(asked: QueuePosition, training: TrainingView, text: str) -> None:
     assert reason(asked, QueuesView(training, SamplingView())).text == text
 
 

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from skyrl_tinker.weight_sync import cuda_ipc
 from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
-from skyrl_tinker.weight_sync.chunks import Chunk
+from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcSender, CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import GlooReceiver, GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclSender, NcclTransport
@@ -59,7 +59,7 @@ class ThreadSenders:
 
 async def carry(
     transport: WeightTransport, receiver: Receiver, directory: Path
-) -> tuple[Sequence[Chunk], list[Tensors]]:
+) -> tuple[Sequence[WeightChunk], list[Tensors]]:
     """What arrives, chunk by chunk; the messages pass as JSON."""
     chunks = await transport.open(directory)
     (init,) = await transport.form([1])
@@ -204,7 +204,7 @@ class _IpcOnCpu:
 
 
 class CudaIpcOnCpu(CudaIpcSender):
-    def open(self, directory: str, limit: int) -> tuple[Sequence[Chunk], bytes]:
+    def open(self, directory: str, limit: int) -> tuple[Sequence[WeightChunk], bytes]:
         self._buffer = ChunkBuffer(Path(directory), limit, "cpu")
         return self._buffer.chunks, cuda_ipc.pickle.dumps((GPUS[self._rank], (self._rank, "handle")))
 

@@ -8,7 +8,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.engine.scheduling.throughput import Ends, Pace
+from skyrl_tinker.engine.scheduling.throughput import EndRate, UnitTimes
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.engine.colocation.test_placement import Devices
 from tests.engine.sampler.test_sampler_driver import FACTS
@@ -56,7 +56,7 @@ def test_the_trainer_has_its_turn() -> None:
 
 
 async def test_without_a_measurement_there_is_no_estimate() -> None:
-    pace, ends = Pace(), Ends()
+    pace, ends = UnitTimes(), EndRate()
     assert (pace.seconds(), ends.per_second()) == (None, None)
     with pace.unit(()):
         await asyncio.sleep(0.05)

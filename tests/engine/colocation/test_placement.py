@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_tinker.engine.colocation.phases import IDLE_S, Limits, State, View, due_in
-from skyrl_tinker.engine.colocation.placement import Changing, Colocated, Separate
+from skyrl_tinker.engine.colocation.phases import IDLE_S, PhaseLimits, PhaseState, PhaseView, due_in
+from skyrl_tinker.engine.colocation.placement import AwakeLock, Colocated, Separate
 from skyrl_tinker.errors import TrainerError
 from tests.engine.support.simulation import now, simulate
 
-LIMITS = Limits(min_s=0.2, max_s=10.0)
+LIMITS = PhaseLimits(min_s=0.2, max_s=10.0)
 SLICE_S = 0.01
 SLACK_S = 0.01
 
@@ -22,13 +22,13 @@ SLACK_S = 0.01
 class Devices:
     """Trainer and samplers that note where they are; both at once would not fit."""
 
-    def __init__(self, switch_s: float = 0.5, limits: Limits = LIMITS) -> None:
+    def __init__(self, switch_s: float = 0.5, limits: PhaseLimits = LIMITS) -> None:
         self.switch_s = switch_s
         self.awake, self.onloaded = True, False
         self.broken: TrainerError | None = None
-        self.waits: dict[State, list[float]] = {State.TRAINING: [], State.SAMPLING: []}
+        self.waits: dict[PhaseState, list[float]] = {PhaseState.TRAINING: [], PhaseState.SAMPLING: []}
         self.placement = Colocated(self, limits, now)
-        self.changing = Changing(self.placement)
+        self.changing = AwakeLock(self.placement)
 
     async def offload(self) -> None:
         await self._move()
@@ -56,7 +56,7 @@ class Devices:
     async def unit(self, seconds: float) -> None:
         asked = now()
         async with self.placement.training():
-            self.waits[State.TRAINING].append(now() - asked)
+            self.waits[PhaseState.TRAINING].append(now() - asked)
             assert (self.onloaded, self.awake) == (True, False)
             await asyncio.sleep(seconds)
             assert (self.onloaded, self.awake) == (True, False)
@@ -72,14 +72,16 @@ class Devices:
         """Makes progress only while awake."""
         asked = now()
         async with self.placement.sampling():
-            self.waits[State.SAMPLING].append(now() - asked)
+            self.waits[PhaseState.SAMPLING].append(now() - asked)
             while seconds > 0:
                 await asyncio.sleep(SLICE_S)
                 seconds -= SLICE_S if self.awake else 0
 
     @property
     def switches(self) -> int:
-        return sum(self.placement.spent[state].count for state in (State.TO_TRAINING, State.TO_SAMPLING))
+        return sum(
+            self.placement.spent[state].count for state in (PhaseState.TO_TRAINING, PhaseState.TO_SAMPLING)
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -95,17 +97,20 @@ class Devices:
 @pytest.mark.parametrize(
     ("view", "expected"),
     [
-        (View(lasted=99, idle=99, waited=None), math.inf),  # nobody waits: there is no reason to go
-        (View(lasted=99, idle=1, waited=0), IDLE_S - 1),  # idle for longer than a client's round trip: now
-        (View(lasted=99, idle=0, waited=0), IDLE_S),
-        (View(lasted=0.1, idle=1, waited=0), 0.1),  # but not before the phase paid for its switch
-        (View(lasted=3, idle=None, waited=3), 7),  # busy: as long as the other side's patience lasts
-        (View(lasted=3, idle=None, waited=12), -2),
-        (View(lasted=0.05, idle=None, waited=12), 0.15),
-        (View(lasted=99, idle=0, waited=12), -2),  # patience is over: no round trip more
+        (PhaseView(lasted=99, idle=99, waited=None), math.inf),  # nobody waits: there is no reason to go
+        (
+            PhaseView(lasted=99, idle=1, waited=0),
+            IDLE_S - 1,
+        ),  # idle for longer than a client's round trip: now
+        (PhaseView(lasted=99, idle=0, waited=0), IDLE_S),
+        (PhaseView(lasted=0.1, idle=1, waited=0), 0.1),  # but not before the phase paid for its switch
+        (PhaseView(lasted=3, idle=None, waited=3), 7),  # busy: as long as the other side's patience lasts
+        (PhaseView(lasted=3, idle=None, waited=12), -2),
+        (PhaseView(lasted=0.05, idle=None, waited=12), 0.15),
+        (PhaseView(lasted=99, idle=0, waited=12), -2),  # patience is over: no round trip more
     ],
 )
-def test_a_phase_ends_when(view: View, expected: float) -> None:
+def test_a_phase_ends_when(view: PhaseView, expected: float) -> None:
     assert due_in(view, LIMITS) == pytest.approx(expected)
 
 
@@ -116,7 +121,7 @@ times = st.floats(0, 1e4)
 def test_patience_has_an_end_whatever_the_backlog(
     lasted: float, idle: float | None, waited: float, min_s: float, max_s: float
 ) -> None:
-    due = due_in(View(lasted, idle, waited), Limits(min_s, max_s))
+    due = due_in(PhaseView(lasted, idle, waited), PhaseLimits(min_s, max_s))
     assert due <= max(min_s, max_s, IDLE_S)
     assert due >= min_s - lasted
 
@@ -138,7 +143,7 @@ def test_one_side_at_a_time_and_nobody_starves(
     max_s: float,
     switch_s: float,
 ) -> None:
-    devices = Devices(switch_s, Limits(min_s, max_s))
+    devices = Devices(switch_s, PhaseLimits(min_s, max_s))
 
     async def in_turn(what, jobs) -> None:  # type: ignore[no-untyped-def]
         for gap, seconds in jobs:
@@ -156,7 +161,7 @@ def test_one_side_at_a_time_and_nobody_starves(
     longest = max((seconds for _, seconds in (*units, *changes)), default=0.0)
     bound = max(min_s, max_s, IDLE_S) + longest + 2 * switch_s + SLACK_S
     assert all(wait <= bound for waits in devices.waits.values() for wait in waits)
-    assert len(devices.waits[State.TRAINING]) == len(units)
+    assert len(devices.waits[PhaseState.TRAINING]) == len(units)
 
 
 def test_a_long_generation_stands_still_and_goes_on() -> None:
@@ -172,9 +177,9 @@ def test_a_long_generation_stands_still_and_goes_on() -> None:
 
     simulate(story())
     spent = devices.placement.spent
-    assert spent[State.TO_TRAINING].count == spent[State.TO_SAMPLING].count == 1
-    assert spent[State.TRAINING].seconds == pytest.approx(5.0 + IDLE_S, abs=0.02)
-    assert devices.waits[State.TRAINING] == [pytest.approx(LIMITS.max_s + devices.switch_s, abs=0.02)]
+    assert spent[PhaseState.TO_TRAINING].count == spent[PhaseState.TO_SAMPLING].count == 1
+    assert spent[PhaseState.TRAINING].seconds == pytest.approx(5.0 + IDLE_S, abs=0.02)
+    assert devices.waits[PhaseState.TRAINING] == [pytest.approx(LIMITS.max_s + devices.switch_s, abs=0.02)]
 
 
 def test_a_client_that_answers_at_once_costs_no_switch() -> None:
@@ -193,7 +198,7 @@ def test_a_client_that_answers_at_once_costs_no_switch() -> None:
 
 
 def test_both_sides_flooded_share_the_time() -> None:
-    devices = Devices(limits=Limits(0.2, 3.0))
+    devices = Devices(limits=PhaseLimits(0.2, 3.0))
 
     async def story() -> None:
         async with devices.running():
@@ -203,8 +208,10 @@ def test_both_sides_flooded_share_the_time() -> None:
 
     simulate(story())
     spent = devices.placement.spent
-    assert 0.7 < spent[State.SAMPLING].seconds / spent[State.TRAINING].seconds < 1.4
-    assert spent[State.TRAINING].seconds / spent[State.TRAINING].count == pytest.approx(3.0, abs=0.6)
+    assert 0.7 < spent[PhaseState.SAMPLING].seconds / spent[PhaseState.TRAINING].seconds < 1.4
+    assert spent[PhaseState.TRAINING].seconds / spent[PhaseState.TRAINING].count == pytest.approx(
+        3.0, abs=0.6
+    )
 
 
 def test_a_steady_stream_of_changes_lets_the_trainer_in() -> None:
@@ -224,7 +231,7 @@ def test_a_steady_stream_of_changes_lets_the_trainer_in() -> None:
             await asyncio.wait(streams)
 
     simulate(story())
-    assert devices.waits[State.TRAINING][0] <= LIMITS.max_s + 0.5 + devices.switch_s + SLACK_S
+    assert devices.waits[PhaseState.TRAINING][0] <= LIMITS.max_s + 0.5 + devices.switch_s + SLACK_S
 
 
 def test_who_gives_up_waiting_leaves_no_trace() -> None:
@@ -241,7 +248,7 @@ def test_who_gives_up_waiting_leaves_no_trace() -> None:
             await devices.unit(1.0)
 
     simulate(story())
-    assert len(devices.waits[State.TRAINING]) == 1
+    assert len(devices.waits[PhaseState.TRAINING]) == 1
 
 
 def test_a_trainer_that_cannot_move_fails_the_unit_with_its_reason_and_ends_the_turns() -> None:
@@ -256,7 +263,7 @@ def test_a_trainer_that_cannot_move_fails_the_unit_with_its_reason_and_ends_the_
             with pytest.raises(TrainerError, match="out of memory"):
                 await devices.sample(1.0)
         await turns
-        assert devices.placement.state is State.BROKEN
+        assert devices.placement.state is PhaseState.BROKEN
 
     simulate(story())
 
@@ -278,6 +285,6 @@ def test_a_trainer_that_cannot_leave_ends_the_engine() -> None:
 
 async def test_separate_parts_never_wait() -> None:
     placement = Separate()
-    async with placement.training(), placement.sampling(), placement.awake(), Changing(placement):
+    async with placement.training(), placement.sampling(), placement.awake(), AwakeLock(placement):
         await placement.run(Devices())
     assert not placement.spent

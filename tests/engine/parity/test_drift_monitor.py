@@ -19,8 +19,8 @@ from skyrl_tinker.domain.values import (
     WeightVersion,
 )
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.parity.drift_monitor import METRIC, GapMonitor, Scored
-from skyrl_tinker.engine.sampler.inflight_targets import Target, Wanted
+from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor, ScoredProbe
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, Wanted
 from skyrl_tinker.errors import SamplerError, StateLostError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
@@ -41,8 +41,8 @@ class Ends:
         self.passes = 0
         self.out_of_memory = {MODEL}
 
-    def target(self, model: ModelKey, version: WeightVersion) -> Target:
-        return Target(model, version)
+    def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
+        return InflightTarget(model, version)
 
     async def sample(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
         self.asked.append(wanted)
@@ -64,13 +64,13 @@ class Ends:
         return PassOutput(item.request_id, (np.full(TOKENS - 1, -float(item.model), np.float32),), {})
 
 
-def monitor(store: Store, ends: Ends) -> GapMonitor:
+def monitor(store: Store, ends: Ends) -> DriftMonitor:
     parts = cast(Any, ends), cast(Any, ends)
-    return GapMonitor(store, *parts, FACTS, Metrics(), tokens=TOKENS, bound=1.0)
+    return DriftMonitor(store, *parts, FACTS, Metrics(), tokens=TOKENS, bound=1.0)
 
 
-def scored() -> Scored:
-    return Scored(MODEL, ModelId("model"), np.full(TOKENS - 1, -1.0, np.float32))
+def scored() -> ScoredProbe:
+    return ScoredProbe(MODEL, ModelId("model"), np.full(TOKENS - 1, -1.0, np.float32))
 
 
 async def test_the_largest_difference_is_told_once(store: Store) -> None:
@@ -100,7 +100,7 @@ async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(sto
     ends = Ends()
     gaps = monitor(store, ends)
     await gaps.compare(scored(), VERSION, inflight=True)
-    assert [type(wanted) for wanted in ends.asked] == [Target]
+    assert [type(wanted) for wanted in ends.asked] == [InflightTarget]
     assert gaps.take(MODEL) == {METRIC: 0.5}
     ends.serves = "v4"
     await gaps.compare(scored(), VERSION, inflight=True)
@@ -109,8 +109,8 @@ async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(sto
 
 async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) -> None:
     gaps = monitor(store, Ends())
-    apart = Scored(MODEL, ModelId("model"), np.full(TOKENS - 1, -9.0, np.float32))
-    other = Scored(ModelKey(2), ModelId("other"), apart.logprobs)
+    apart = ScoredProbe(MODEL, ModelId("model"), np.full(TOKENS - 1, -9.0, np.float32))
+    other = ScoredProbe(ModelKey(2), ModelId("other"), apart.logprobs)
     for each in (apart, other):
         await gaps.compare(each, VERSION, inflight=False)
     await gaps.forget(other.key)

@@ -10,7 +10,7 @@ import pytest
 from skyrl_tinker.domain.values import SampleOutput
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.engine.status import Status
+from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.data_plane import fixed
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
@@ -92,7 +92,7 @@ async def fleet(servers: dict[str, Served], line: Line, tmp_path: Path) -> Async
 
 @asynccontextmanager
 async def supervised(fleet: Fleet, store: Store, bell: Doorbell) -> AsyncIterator[None]:
-    task = asyncio.create_task(fleet.supervise(Status(store, bell, 0)))
+    task = asyncio.create_task(fleet.supervise(EngineStatus(store, bell, 0)))
     yield
     task.cancel()
     with suppress(asyncio.CancelledError):

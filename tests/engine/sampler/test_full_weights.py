@@ -7,8 +7,8 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.engine.sampler.full_weights import Residency
-from skyrl_tinker.engine.sampler.inflight_targets import Target, Wanted, newest
+from skyrl_tinker.engine.sampler.full_weights import FullWeights
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, Wanted, newest
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL
 
@@ -24,7 +24,7 @@ class Server:
         self.pinned = 0  # requests that must not see a swap
         self.broken = False
         self.serves: str | None = None  # what it says after a failed swap; None: replicas disagree
-        self.residency = Residency(self.swap, self.serving)
+        self.residency = FullWeights(self.swap, self.serving)
 
     async def swap(self, new: WeightVersion | None, old: WeightVersion | None) -> None:
         assert self.pinned == 0, "swapped under a request"
@@ -47,7 +47,7 @@ class Server:
             assert self.version == version
             self.pinned -= 1
 
-    async def rollout(self, target: Target, end: asyncio.Event) -> WeightVersion | None:
+    async def rollout(self, target: InflightTarget, end: asyncio.Event) -> WeightVersion | None:
         """Returns what it ended on."""
         at_least = target.version
         async with self.residency.hold(target):
@@ -159,7 +159,7 @@ async def test_new_weights_come_at_once_to_samplers_that_nobody_uses() -> None:
 
 
 async def test_weights_of_a_target_are_renewed_under_its_running_requests() -> None:
-    server, target, end = Server(), Target(ModelKey(1), A), asyncio.Event()
+    server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     running = [asyncio.create_task(server.rollout(target, end)) for _ in range(3)]
     await asyncio.sleep(0.01)
     for version in (B, C):
@@ -172,7 +172,7 @@ async def test_weights_of_a_target_are_renewed_under_its_running_requests() -> N
 
 async def test_a_newcomer_of_a_target_never_sees_less_than_its_version() -> None:
     """Also when the announcement comes late or never."""
-    server, target, end = Server(), Target(ModelKey(1), A), asyncio.Event()
+    server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     first = asyncio.create_task(server.rollout(target, end))
     await asyncio.sleep(0.01)
     target.version = B
@@ -183,7 +183,7 @@ async def test_a_newcomer_of_a_target_never_sees_less_than_its_version() -> None
 
 
 async def test_a_pinned_version_and_the_base_wait_for_the_requests_of_a_target() -> None:
-    server, target, end = Server(), Target(ModelKey(1), A), asyncio.Event()
+    server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     rollout = asyncio.create_task(server.rollout(target, end))
     await asyncio.sleep(0.01)
     others = [asyncio.create_task(server.request(version)) for version in (A, None, B)]
@@ -197,7 +197,7 @@ async def test_a_pinned_version_and_the_base_wait_for_the_requests_of_a_target()
 
 
 async def test_a_renewal_that_fails_leaves_requests_on_the_old_weights() -> None:
-    server, target, end = Server(), Target(ModelKey(1), A), asyncio.Event()
+    server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     rollout = asyncio.create_task(server.rollout(target, end))
     await asyncio.sleep(0.01)
     server.broken, server.serves, target.version = True, A.name, B

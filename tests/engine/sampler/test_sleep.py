@@ -8,8 +8,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.engine.sampler.sleep import Sleeping
-from skyrl_tinker.engine.status import Status
+from skyrl_tinker.engine.sampler.sleep import SleepControl
+from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.store.doorbell import Doorbell
@@ -57,7 +57,7 @@ class Processes:
 
 
 @asynccontextmanager
-async def fleet_of(*replicas: Replica, status: Status) -> AsyncIterator[tuple[Fleet, Processes]]:
+async def fleet_of(*replicas: Replica, status: EngineStatus) -> AsyncIterator[tuple[Fleet, Processes]]:
     for replica in replicas:
         await replica.server.start_server()
     processes = Processes()
@@ -77,9 +77,9 @@ async def test_running_requests_are_kept_and_the_weights_come_back_first(
     store: Store, bell: Doorbell
 ) -> None:
     replicas = Replica(), Replica()
-    async with fleet_of(*replicas, status=await Status.open(store, bell)) as (fleet, _):
-        await Sleeping(fleet).sleep()
-        await Sleeping(fleet).wake()
+    async with fleet_of(*replicas, status=await EngineStatus.open(store, bell)) as (fleet, _):
+        await SleepControl(fleet).sleep()
+        await SleepControl(fleet).wake()
     for replica in replicas:
         assert replica.asked == [
             "/sleep?level=1&mode=keep",
@@ -92,10 +92,13 @@ async def test_a_replica_that_does_not_sleep_or_wake_is_ended_and_the_others_go_
     store: Store, bell: Doorbell
 ) -> None:
     sound, restless, drowsy = Replica(), Replica(fails="/sleep"), Replica(fails="/wake_up")
-    async with fleet_of(sound, restless, drowsy, status=await Status.open(store, bell)) as (fleet, processes):
-        await Sleeping(fleet).sleep()
+    async with fleet_of(sound, restless, drowsy, status=await EngineStatus.open(store, bell)) as (
+        fleet,
+        processes,
+    ):
+        await SleepControl(fleet).sleep()
         assert processes.ended == [1], "its memory must be free when this returns"
-        await Sleeping(fleet).wake()
+        await SleepControl(fleet).wake()
         assert processes.ended == [1, 2]
         assert fleet.client.server_urls == (sound.url,)
     assert drowsy.asked == ["/sleep?level=1&mode=keep", "/wake_up?tags=weights"]

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 
 FILE = "adapter_model.safetensors"
 
@@ -40,7 +40,7 @@ def content(version: WeightVersion) -> bytes:
 
 
 def test_what_moved_is_read_where_it_was(memory: Path, tmp_path: Path) -> None:
-    overflow = Overflow(memory, tmp_path / "disk", spare=1.0)
+    overflow = TmpfsSpill(memory, tmp_path / "disk", spare=1.0)
     assert overflow.low()
     version, other = published(memory, 1), published(memory, 2)
     with (Path(version.directory) / FILE).open("rb") as opened:
@@ -53,16 +53,16 @@ def test_what_moved_is_read_where_it_was(memory: Path, tmp_path: Path) -> None:
 
 
 def test_memory_is_not_low_while_the_spare_part_is_free(memory: Path, tmp_path: Path) -> None:
-    assert not Overflow(memory, tmp_path / "disk", spare=0.0).low()
+    assert not TmpfsSpill(memory, tmp_path / "disk", spare=0.0).low()
 
 
 def test_a_disk_is_never_low(tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
-    assert not Overflow(tmp_path / "memory", tmp_path / "disk", spare=1.0).low()
+    assert not TmpfsSpill(tmp_path / "memory", tmp_path / "disk", spare=1.0).low()
 
 
 def test_a_full_disk_leaves_the_version_where_it_is(memory: Path, tmp_path: Path) -> None:
-    overflow = Overflow(memory, tmp_path / "disk", spare=1.0)
+    overflow = TmpfsSpill(memory, tmp_path / "disk", spare=1.0)
     version = published(memory, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_the_version_where_it_is(memory: Path, tmp_path: Path
 
 
 def test_a_removed_version_leaves_nothing_on_either(memory: Path, tmp_path: Path) -> None:
-    overflow = Overflow(memory, tmp_path / "disk", spare=1.0)
+    overflow = TmpfsSpill(memory, tmp_path / "disk", spare=1.0)
     versions = [published(memory, number) for number in (1, 2)]
     overflow.move(versions[0])
     for version in versions:
@@ -85,7 +85,7 @@ def test_a_removed_version_leaves_nothing_on_either(memory: Path, tmp_path: Path
 
 
 def test_a_sweep_removes_what_no_engine_knows(memory: Path, tmp_path: Path) -> None:
-    overflow = Overflow(memory, tmp_path / "disk", spare=1.0)
+    overflow = TmpfsSpill(memory, tmp_path / "disk", spare=1.0)
     for number in (1, 2, 3):
         overflow.move(published(memory, number))
     (memory / "home").write_text("/home")

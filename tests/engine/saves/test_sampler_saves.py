@@ -27,7 +27,7 @@ from skyrl_tinker.domain.values import (
 from skyrl_tinker.engine import outbox as answers
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import METRIC, GapMonitor
+from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
 from skyrl_tinker.engine.sampler.inflight_targets import Wanted
 from skyrl_tinker.engine.saves.sampler_publisher import Publisher
 from skyrl_tinker.engine.saves.sampler_saves import Syncs
@@ -97,7 +97,7 @@ class World:
             Outbox(store, bell),
             Metrics(),
         )
-        self.gaps = GapMonitor(store, *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
+        self.gaps = DriftMonitor(store, *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
         publisher = Publisher(store, *ends, outbox, FACTS, tmp_path / "ram", tmp_path / "disk", metrics)
         self.syncs = Syncs(store, publisher, self.gaps, outbox)
 

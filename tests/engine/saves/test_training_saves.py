@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
-from skyrl_tinker.engine.cleanup import SessionKeeper
-from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.engine.cleanup import Cleanup
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import StorageError, UnitFailedError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
@@ -193,9 +193,9 @@ async def test_what_is_being_loaded_stays_though_it_is_replaced_and_swept(
     world.workers.disk.set()
     await world.done(replacing)
     nobody: Any = None
-    overflow = Overflow(tmp_path / "memory", tmp_path / "disk")
+    overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
     (tmp_path / "memory").mkdir()
-    keeper = SessionKeeper(world.store, world.driver, nobody, nobody, overflow, 600.0, 600.0, 600.0)
+    keeper = Cleanup(world.store, world.driver, nobody, nobody, overflow, 600.0, 600.0, 600.0)
     await keeper.sweep()
     assert len(_directories(world)) == 2
     world.workers.go_on.set()

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
-from skyrl_tinker.engine.scheduling.fair_share import Ledger
+from skyrl_tinker.engine.scheduling.fair_share import FairShare
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Unit, next_unit
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
@@ -26,7 +26,7 @@ def row(model: ModelKey, kind: RequestKind = FB, tokens: int = 10, session: str 
 
 
 def plan(*rows: QueuedRow, budget: int = 100) -> Unit | None:
-    unit, _ = next_unit(lanes(rows), Ledger(), budget)
+    unit, _ = next_unit(lanes(rows), FairShare(), budget)
     return unit
 
 
@@ -49,7 +49,7 @@ def units_of(rows: Sequence[QueuedRow], budget: int = 100) -> list[Unit]:
 
 def planned(left: list[QueuedRow], budget: int = 100) -> Iterator[Unit]:
     """Unit after unit out of `left`, which may grow."""
-    ledger = Ledger()
+    ledger = FairShare()
     while True:
         unit, ledger = next_unit(lanes(left), ledger, budget)
         if unit is None:
@@ -191,7 +191,7 @@ def test_whoever_had_more_in_one_unit_has_less_in_the_next_ones() -> None:
 
 def test_who_was_away_neither_saved_up_nor_owes() -> None:
     waiting = [row(A, tokens=50) for _ in range(20)]
-    _, ledger = next_unit(lanes(waiting), Ledger(), 1000)
+    _, ledger = next_unit(lanes(waiting), FairShare(), 1000)
     back = [row(model, tokens=10) for _ in range(20) for model in (A, B)]
     _, ledger = next_unit(lanes([row(C)]), ledger, 1000)
     unit, _ = next_unit(lanes(back), ledger, 200)

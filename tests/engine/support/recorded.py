@@ -8,7 +8,7 @@ import numpy as np
 
 from skyrl_tinker.domain.ids import ModelId, RequestKind, SessionId
 from skyrl_tinker.domain.values import CustomLoss, Failure, ProvenanceSpan
-from skyrl_tinker.engine.outbox import Answer, finish_all
+from skyrl_tinker.engine.outbox import FutureResult, finish_all
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.store import sampling_sessions
@@ -32,7 +32,7 @@ async def submit_sample(store: Store, session: SessionId, number: int = 0) -> Ac
     )
 
 
-async def finish_sample(store: Store, accepted: Accepted, outcome: Answer | Failure) -> str:
+async def finish_sample(store: Store, accepted: Accepted, outcome: FutureResult | Failure) -> str:
     """Returns the sequence's id."""
     future_id = (await journal.outcome(store, accepted)).future_id
     await store.write(lambda conn: finish_all(conn, {future_id: outcome}))
@@ -46,7 +46,7 @@ async def sampled(
     accepted = await submit_sample(store, session, number)
     logprobs = np.arange(-1, -len(tokens) - 1, -1, dtype=np.float32) / 8 - number
     record = SequenceRecord(accepted.sequence_ids[0], np.array(tokens, np.int32), logprobs, prompt_length)
-    await finish_sample(store, accepted, Answer("application/json", b"{}", (record,)))
+    await finish_sample(store, accepted, FutureResult("application/json", b"{}", (record,)))
     return record
 
 

@@ -24,11 +24,11 @@ from skyrl_tinker.domain.values import (
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import GapMonitor
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.trainer.model_creation import Models
+from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.queue import Accepted, Outcome
@@ -141,10 +141,10 @@ class World:
         trainer = trainer or cast(TrainerGroup, self.workers)
         outbox = Outbox(store, bell)
         saver = Saver(store, trainer, outbox, root)
-        keeper = Models(store, trainer, FACTS, saver, 64)
+        keeper = ModelCreation(store, trainer, FACTS, saver, 64)
         nobody: Any = cast(Any, None)
         metrics = Metrics()
-        gaps = GapMonitor(store, trainer, nobody, FACTS, metrics, tokens=0, bound=1e-3)
+        gaps = DriftMonitor(store, trainer, nobody, FACTS, metrics, tokens=0, bound=1e-3)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
         self.driver = TrainerDriver(
             store, trainer, keeper, saver, exporter, nobody, outbox, unit_tokens, gaps, metrics

@@ -11,9 +11,9 @@ from sqlalchemy import select
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, SessionId
 from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem, PassOutput, ProvenanceSpan
-from skyrl_tinker.engine.outbox import Answer
+from skyrl_tinker.engine.outbox import FutureResult
 from skyrl_tinker.engine.scheduling.planner import Pass
-from skyrl_tinker.engine.trainer.pass_preparation import PassRunner, ReadyPass
+from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass
 from skyrl_tinker.server.tiny_model import make_model
 from skyrl_tinker.store.database.tables import StabilityRecord
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -61,10 +61,10 @@ class World:
         return await recorded.row_of(self.store, self.model, seq_id, body)
 
     async def prepare(self, *rows: QueuedRow) -> ReadyPass:
-        return await PassRunner(self.store, self.group).prepare(Pass(rows, full=False))
+        return await PassCoordinator(self.store, self.group).prepare(Pass(rows, full=False))
 
     async def run(self, *rows: QueuedRow) -> list[PassOutput | Failure]:
-        return await PassRunner(self.store, self.group).run(await self.prepare(*rows))
+        return await PassCoordinator(self.store, self.group).run(await self.prepare(*rows))
 
     async def refusal(self, *spans: ProvenanceSpan, tokens: Sequence[int] = (*PROMPT, *SAMPLED)) -> Failure:
         """Of a datum with these spans, which follows one without a fault in the same request."""
@@ -153,7 +153,7 @@ async def _failed(world: World, _: World) -> str:
 
 async def _unrecorded(world: World, _: World) -> str:
     accepted = await recorded.submit_sample(world.store, world.session)
-    return await recorded.finish_sample(world.store, accepted, Answer("application/json", b"{}"))
+    return await recorded.finish_sample(world.store, accepted, FutureResult("application/json", b"{}"))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ async def test_what_does_not_fit_into_a_batch_is_found_and_the_others_run(
         await neighbour.row(1, turn(theirs)),
         await world.row(2, turn(good)),
     )
-    runner = PassRunner(world.store, Choosy(world.group, {rows[0].request_id}))
+    runner = PassCoordinator(world.store, Choosy(world.group, {rows[0].request_id}))
     failure, *fine = await runner.run(await runner.prepare(Pass(rows, full=False)))
     assert failure == Failure("MemoryError: too large", "server")
     assert [type(output) for output in fine] == [PassOutput, PassOutput]
@@ -291,7 +291,7 @@ async def test_a_pass_without_a_row_that_can_run_runs_nothing(world: World) -> N
     ready = await world.prepare(await world.row(1, turn("nobody")), await world.row(2, turn("nobody")))
     assert ready.batch is None
     worked = world.group.busy_s
-    outputs = await PassRunner(world.store, world.group).run(ready)
+    outputs = await PassCoordinator(world.store, world.group).run(ready)
     assert [type(output) for output in outputs] == [Failure, Failure]
     assert world.group.busy_s == worked
 
@@ -307,7 +307,7 @@ async def test_only_records_that_trained_are_renewed(world: World) -> None:
     unused = (await recorded.sampled(world.store, world.session, SAMPLED, 3, number=1)).sequence_id
     before = [await _last_used(world.store, name) for name in (used, unused)]
     ready = await world.prepare(await world.row(1, turn(used)), await world.row(2, turn(unused), turn("?")))
-    await PassRunner(world.store, world.group).renew(ready)
+    await PassCoordinator(world.store, world.group).renew(ready)
     after = [await _last_used(world.store, name) for name in (used, unused)]
     assert after[0] > before[0]
     assert after[1] == before[1]

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.engine.sampler.tmpfs_spill import Overflow
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import NotFoundError, SamplerError
 from tests.inference.support.samplers import (
     Sampler,
@@ -38,7 +38,7 @@ async def test_an_adapter_that_moved_to_disk_is_read_from_where_it_was(
     name, prompt = unique(tmp_path), prompt_of(7)
     adapter = random_adapter(sampler.facts.directory, 8, seed=1)
     await publish_and_load(sampler, adapter, tmp_path, name)
-    Overflow(tmp_path, tmp_path / "disk").move(WeightVersion(VersionId(1), "lora", str(tmp_path / name)))
+    TmpfsSpill(tmp_path, tmp_path / "disk").move(WeightVersion(VersionId(1), "lora", str(tmp_path / name)))
     await sampler.client.unload_adapter(name)
     await sampler.client.load_adapter(name, str(tmp_path / name))
     output = await sampler(name, ask(prompt))

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tinker.domain.values import VersionSpan
 from skyrl_tinker.inference.client.resume import INCOMPLETE, kept, remainder
-from skyrl_tinker.inference.client.vllm_responses import Generated
+from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence
 from tests.inference.support.samplers import ask
 
 PIECES = ("", "x", "ab", "c", "<e", "nd", ">", "d", INCOMPLETE, "é")
@@ -17,8 +17,8 @@ async def text_of(tokens: tuple[int, ...]) -> str:
     return "".join(PIECES[token] for token in tokens)
 
 
-def aborted(*tokens: int) -> Generated:
-    return Generated(tokens, (-1.0,) * len(tokens), "abort", (), (VersionSpan("v1", 0, len(tokens)),))
+def aborted(*tokens: int) -> GeneratedSequence:
+    return GeneratedSequence(tokens, (-1.0,) * len(tokens), "abort", (), (VersionSpan("v1", 0, len(tokens)),))
 
 
 async def keep(tokens: tuple[int, ...], *, switched: bool = False, **params: Any) -> tuple[int, ...]:
@@ -77,10 +77,10 @@ async def test_a_sequence_aborted_with_its_last_token_has_ended() -> None:
 
 
 def test_joined_sequences_keep_logprobs_and_say_which_version_made_which_tokens() -> None:
-    rest = Generated((3,), (-3.0,), "stop", (), (VersionSpan("v2", 0, 1),))
+    rest = GeneratedSequence((3,), (-3.0,), "stop", (), (VersionSpan("v2", 0, 1),))
     joined = aborted(1, 2).then(rest)
     assert (joined.tokens, joined.logprobs, joined.finish) == ((1, 2, 3), (-1.0, -1.0, -3.0), "stop")
     assert joined.versions == (VersionSpan("v1", 0, 2), VersionSpan("v2", 2, 3))
     assert aborted(1, 2).then(aborted(3)).versions == (VersionSpan("v1", 0, 3),)
     assert joined.first(2).versions == (VersionSpan("v1", 0, 2),)
-    assert joined.first(0) == Generated((), (), "abort")
+    assert joined.first(0) == GeneratedSequence((), (), "abort")

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.client.data_plane import StreamPath
-from skyrl_tinker.inference.client.in_flight import Running
+from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.inference.support.samplers import Sampler
 
@@ -72,7 +72,7 @@ async def test_what_vllm_refuses_raises_before_anything_streams(sampler: Sampler
 
 
 def test_running_requests_are_known_by_their_tag_until_they_end() -> None:
-    running = Running()
+    running = InFlight()
     with running.attempt("a") as first, running.attempt("a") as second, running.attempt(None):
         switched = running.switch("a")
         assert switched == {first, second}

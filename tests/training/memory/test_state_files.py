@@ -28,7 +28,7 @@ from skyrl_tinker.training.batching.batch import build_batch
 from skyrl_tinker.training.batching.outputs import assemble
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models.trainable_model import Part
-from skyrl_tinker.training.state_ledger import Ledger
+from skyrl_tinker.training.state_ledger import StateLedger
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from tests.training.support.passes import make_data, make_item
 from tests.training.support.saves import save
@@ -52,7 +52,7 @@ class Lives:
 
     spec: TrainerSpec
     ranks: Ranks
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: StateLedger = field(default_factory=StateLedger)
     lost: set[ModelKey] = field(default_factory=set)
 
     def __post_init__(self) -> None:

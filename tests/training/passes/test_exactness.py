@@ -11,7 +11,7 @@ import torch
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, Datum, Failure, LoraSpec, PassItem, PassOutput
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
-from skyrl_tinker.training.models.lora import LoraModel, Target
+from skyrl_tinker.training.models.lora import AdaptedLayer, LoraModel
 from skyrl_tinker.training.models.trainable_model import Part
 from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
@@ -211,7 +211,7 @@ def test_gradients_that_overflow_fail_their_request_and_leave_the_others_bit_equ
 
 
 def test_gradients_whose_sum_overflows_are_finite() -> None:
-    target = Target("model.layers.0.mlp.up_proj", 8, 8, is_head=False)
+    target = AdaptedLayer("model.layers.0.mlp.up_proj", 8, 8, is_head=False)
     model = LoraModel(LoraSpec(4, 1), [target], torch.device("cpu"))
     (gradients,) = model.local(Part.GRADIENT)
     gradients.fill_(3e38)

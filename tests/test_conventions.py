@@ -1,0 +1,83 @@
+"""Names and docstrings of the package, as CONTRIBUTING.md asks for them."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import skyrl_tinker
+
+ROOT = Path(skyrl_tinker.__file__).parent
+MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent.name != "pb"]
+BY_RESOURCE = {"routes", "schemas", "validation", "losses"}
+"""Folders with a module per resource or loss, whose names recur among them."""
+LARGE = BY_RESOURCE
+MOST_MODULES = 15
+ODD_OPENINGS = re.compile(
+    r"(about|above|after|against|among|around|as|at|before|behind|below|beneath|beside|between|beyond|by|during"
+    r"|except|for|from|in|inside|into|of|off|on|onto|out|outside|over|since|through|to|toward|under|until|up"
+    r"|upon|via|with|within|without"
+    r"|he|her|him|his|i|it|its|itself|nobody|nothing|ours|she|somebody|someone|something|that|their|them|these"
+    r"|they|this|those|us|we|whoever|whatever|you"
+    r"|how|what|when|where|whether|which|who|whom|whose|why)\b",
+    re.IGNORECASE,
+)
+"""Prepositions, pronouns and wh-words: a summary opens with its noun or with an imperative verb."""
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions(path: Path) -> Iterator[Documented]:
+    tree = ast.parse(path.read_text())
+    return (node for node in ast.walk(tree) if isinstance(node, Documented))
+
+
+def test_no_basename_occurs_twice() -> None:
+    places = defaultdict(list)
+    for path in MODULES:
+        if path.name != "__init__.py":
+            places[path.name].append(path.relative_to(ROOT).as_posix())
+    shared = {
+        name: found
+        for name, found in places.items()
+        if len(found) > 1 and not all(Path(each).parent.name in BY_RESOURCE for each in found)
+    }
+    assert not shared
+
+
+def test_no_class_name_occurs_twice() -> None:
+    places = defaultdict(list)
+    for path in MODULES:
+        for node in definitions(path):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.relative_to(ROOT).as_posix())
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_no_folder_holds_more_modules_than_a_reader_can_take_in() -> None:
+    sizes = defaultdict(int)
+    for path in MODULES:
+        sizes[path.parent] += path.name != "__init__.py"
+    assert not {
+        folder.relative_to(ROOT).as_posix(): size
+        for folder, size in sizes.items()
+        if size > MOST_MODULES and folder.name not in LARGE
+    }
+
+
+def test_every_package_has_a_door_plate() -> None:
+    """A docstring in `__init__.py` that says what lives there."""
+    packages = [path for path in MODULES if path.name == "__init__.py"]
+    assert not [str(path) for path in packages if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+def test_docstrings_open_with_a_noun_or_an_imperative() -> None:
+    odd = []
+    for path in MODULES:
+        for node in definitions(path):
+            summary = (ast.get_docstring(node) or "").partition("\n")[0]
+            if ODD_OPENINGS.match(summary.lstrip('`"')):
+                line = getattr(node, "lineno", 1)
+                odd.append(f"{path.relative_to(ROOT)}:{line} {getattr(node, 'name', 'module')}: {summary}")
+    assert not odd, f"{len(odd)} docstrings:\n" + "\n".join(odd)
