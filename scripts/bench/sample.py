@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Sampling throughput and latency through our API against the bare vLLM server, in the same run.
 
-usage: scripts/bench/sample.py [--base-url URL --sampler-url URL] [--base-model NAME] [--rounds N]
+usage: scripts/bench/sample.py [--base-url URL --sampler-url URL] [--base-model NAME] [--seconds N]
                                [--tokens N]
 
 Without URLs it starts `skyrl-tinker serve` in a temporary home and finds its vLLM server. Both sides get the
 same prompts from the same plain HTTP client, in turns, so that what else the machine does hits both; `sdk` is
 the same work through the tinker SDK, whose own work shares the machine's cores. A request samples 256
-tokens, as many as the cookbook's rl_loop asks for; --tokens changes that.
+tokens, as many as the cookbook's rl_loop asks for; --tokens changes that. With its defaults it takes four to
+five minutes on 2 cores; --seconds is the time for the comparison, of which every side has at least one turn.
 Publish-to-first-token: from `save_weights_and_get_sampling_client` to one sampled token, through the SDK.
 Prints tables and, as its last line, one JSON object.
 """
@@ -18,8 +19,8 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +32,17 @@ from serving import served
 from tinker import types
 
 PROMPT = 64
-TURNS = {1: [4] * 15, 8: [120], 64: [384], 512: [1024]}
-"""Requests that each side makes before the next has its turn, in one round, by concurrency. One at a time the
-difference of the two sides is a hundredth of either, so they change places often."""
+TURNS = {1: (4, 0.35), 8: (120, 0.1), 64: (384, 0.2), 512: (1024, 0.35)}
+"""Requests that each side makes before the next has its turn, and the share of the time, by concurrency. One
+at a time the difference of the two sides is a hundredth of either, so they change places often."""
+WARM_UP = 64
+HEARTBEAT_S = 10.0
 Ask = Callable[[list[int]], Awaitable[None]]
 
 
 @dataclass
 class Figures:
-    """Over all rounds of one side at one concurrency."""
+    """All turns of one side at one concurrency."""
 
     turns: list[list[float]] = field(default_factory=list)  # seconds of each request
     rates: list[float] = field(default_factory=list)  # requests per second of each turn
@@ -121,13 +124,14 @@ async def round_of(ask: Ask, concurrency: int, requests: int, figures: Figures) 
     figures.rates.append(requests / (time.perf_counter() - start))
 
 
-async def throughput(sides: dict[str, Ask], rounds: int) -> dict[int, dict[str, Figures]]:
+async def throughput(sides: dict[str, Ask], seconds: float) -> dict[int, dict[str, Figures]]:
     results: dict[int, dict[str, Figures]] = {}
-    for concurrency, turns in TURNS.items():
+    for concurrency, (requests, share) in TURNS.items():
         results[concurrency] = {name: Figures() for name in sides}
+        end = time.perf_counter() + seconds * share
         for ask in sides.values():
-            await round_of(ask, concurrency, concurrency, Figures())  # warm up
-        for requests in turns * rounds:
+            await round_of(ask, concurrency, min(concurrency, WARM_UP), Figures())
+        while not results[concurrency]["sdk"].rates or time.perf_counter() < end:
             for name, ask in sides.items():
                 await round_of(ask, concurrency, requests, results[concurrency][name])
     return results
@@ -171,19 +175,28 @@ def vllm_url(pid: int) -> str:
     raise SystemExit("found no vLLM server below serve: give --base-url and --sampler-url")
 
 
-async def sampling_session(http: aiohttp.ClientSession, url: str, base_model: str) -> str:
+@asynccontextmanager
+async def sampling_session(http: aiohttp.ClientSession, url: str, base_model: str) -> AsyncIterator[str]:
+    """A sampling session whose session is kept alive by heartbeats, as the SDK does."""
+
     async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
         async with http.post(f"{url}/api/v1/{path}", json=body) as response:
             response.raise_for_status()
             return dict(await response.json())
 
+    async def beat(session_id: str) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await post("session_heartbeat", {"session_id": session_id})
+
     session = await post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "bench"})
-    wanted = {
-        "session_id": session["session_id"],
-        "sampling_session_seq_id": 0,
-        "base_model": base_model,
-    }
-    return str((await post("create_sampling_session", wanted))["sampling_session_id"])
+    session_id = str(session["session_id"])
+    sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": base_model}
+    heartbeat = asyncio.create_task(beat(session_id))
+    try:
+        yield str((await post("create_sampling_session", sampler))["sampling_session_id"])
+    finally:
+        heartbeat.cancel()
 
 
 # Reporting
@@ -220,20 +233,22 @@ async def compare(
     timeout = aiohttp.ClientTimeout(total=None)
     tokens = arguments.tokens
     sampler = await service.create_sampling_client(base_model=arguments.base_model)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-        session = await sampling_session(http, url, arguments.base_model)
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=timeout) as http,
+        sampling_session(http, url, arguments.base_model) as session,
+    ):
         sides = {
             "vllm": bare(http, sampler_url, arguments.base_model, tokens),
             "ours": ours(http, url, session, tokens),
             "sdk": through_sdk(sampler, tokens),
         }
-        return report(await throughput(sides, arguments.rounds), tokens)
+        return report(await throughput(sides, arguments.seconds), tokens)
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--sampler-url", help="of its vLLM server")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=200.0, help="for the comparison")
     parser.add_argument("--tokens", type=int, default=256, help="sampled per request; 256 is rl_loop's own")
     arguments = parser.parse_args()
     with (
