@@ -65,7 +65,7 @@ def test_impossible_sizes_are_refused_by_name(tmp_path: Path, argument: str, val
 def test_make_model_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = """
 import pathlib, sys
-from skyrl_tinker.tiny_model import make_model
+from skyrl_tinker.server.tiny_model import make_model
 make_model(pathlib.Path(sys.argv[1]))
 assert not {"torch", "transformers"} & set(sys.modules)
 """
