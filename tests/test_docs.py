@@ -34,6 +34,12 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     }
 
 
+def test_every_test_that_the_traps_page_names_exists() -> None:
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "traps.md").read_text())
+    assert len(tests) > 36
+    assert not [test for file, test in tests if f"def {test}(" not in (ROOT / file).read_text()]
+
+
 def test_every_package_is_on_the_architecture_page() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     packages = {path.parent.name for path in (ROOT / "skyrl_tinker").glob("**/__init__.py")}
