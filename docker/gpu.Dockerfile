@@ -19,6 +19,6 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=180s \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/readyz')"]
 STOPSIGNAL SIGTERM
-# Whoever reaches the port may use the server: publish it on loopback or a trusted network only, or make a key
+# Any process that reaches the port can use the server: publish it on loopback or a trusted network only, or make a key
 # (`skyrl-tinker keys create --home /data --name NAME`) and leave out --insecure.
 CMD ["skyrl-tinker", "serve", "--host", "0.0.0.0", "--insecure"]

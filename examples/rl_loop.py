@@ -1,8 +1,8 @@
 """Reinforcement learning on the tinker SDK, in one file to copy: a policy learns to say the next letter.
 
-The right answer to "next:C" is "d". A short warm-up on right answers makes the untrained model right now and
-then. From there on it learns from rewards alone: sample a group of answers to every prompt, reward each with
-1 or 0, and train with importance_sampling on how much better an answer was than its group.
+The right answer to "next:C" is "d". A short warm-up on right answers makes the untrained model right in one
+answer of eight. From there it learns from rewards alone: sample a group of answers to every prompt, reward
+each with 1 or 0, and train with importance_sampling on how much better an answer was than its group.
 
 It needs `tinker`, `tqdm`, `matplotlib`, and TINKER_BASE_URL and TINKER_API_KEY in the environment.
 """
@@ -58,7 +58,7 @@ class Answer:
 
 
 def main(options: Options) -> bool:
-    """Train; write metrics.jsonl and reward.png; True if the reward rose by learning."""
+    """Train; write metrics.jsonl and reward.png; return whether the reward rose."""
     options.out.mkdir(parents=True, exist_ok=True)
     trainer = (
         tinker.ServiceClient()
@@ -104,8 +104,8 @@ def warm_up(trainer: tinker.TrainingClient, task: Task) -> None:
 
 def probability(result: types.ForwardBackwardOutput, answer_length: int) -> float:
     """Mean probability of the whole answers, which are the last tokens of each datum."""
-    each = [sum(output["logprobs"].tolist()[-answer_length:]) for output in result.loss_fn_outputs]
-    return sum(math.exp(logprob) for logprob in each) / len(each)
+    logprobs = [sum(output["logprobs"].tolist()[-answer_length:]) for output in result.loss_fn_outputs]
+    return sum(math.exp(logprob) for logprob in logprobs) / len(logprobs)
 
 
 def reinforce(trainer: tinker.TrainingClient, task: Task, options: Options) -> list[Step]:
@@ -143,7 +143,7 @@ def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed
     stepped.result()
     answers = [answer for group in groups.values() for answer in group]
     seconds = time.monotonic() - started
-    tokens = sum(len(answer.tokens) for answer in answers) + sum(each.model_input.length for each in data)
+    tokens = sum(len(answer.tokens) for answer in answers) + sum(item.model_input.length for item in data)
     reward = sum(answer.reward for answer in answers) / len(answers)
     return Step(number, reward, loss, tokens / seconds, seconds)
 
@@ -176,7 +176,7 @@ def graded(task: Task, prompt: tuple[int, ...], response: types.SampleResponse) 
 
 
 def datum(prompt: Sequence[int], answer: Sequence[int], **inputs: list[float]) -> types.Datum:
-    """Position i of the input predicts target i; prompt positions count nothing (inputs are 0 there)."""
+    """Position i of the input predicts target i; prompt positions do not count (inputs are 0 there)."""
     tokens = [*prompt, *answer]
     padding = [0.0] * (len(prompt) - 1)
     arrays = {name: np.array([*padding, *values], np.float32) for name, values in inputs.items()}
@@ -190,7 +190,7 @@ def datum(prompt: Sequence[int], answer: Sequence[int], **inputs: list[float]) -
 
 
 def report(steps: Sequence[Step], out: Path) -> bool:
-    """Plot, print where things are, and judge: the end must be twice the start and 0.25 above it."""
+    """Plot, print the paths, and return whether the end is twice the start and 0.25 above it."""
     rewards = [step.reward for step in steps]
     first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
     plot(rewards, out / "reward.png")

@@ -19,7 +19,7 @@ def checkout(target: Path) -> Path:
     """What a build needs of the repository; building writes beside its source."""
     for name in ("skyrl_tinker", "alembic", "examples"):
         shutil.copytree(ROOT / name, target / name)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target / name)
     return target
 
