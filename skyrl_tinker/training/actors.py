@@ -13,7 +13,14 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from skyrl_tinker.domain.values import Gpu
-from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, StorageError, TrainerError, UserError
+from skyrl_tinker.errors import (
+    RankDiedError,
+    SamplerError,
+    SkyrlTinkerError,
+    StorageError,
+    TrainerError,
+    UserError,
+)
 from skyrl_tinker.training.state_ledger import Changes
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
@@ -147,7 +154,7 @@ class Actors:
             self.pids = list(await asyncio.gather(*calls))
         except RayError as error:
             _log.error("a trainer process does not answer: %s", error)
-            raise TrainerError("a trainer process died") from error
+            raise RankDiedError("a trainer process died") from error
 
     def kill(self) -> None:
         """Idempotent. Calls under way fail."""
@@ -188,7 +195,7 @@ async def _answer(call: Awaitable[Any], rank: int, method: str, fault: type[Skyr
         raise fault(f"rank {rank} failed in {method}: {cause!r}") from error
     except RayError as error:
         _log.error("rank %d died in %s: %s", rank, method, error)  # long, with addresses: not for clients
-        raise TrainerError(f"rank {rank} died in {method}: its process ended unexpectedly") from error
+        raise RankDiedError(f"rank {rank} died in {method}: its process ended unexpectedly") from error
 
 
 def _processes(pids: Sequence[int]) -> list[psutil.Process]:
@@ -204,4 +211,4 @@ def _root_cause(errors: Sequence[BaseException]) -> BaseException:
     if all(isinstance(error, UserError) for error in errors):
         return errors[0]
     server = [error for error in errors if not isinstance(error, UserError)]
-    return next((error for error in server if " died in " in str(error)), server[0])
+    return next((error for error in server if isinstance(error, RankDiedError)), server[0])
