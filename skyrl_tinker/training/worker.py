@@ -26,7 +26,7 @@ from skyrl_tinker.training.models.full_parameter import FullModel, create_full
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
-from skyrl_tinker.training.optimizers import optim_step
+from skyrl_tinker.training.optimizers.step import optim_step
 from skyrl_tinker.training.passes import out_of_memory
 from skyrl_tinker.training.passes.out_of_memory import is_out_of_memory
 from skyrl_tinker.training.passes.pass_runner import PassRunner
