@@ -229,7 +229,7 @@ def test_a_loss_must_be_a_scalar_of_floats(case: str) -> None:
 def test_time_is_limited() -> None:
     late = Budget(8, deadline=time.monotonic() - 1)
     with pytest.raises(UserError, match=r"node 'x' \(exp\): .* takes more than .* s for one request"):
-        read(of(method("x", "exp", L))).run([draw(8)], late)
+        read(of(method("x", "exp", L))).evaluate([draw(8)], late)
 
 
 def test_a_pass_cannot_be_held_up_by_many_rows_nor_a_row_by_many_requests() -> None:

@@ -50,7 +50,7 @@ def context(loss: CustomLoss, data: Sequence[tuple[torch.Tensor, Inputs]]) -> Lo
         config={},
         seed=0,
         custom=loss,
-        own_inputs=tuple(own for _, own in data),
+        custom_inputs=tuple(own for _, own in data),
     )
 
 
