@@ -55,9 +55,9 @@ class RankProcess:
 
     def call(self, method: str, *args: Any) -> RankReply:
         started = time.perf_counter()
-        self._worker.vault.begin()
+        self._worker.mirror.begin()
         value = getattr(self._worker, method)(*args)
-        changes = self._worker.vault.finish()
+        changes = self._worker.mirror.finish()
         return RankReply(value, time.perf_counter() - started, changes)
 
     def disk_call(self, method: str, *args: Any) -> Any:

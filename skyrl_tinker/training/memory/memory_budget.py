@@ -1,4 +1,4 @@
-"""Memory for models: what they have, what was promised to them, and whether one more full copy fits."""
+"""Memory of models: held, promised, and the check that one more full copy fits."""
 
 from collections.abc import Iterable
 
@@ -18,12 +18,12 @@ _GB = 1e9
 
 
 def bytes_held(tensors: Iterable[torch.Tensor]) -> int:
-    """On this rank's device now; what is set aside counts nothing."""
+    """Count the bytes on this rank's device now, offloaded tensors excluded."""
     return sum(storage.nbytes() for storage in storages(tensors))
 
 
 def bytes_promised(models: Iterable[TrainableModel], ranks: Ranks) -> float:
-    """What full-parameter models will still ask for on this rank: gradients and moments are made lazily."""
+    """Count the bytes that full-parameter models will still need here, as gradients and moments are lazy."""
     full = [model for model in models if isinstance(model, FullModel)]
     wholes = [_whole(_size(model), model.optimizer, ranks) for model in full]
     return sum(
@@ -31,7 +31,7 @@ def bytes_promised(models: Iterable[TrainableModel], ranks: Ranks) -> float:
     )
 
 
-def require_room(
+def require_memory(
     parameters: int,
     optimizer: OptimizerFamily,
     base: Iterable[torch.Tensor],
@@ -39,10 +39,10 @@ def require_room(
     limit_gb: float | None,
     ranks: Ranks,
 ) -> None:
-    """For a full-parameter model of that many parameters, beside `base` and `models`.
+    """Require memory for a full-parameter model of that many parameters, beside `base` and `models`.
 
-    `limit_gb`: what all of them together may hold on one rank; None: what the machine has. Every rank must
-    call it. Raises UserError with the numbers, on all ranks alike, when there is none.
+    `limit_gb`: limit for all of them together on one rank; None: the machine's memory. Every rank must call
+    it. Raises UserError with the numbers, on all ranks alike, when there is too little.
     """
     others = list(models)
     needed = _whole(parameters, optimizer, ranks) + _FLOAT32 * parameters  # each rank reads it whole first
@@ -61,7 +61,7 @@ def require_room(
 
 
 def _whole(parameters: int, optimizer: OptimizerFamily, ranks: Ranks) -> float:
-    """Weights, gradients and moments of one rank's share."""
+    """Bytes of weights, gradients and moments of one rank's share."""
     return parameters * _FLOAT32 * (2 + len(MOMENTS[optimizer])) / ranks.world
 
 
@@ -71,6 +71,6 @@ def _size(model: FullModel) -> int:
 
 def _free(ranks: Ranks) -> float:
     if ranks.device.type == "cuda":
-        allocator.uncache()
+        allocator.empty_cuda_cache()
         return float(torch.cuda.mem_get_info()[0])
     return psutil.virtual_memory().available / ranks.world  # CPU ranks share one host's memory

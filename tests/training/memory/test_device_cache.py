@@ -130,7 +130,7 @@ def test_who_never_trained_costs_the_host_weights_only(untied_model: str, ranks:
     weights = sum(tensor.nbytes for tensor in weights_of(worker, 0).values())
     worker.offload()
     for key in (0, 1):
-        copies = worker._residents._asides[ModelKey(key)]._copies
+        copies = worker._device_cache._buffers[ModelKey(key)]._copies
         hosts = [copy.host for copy in copies if copy.host is not None]
         if key == 0:
             assert sum(host.nbytes for host in hosts) == weights
@@ -142,7 +142,7 @@ def test_who_never_trained_costs_the_host_weights_only(untied_model: str, ranks:
 
 def test_who_only_reads_is_not_copied_again(untied_model: str, ranks: Ranks) -> None:
     worker = _worker(untied_model, ranks, 1, range(2))
-    aside = worker._residents._asides[ModelKey(0)]
+    aside = worker._device_cache._buffers[ModelKey(0)]
     copies = aside._copies
     run_pass(worker, make_item(0, make_data((5,), 1), backward=False))
     run_pass(worker, make_item(1, make_data((5,), 1)))

@@ -108,8 +108,10 @@ def _step(lives: Lives, tenants: Iterable[int], *, dies: bool = False) -> list[S
 
 
 def _state(lives: Lives, tenant: int) -> dict[str, Any]:
-    model = lives.worker._unchanged(ModelKey(tenant))
-    tensors = {part: [each.clone() for each in model.local(part)] for part in model.parts if model.has(part)}
+    model = lives.worker._model_to_read(ModelKey(tenant))
+    tensors = {
+        part: [each.clone() for each in model.local(part)] for part in model.parts if model.has_values(part)
+    }
     return {"step": model.step, **tensors}
 
 
