@@ -53,7 +53,7 @@ class Watched(TrainerGroup):
     async def set_budget(self, tokens: int) -> None:
         """As if it had been launched so: starting processes for each budget takes most of a minute."""
         self.spec = replace(self.spec, token_budget=tokens)
-        await self._all("__setattr__", "spec", self.spec)
+        await self._on_all_ranks("__setattr__", "spec", self.spec)
 
 
 @dataclass(frozen=True)
