@@ -26,7 +26,6 @@ from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 STRAGGLERS_S = 2.0
 """Time that the other ranks get to report their own errors after one rank failed."""
-
 EXIT_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -164,7 +163,11 @@ class Actors:
 
     async def wait_gone(self) -> None:
         """Wait until killed processes have ended and freed their memory."""
-        await asyncio.to_thread(psutil.wait_procs, _processes(self.pids), timeout=EXIT_S)
+        processes = []
+        for pid in self.pids:
+            with suppress(psutil.NoSuchProcess):
+                processes.append(psutil.Process(pid))
+        await asyncio.to_thread(psutil.wait_procs, processes, timeout=EXIT_S)
 
     async def _call_senders(self, pick: Callable[[Any], Any], method: str, *args: Any) -> list[Any]:
         calls = [
@@ -197,14 +200,6 @@ async def _reply(call: Awaitable[Any], rank: int, method: str, fault: type[Skyrl
     except RayError as error:
         _log.error("rank %d died in %s: %s", rank, method, error)  # long, with addresses: not for clients
         raise RankDiedError(f"rank {rank} died in {method}: its process ended unexpectedly") from error
-
-
-def _processes(pids: Sequence[int]) -> list[psutil.Process]:
-    processes = []
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    return processes
 
 
 def _root_cause(errors: Sequence[BaseException]) -> BaseException:

@@ -58,12 +58,9 @@ class TrainerGroup:
 
     def __init__(self, spec: TrainerSpec, require_ray: Callable[[], None]) -> None:
         self.spec = spec
-        self.busy_s = 0.0
-        """Seconds that rank 0 has worked so far."""
-        self.retried_passes = 0
-        """Passes that ran out of memory or killed a rank, were undone and run again in smaller rows."""
-        self.restarts = 0
-        """Number of times that the ranks have been replaced."""
+        self.busy_s = 0.0  # of rank 0, so far
+        self.retried_passes = 0  # that ran out of memory or killed a rank, and were run again in smaller rows
+        self.restarts = 0  # times that the ranks have been replaced
         self._require_ray = require_ray
         self._ranks = Actors(spec)
         self._ledger = StateLedger()
@@ -344,7 +341,9 @@ class TrainerGroup:
         self._require_ray()
         self._ranks.kill()
         await self._ranks.wait_gone()
-        self._forget_lost()
+        lost = self._ledger.drop_lost()
+        self._lost |= lost
+        self._unreported |= lost
         self._ranks = Actors(self.spec)
         try:
             await self._ranks.join()
@@ -357,11 +356,6 @@ class TrainerGroup:
         self._restart_policy.born()
         _log.warning("the trainer is up again, with %d models", len(self._ledger.shares))
         return None
-
-    def _forget_lost(self) -> None:
-        lost = self._ledger.drop_lost()
-        self._lost |= lost
-        self._unreported |= lost
 
 
 def _lost(model: ModelKey) -> Failure:

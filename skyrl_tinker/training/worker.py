@@ -22,7 +22,7 @@ from skyrl_tinker.training.memory import allocator, memory_budget
 from skyrl_tinker.training.memory.device_cache import DeviceCache
 from skyrl_tinker.training.memory.offload import OffloadBuffer
 from skyrl_tinker.training.memory.state_mirror import StateMirror
-from skyrl_tinker.training.models.full_parameter import FullModel, create_full
+from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
@@ -76,7 +76,14 @@ class Worker:
         if key in self._models:
             raise TrainerError(f"model {key} exists already")
         if spec.rank == 0:
-            self._require_memory(optimizer)
+            memory_budget.require_memory(
+                sum(parameter.numel() for parameter in self._base.parameters()),
+                optimizer,
+                network_tensors(self._base),
+                self._models.values(),
+                self.spec.memory_gb,
+                self._ranks,
+            )
         self._models[key] = model = self._make_model(key, spec, optimizer)
         self._device_cache.add(key)
         self.mirror.keep(key, model)
@@ -91,23 +98,21 @@ class Worker:
 
     def run_pass(self, batch: TrainingInputBatch, token_budget: int | None = None) -> RankOutput:
         """Run a pass in rows of `token_budget` tokens, by default that of the spec."""
-        output = self._run_pass(batch, token_budget or self.spec.token_budget)
-        for key in dict.fromkeys(info.model for info in batch.requests if info.backward):
-            if key in self._models:
-                self.mirror.keep(key, self._models[key], (Part.GRADIENT,))
-        return output
-
-    def _run_pass(self, batch: TrainingInputBatch, token_budget: int) -> RankOutput:
         self._require_onloaded()
+        changed = dict.fromkeys(info.model for info in batch.requests if info.backward)
         self._device_cache.load(info.model for info in batch.requests)
-        self._device_cache.mark_changed(info.model for info in batch.requests if info.backward)
-        return run_with_retry(
+        self._device_cache.mark_changed(changed)
+        output = run_with_retry(
             batch,
-            token_budget,
+            token_budget or self.spec.token_budget,
             lambda tokens: self._runner.execute_pass(batch, tokens),
             self._ran_out,
             self._recover,
         )
+        for key in changed:
+            if key in self._models:
+                self.mirror.keep(key, self._models[key], (Part.GRADIENT,))
+        return output
 
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         for item in steps:
@@ -245,7 +250,8 @@ class Worker:
 
     def _make_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> TrainableModel:
         if spec.rank == 0:
-            return create_full(key, spec, self.spec, self._ranks, optimizer)
+            network = trainable_network(self.spec, self._ranks.mesh)
+            return FullModel(key, spec, network, self._ranks, optimizer)
         return LoraModel(spec, self._base.targets, self._ranks.device, optimizer)
 
     def _full_models(self) -> dict[ModelKey, FullModel]:
@@ -266,16 +272,6 @@ class Worker:
     def _require_known(self, key: ModelKey) -> None:
         if key not in self._models:
             raise StateLostError(f"the trainer has no state of model {key}")
-
-    def _require_memory(self, optimizer: OptimizerFamily) -> None:
-        memory_budget.require_memory(
-            sum(parameter.numel() for parameter in self._base.parameters()),
-            optimizer,
-            network_tensors(self._base),
-            self._models.values(),
-            self.spec.memory_gb,
-            self._ranks,
-        )
 
     def _model_to_change(self, key: ModelKey) -> TrainableModel:
         """Return a model on the device, to change it: its host copy becomes invalid."""

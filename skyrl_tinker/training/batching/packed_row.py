@@ -8,7 +8,6 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Int64
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, cumulative
 
@@ -94,10 +93,6 @@ def idle_row(device: torch.device) -> Row:
     positions = torch.arange(SMALLEST, device=device)[None]
     segments = _segments(lengths, bounds, device)
     return Row(zeros[None], positions, zeros, None, {}, segments, (), (), (), ())
-
-
-def model_key(span: Span) -> ModelKey:
-    return ModelKey(span.owner)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -36,15 +36,12 @@ class LossContext:
     config: Config  # defaults filled in
     seed: int  # of the request: the same when it is run again
     custom: CustomLoss | None = None
-    seconds: float = math.inf
-    """Time limit of `custom`."""
-    custom_inputs: tuple[Inputs, ...] = ()
-    """Inputs of `custom` beside logprobs, per datum, in the client's dtypes and shapes."""
+    seconds: float = math.inf  # time limit of `custom`
+    custom_inputs: tuple[Inputs, ...] = ()  # of `custom`, per datum, in the client's dtypes and shapes
 
 
 LossFunction = Callable[[torch.Tensor, LossContext], LossTerms]
 """(target logprobs [n], context) -> terms."""
-
 
 FAR = 20.0
 """Largest log ratio. Beyond exp(20) every objective that has a threshold, or saturates, is flat in r for all

@@ -112,11 +112,6 @@ def _sized(args: Arguments, kwargs: Keywords) -> int:
     return _product((args, kwargs.get("size")))
 
 
-def _sized_after_tensor(args: Arguments, kwargs: Keywords) -> int:
-    """Count for args: tensor, then sizes."""
-    return _sized(args[1:], kwargs)
-
-
 def _repeated(args: Arguments, kwargs: Keywords) -> int:
     count: int = args[0].numel()
     return count * _product((args[1:], kwargs.get("repeats")))
@@ -162,8 +157,8 @@ def _width(item: Value) -> int:
 _SIZES: Mapping[str, Callable[[Arguments, Keywords], int]] = {
     "zeros": _sized,
     "ones": _sized,
-    "new_zeros": _sized_after_tensor,
-    "new_ones": _sized_after_tensor,
+    "new_zeros": lambda args, kwargs: _sized(args[1:], kwargs),
+    "new_ones": lambda args, kwargs: _sized(args[1:], kwargs),
     "full": lambda args, kwargs: _sized(args[:1], kwargs),
     "new_full": lambda args, kwargs: _sized(args[1:2], kwargs),
     "arange": _counted,

@@ -22,8 +22,6 @@ _MESSAGE = 200
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One node of the graph."""
-
     name: str
     target: str
     operation: Operation

@@ -47,13 +47,13 @@ class Operation:
             raise UserError("found a dtype among the positional arguments, expected it as a keyword")
         divides = self.name in _DIVISIONS or (self.name == "div" and kwargs.get("rounding_mode") is not None)
         operands = (*args, *kwargs.values())
-        if divides and any(map(_is_tensor, operands)) and not any(map(_is_float, operands)):
+        if (
+            divides
+            and any(isinstance(operand, torch.Tensor) for operand in operands)
+            and not any(map(_is_float, operands))
+        ):
             # -2**63 / -1 ends the process: the processor traps
             raise UserError("found a division of integers, expected floats: make them with .float()")
-
-
-def _is_tensor(value: Value) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_float(value: Value) -> bool:

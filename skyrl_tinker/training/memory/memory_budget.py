@@ -25,9 +25,10 @@ def bytes_held(tensors: Iterable[torch.Tensor]) -> int:
 def bytes_promised(models: Iterable[TrainableModel], ranks: Ranks) -> float:
     """Count the bytes that full-parameter models will still need here, as gradients and moments are lazy."""
     full = [model for model in models if isinstance(model, FullModel)]
-    wholes = [_whole(_size(model), model.optimizer, ranks) for model in full]
+    sizes = [sum(parameter.numel() for parameter in model.network.parameters()) for model in full]
     return sum(
-        max(0.0, whole - bytes_held(model.tensors())) for whole, model in zip(wholes, full, strict=True)
+        max(0.0, _whole(size, model.optimizer, ranks) - bytes_held(model.tensors()))
+        for size, model in zip(sizes, full, strict=True)
     )
 
 
@@ -63,10 +64,6 @@ def require_memory(
 def _whole(parameters: int, optimizer: OptimizerFamily, ranks: Ranks) -> float:
     """Bytes of weights, gradients and moments of one rank's share."""
     return parameters * _FLOAT32 * (2 + len(MOMENTS[optimizer])) / ranks.world
-
-
-def _size(model: FullModel) -> int:
-    return sum(parameter.numel() for parameter in model.network.parameters())
 
 
 def _free(ranks: Ranks) -> float:

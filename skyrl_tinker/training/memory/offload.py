@@ -31,7 +31,10 @@ class OffloadBuffer:
         """
         if not self._copies:
             zero = {storage._cdata for storage in storages(blanks)}
-            self._copies = [_copy(storage, storage._cdata in zero) for storage in storages(tensors)]
+            self._copies = [
+                _Copy(storage, storage.nbytes(), None if storage._cdata in zero else _to_host(storage))
+                for storage in storages(tensors)
+            ]
         self._finish_copies()
         for copy in self._copies:
             copy.storage.resize_(0)
@@ -58,10 +61,6 @@ def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of the tensors, each once."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in local}.values())
-
-
-def _copy(storage: torch.UntypedStorage, zero: bool) -> _Copy:
-    return _Copy(storage, storage.nbytes(), None if zero else _to_host(storage))
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -17,7 +17,6 @@ IMPLEMENTATION = "skyrl_tinker_packed"
 
 _log = logging.getLogger(__name__)
 
-
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None], torch.Tensor]
 """(q [1, H, T, D], k and v [1, Hkv, T, D], segments, scale) -> [T, H, D]"""
 

@@ -9,9 +9,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.models.network import Network, network_tensors, trainable_network
+from skyrl_tinker.training.models.network import Network, network_tensors
 from skyrl_tinker.training.models.trainable_model import Kind, TrainableModel
-from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 _PREFIX = "causal_lm."
 
@@ -119,14 +118,6 @@ class FullModel(TrainableModel):
         parameter = self._parameters[name].detach()
         assert isinstance(parameter, DTensor)
         return parameter
-
-
-def create_full(
-    key: ModelKey, spec: LoraSpec, trainer: TrainerSpec, ranks: Ranks, optimizer: OptimizerFamily = "adamw"
-) -> FullModel:
-    """Create a model; every rank must call it. The caller has checked that there is memory for it."""
-    network = trainable_network(trainer, ranks.mesh)
-    return FullModel(key, spec, network, ranks, optimizer)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

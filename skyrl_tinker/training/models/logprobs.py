@@ -7,10 +7,8 @@ import torch
 
 CHUNK = 256
 """Number of tokens whose logits exist at one time."""
-
 KEPT = 1 << 22
 """Most logits of one model's tokens in a row (16 MiB) that wait for backward; more are computed again."""
-
 KEPT_OF_ROW = 4 * KEPT
 """The same limit for all models of a row together."""
 
@@ -168,7 +166,7 @@ class _FrozenLogprobs(torch.autograd.Function):
 
 
 def _parts(tokens: int, targets: torch.Tensor, cell_tokens: torch.Tensor | None) -> Iterator[_Part]:
-    chunks = _chunks(tokens)
+    chunks = [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
     if cell_tokens is None:
         yield from (_Part(chunk, chunk, None, targets[chunk]) for chunk in chunks)
         return
@@ -177,10 +175,6 @@ def _parts(tokens: int, targets: torch.Tensor, cell_tokens: torch.Tensor | None)
     for chunk, start, stop in zip(chunks, bounds, bounds[1:], strict=False):
         cells = slice(start, stop)
         yield _Part(chunk, cells, cell_tokens[cells] - chunk.start, targets[cells])
-
-
-def _chunks(length: int) -> list[slice]:
-    return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
 
 
 def _cut(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:

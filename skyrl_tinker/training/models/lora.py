@@ -106,9 +106,7 @@ class LoraModel(TrainableModel):
         self.pairs: Mapping[str, Pair] = {
             target.name: Pair(*(self._leaf(key) for key in _keys(target))) for target in self.targets
         }
-        self.factors: Mapping[str, Factors] = {
-            name: Factors.from_pair(pair) for name, pair in self.pairs.items()
-        }
+        self.factors = {name: Factors.from_pair(pair) for name, pair in self.pairs.items()}
 
     def _initialise(self) -> None:
         """Set A as PEFT does (Kaiming-uniform, a = sqrt 5), B zero; depends on seed and layer names only."""
@@ -150,7 +148,7 @@ class LoraModel(TrainableModel):
         self._gradients.zero_()
 
     def _make_gradients(self) -> None:
-        """Nothing to do: they always exist."""
+        """No-op: they always exist."""
 
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
         ranks.sum_(self._gradients)

@@ -45,7 +45,8 @@ def run_with_retry(
         except Exception as error:  # also a connection that a peer broke
             if not ran_out(error):
                 raise
-            _log.warning("out of memory in rows of %d tokens: %s", tokens, _first_line(error))
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            _log.warning("out of memory in rows of %d tokens: %s", tokens, reason)
         recover()  # not above: the error's traceback keeps what the pass had allocated
     return _refused(batch, budgets)
 
@@ -60,7 +61,3 @@ def _refused(batch: TrainingInputBatch, budgets: tuple[int, int]) -> RankOutput:
     )
     failures = dict.fromkeys(range(len(batch.requests)), failure)
     return RankOutput((), np.empty(0, np.float32), {}, failures, retried=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]

@@ -12,7 +12,7 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure, Float32
 from skyrl_tinker.training.batching.batch import MicroBatch, RequestInfo, TrainingInputBatch, micro_batches
 from skyrl_tinker.training.batching.outputs import Metrics, RankOutput, merge_metrics
-from skyrl_tinker.training.batching.packed_row import Row, Span, idle_row, make_row, model_key
+from skyrl_tinker.training.batching.packed_row import Row, Span, idle_row, make_row
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.losses.custom_bounds import seconds_left
 from skyrl_tinker.training.models.full_parameter import FullModel
@@ -40,12 +40,8 @@ class _Attempt:
     failures: dict[int, Failure] = field(default_factory=dict)
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     """By segment [cells]: upstream gradients of requests whose loss is taken over all datums at once."""
-
-    spent: dict[int, float] = field(default_factory=dict)
-    """Seconds that custom losses took, by request."""
-
-    spent_on_row: float = 0.0
-    """Seconds that all custom losses of the current row took."""
+    spent: dict[int, float] = field(default_factory=dict)  # by request: seconds that its custom loss took
+    spent_on_row: float = 0.0  # seconds that all custom losses of the current row took
 
     def record(self, request: int, scored: RequestLoss) -> None:
         if scored.failure is not None:
@@ -86,7 +82,8 @@ class PassRunner:
             if not any(batch.requests[index].backward for index in bad):
                 for model in self._training(batch, alive):
                     model.commit()
-                return _rank_output(attempt, failures)
+                assert attempt.joined is not None
+                return RankOutput(tuple(attempt.segments), attempt.joined, attempt.metrics, failures)
             self._rollback(batch, alive)
 
     def _without_state(self, batch: TrainingInputBatch) -> dict[int, Failure]:
@@ -156,7 +153,9 @@ class PassRunner:
         self._score_whole(attempt, alive, budget)
         for micro in self._plan(batch, alive, budget):
             self._run_micro_batch(micro, attempt)
-        attempt.joined = _join(attempt.logprobs)  # takes memory, so before gradients are committed
+        # Joining takes memory, so it comes before gradients are committed.
+        parts = attempt.logprobs
+        attempt.joined = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.float32)
         return attempt
 
     def _plan(
@@ -164,11 +163,10 @@ class PassRunner:
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches."""
         world = self.ranks.world
-        plans = micro_batches(batch, alive, self._network_key, world, budget, forward_only=forward_only)
+        plans = micro_batches(
+            batch, alive, lambda key: self.models[key].network_key, world, budget, forward_only=forward_only
+        )
         return plans[self.ranks.rank]
-
-    def _network_key(self, model: ModelKey) -> ModelKey | None:
-        return self.models[model].network_key
 
     # Micro-batches
 
@@ -176,7 +174,9 @@ class PassRunner:
         row, logprobs = self._forward(micro, attempt.batch)
         upstream = self._losses(attempt, row, logprobs.detach(), micro.backward)
         if micro.backward:
-            torch.autograd.backward(logprobs, upstream * self._sum_factor(micro))
+            # FSDP averages the gradients of sharded parameters over ranks; losses here are sums.
+            factor = 1.0 if micro.network is None else float(self.ranks.world)
+            torch.autograd.backward(logprobs, upstream * factor)
         attempt.segments.extend(micro.segments)
         if micro.segments:
             attempt.logprobs.append(logprobs.detach())
@@ -199,12 +199,8 @@ class PassRunner:
     def _adapters(self, micro: MicroBatch, row: Row) -> tuple[tuple[Span, LoraModel], ...]:
         if micro.network is not None:
             return ()
-        owners = [(span, self.models[model_key(span)]) for span in row.models]
+        owners = [(span, self.models[ModelKey(span.owner)]) for span in row.models]
         return tuple((span, model) for span, model in owners if isinstance(model, LoraModel))
-
-    def _sum_factor(self, micro: MicroBatch) -> float:
-        """Undo FSDP's averaging of sharded parameters' gradients over ranks: losses here are sums."""
-        return 1.0 if micro.network is None else float(self.ranks.world)
 
     # Losses over whole requests
 
@@ -265,12 +261,3 @@ class PassRunner:
     def _seed(self, info: RequestInfo) -> int:
         """Seed of a loss's random draws: independent of when and in which batch the request runs."""
         return (self.models[info.model].spec.seed * 1_000_003 + info.seq_id) % 2**63
-
-
-def _rank_output(attempt: _Attempt, failures: Mapping[int, Failure]) -> RankOutput:
-    assert attempt.joined is not None
-    return RankOutput(tuple(attempt.segments), attempt.joined, attempt.metrics, failures)
-
-
-def _join(logprobs: list[torch.Tensor]) -> Float32:
-    return torch.cat(logprobs).cpu().numpy() if logprobs else np.empty(0, np.float32)

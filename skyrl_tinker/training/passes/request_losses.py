@@ -98,12 +98,9 @@ def _context(
         custom=info.custom,
         seconds=seconds,
         custom_inputs=tuple(
-            {
-                name: torch.tensor(values, device=device)
-                for name, values in batch.custom_inputs[segment].items()
-            }
-            for segment in segments
-            if segment in batch.custom_inputs
+            {name: torch.tensor(values, device=device) for name, values in batch.custom_inputs[index].items()}
+            for index in segments
+            if index in batch.custom_inputs
         ),
     )
 

@@ -109,9 +109,8 @@ def _step(lives: Lives, tenants: Iterable[int], *, dies: bool = False) -> list[S
 
 def _state(lives: Lives, tenant: int) -> dict[str, Any]:
     model = lives.worker._model_to_read(ModelKey(tenant))
-    tensors = {
-        part: [each.clone() for each in model.local(part)] for part in model.parts if model.has_values(part)
-    }
+    parts = [part for part in model.parts if model.has_values(part)]
+    tensors = {part: [tensor.clone() for tensor in model.local(part)] for part in parts}
     return {"step": model.step, **tensors}
 
 
