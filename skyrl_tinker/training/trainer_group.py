@@ -280,7 +280,7 @@ class TrainerGroup:
                 self._restart_policy.worked()
                 await self._replace(error)
                 raise UnitFailedError(
-                    f"{error}, also when it was run a second time; it changed nothing, all else goes on"
+                    f"{error}, also when it was run a second time; it changed nothing, and other work goes on"
                 ) from error
 
     async def _run_or_record(self, work: Callable[[], Awaitable[Any]], record: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Memory of models: held, promised, and the check that one more full copy fits."""
+"""Memory of models: held, reserved, and the check that one more full copy fits."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ def bytes_held(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages(tensors))
 
 
-def bytes_promised(models: Iterable[TrainableModel], ranks: Ranks) -> float:
+def bytes_reserved(models: Iterable[TrainableModel], ranks: Ranks) -> float:
     """Count the bytes that full-parameter models will still need here, as gradients and moments are lazy."""
     full = [model for model in models if isinstance(model, FullModel)]
     sizes = [sum(parameter.numel() for parameter in model.network.parameters()) for model in full]
@@ -47,16 +47,16 @@ def require_memory(
     """
     others = list(models)
     needed = _whole(parameters, optimizer, ranks) + _FLOAT32 * parameters  # each rank reads it whole first
-    promised = bytes_promised(others, ranks)
+    reserved = bytes_reserved(others, ranks)
     free = _free(ranks)
     if limit_gb is not None:
         held = bytes_held(base) + sum(bytes_held(model.tensors()) for model in others)
         free = min(free, limit_gb * _GB - held)
-    if any(ranks.any_([needed > free - promised])):
+    if any(ranks.any_([needed > free - reserved])):
         raise UserError(
             f"full-parameter training (rank 0) of {parameters:,} parameters with {optimizer} needs "
             f"{needed / _GB:.3g} GB per trainer rank; {free / _GB:.3g} GB are free, of which "
-            f"{promised / _GB:.3g} GB are promised to full-parameter models that exist: use LoRA, wait until "
+            f"{reserved / _GB:.3g} GB are reserved for full-parameter models: use LoRA, wait until "
             "one of them is released, or give the server more ranks or memory (trainer_memory_gb)"
         )
 

@@ -248,7 +248,7 @@ def test_a_request_without_time_left_fails_as_late() -> None:
 
 
 def test_what_every_loss_needs_fits_the_budget() -> None:
-    """As many nodes as may be uploaded, on the longest data there are: 4096 positions with 20 candidates."""
+    """Largest upload on the longest data: 4096 positions with 20 candidates."""
     budget = Budget(4096 * 20, math.inf)
     operation, args = CALL_FUNCTION["operator.mul"], (draw(4096, 20), draw(4096, 20))
     for _ in range(1000):

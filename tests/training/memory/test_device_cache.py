@@ -1,4 +1,4 @@
-"""Hundreds of tenants on a device that holds a few: who is away costs it nothing, and nobody notices."""
+"""Hundreds of tenants on a device that holds a few: offloaded ones cost it nothing, and all train alike."""
 
 import random
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ def _storages(worker: Worker, tenant: int) -> list[UntypedStorage]:
 
 
 def _away(worker: Worker) -> set[int]:
-    """Of whom nothing at all is on the device."""
+    """Tenants without any memory on the device."""
     return {key for key in worker._models if all(each.nbytes() == 0 for each in _storages(worker, key))}
 
 
@@ -70,7 +70,7 @@ def _assert_same(found: list[object], expected: list[object]) -> None:
 
 
 def _act(worker: Worker, choice: random.Random) -> list[object]:
-    """Something that a server may ask for, of a few of a few tenants, so that they meet again."""
+    """Do something that a server may ask for, for a few of a few tenants, so that they recur."""
     tenants = choice.sample(range(0, 300, 23), choice.randint(1, 6))
     seed = choice.randrange(100)
     match choice.choice(["pass", "pass", "pass", "step", "step", "clear", "move"]):

@@ -31,7 +31,7 @@ def _with_models(worker: Worker) -> Worker:
 
 
 def _storages(worker: Worker) -> list[torch.UntypedStorage]:
-    """Of everything that a rank holds, by way of the modules and the models."""
+    """Storages of everything that a rank holds, found through modules and models."""
     tensors = list(network_tensors(worker._base))
     for model in worker._models.values():
         tensors += model.tensors()

@@ -18,7 +18,7 @@ Inputs = Mapping[str, torch.Tensor]
 
 
 def upload(function: Function, **ranks: int) -> CustomLoss:
-    """What the server keeps of `function`, having read it from the wire."""
+    """The server's stored form of `function`, read from the wire."""
     handle = trace_loss(function, ranks, "session")  # type: ignore[arg-type]
     inputs = [each.model_dump() for each in handle.inputs]
     return checked(handle.name, inputs, encode_graph(handle).model_dump()["nodes"])
