@@ -182,9 +182,8 @@ class TrainerGroup:
     async def onload(self) -> None:
         """Move all state back to the devices, to the last bit."""
         self._offloaded = False
-        await self._run_or_record(
-            lambda: self._on_all_ranks("onload"), lambda: None
-        )  # fresh ranks start there
+        # Fresh ranks start with their state on the devices: nothing to record.
+        await self._run_or_record(lambda: self._on_all_ranks("onload"), lambda: None)
 
     async def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPU of each rank, or nothing on CPU."""

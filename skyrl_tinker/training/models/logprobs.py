@@ -10,7 +10,7 @@ CHUNK = 256
 KEPT = 1 << 22
 """Most logits of one model's tokens in a row (16 MiB) that wait for backward; more are computed again."""
 KEPT_OF_ROW = 4 * KEPT
-"""The same limit for all models of a row together."""
+"""Limit for all models of a row together."""
 
 
 def shared_tokens(vocab: int) -> int:

@@ -39,7 +39,7 @@ class _Attempt:
     metrics: dict[int, Metrics] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By segment [cells]: upstream gradients of requests whose loss is taken over all datums at once."""
+    """Upstream gradients by segment [cells], of requests whose loss is taken over all datums at once."""
     spent: dict[int, float] = field(default_factory=dict)  # by request: seconds that its custom loss took
     spent_on_row: float = 0.0  # seconds that all custom losses of the current row took
 
