@@ -12,6 +12,7 @@ SkyrlTinkerError              500  server
 │   └── NotSupportedError     400  user     belongs to the protocol, not built yet
 ├── StateLostError            500  server   the model's state died with a process
 ├── TrainerError              500  server   the workers are broken for good, with all models that they had
+│   └── RankDiedError         500  server   a worker's process ended
 ├── UnitFailedError           500  server   a worker died and was replaced; its unit changed nothing
 ├── SamplerError              500  server   the inference plane failed
 ├── StorageError              500  server   a disk is full or broken; models and weights are as before
@@ -71,6 +72,10 @@ class StateLostError(SkyrlTinkerError):
 
 
 class TrainerError(SkyrlTinkerError):
+    pass
+
+
+class RankDiedError(TrainerError):
     pass
 
 

@@ -1,4 +1,4 @@
-"""The process group of the ranks: gloo on CPU, NCCL on CUDA."""
+"""Process group of the ranks: gloo on CPU, NCCL on CUDA."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among its peers."""
+    """Position of a process among its peers."""
 
     rank: int
     world: int
@@ -35,7 +35,7 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def any_(self, flags: list[bool]) -> list[bool]:
-        """Element-wise: whether the flag stands on any rank."""
+        """Reduce flags element-wise: true where the flag is set on any rank."""
         if self.world == 1 or not flags:
             return flags
         counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
@@ -43,7 +43,7 @@ class Ranks:
         return [bool(count) for count in counts.tolist()]
 
     def together(self, check: Callable[[], T]) -> T:
-        """The check's value, here; what it refuses on one rank is refused on all, for the same reason."""
+        """Return the check's value; if it raises a SkyrlTinkerError on one rank, all ranks raise the same."""
         error: SkyrlTinkerError | None = None
         try:
             value = check()
@@ -53,14 +53,14 @@ class Ranks:
         if self.world > 1:
             errors *= self.world
             dist.all_gather_object(errors, error)
-        for found in errors:
-            if found is not None:
-                raise found
+        for error in errors:
+            if error is not None:
+                raise error
         return value
 
 
 def open_store(timeout_s: float) -> TCPStore:
-    """Rank 0's rendezvous, on a port that the kernel picks: `.port`. It listens until `join`, and after."""
+    """Open rank 0's store on a port that the kernel picks: `.port`. It listens until `join`, and after."""
     return TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -71,7 +71,7 @@ def connect_store(port: int, timeout_s: float) -> TCPStore:
 def join(store: Store, rank: int, world: int, device: str, timeout_s: float) -> Ranks:
     """Form the group; every rank must call it. A peer that hangs fails a collective after `timeout_s`."""
     backend = "nccl" if device == "cuda" else "gloo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo otherwise listens where the host's name points
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's default is the address of the host's name
     if device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
     dist.init_process_group(

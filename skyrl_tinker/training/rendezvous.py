@@ -1,4 +1,4 @@
-"""Where the ranks meet: to form their process group, and to form another when they gave one up."""
+"""Rendezvous of the ranks, to form their process group, and another when they gave one up."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 class Rendezvous:
-    """One rank's side. gloo only: NCCL's peers wait inside a kernel, where no broken connection shows."""
+    """Rendezvous of one rank. gloo only: NCCL's peers wait in a kernel, where no broken connection shows."""
 
     def __init__(self, store: TCPStore, rank: int, spec: TrainerSpec) -> None:
         self._store = store
@@ -27,7 +27,7 @@ class Rendezvous:
         self._connections: list[socket.socket] = []
 
     def join(self) -> Ranks:
-        """Every rank must call it."""
+        """Join a fresh process group; every rank must call it."""
         self._groups += 1
         spec = self._spec
         store = PrefixStore(f"group{self._groups}", self._store)
@@ -38,7 +38,7 @@ class Rendezvous:
         return ranks
 
     def _find_connections(self, before: Set[str]) -> None:
-        """gloo tells nobody which they are: those from or to the ports on which some rank listens."""
+        """Find gloo's connections, which it does not name: those of ports on which some rank listens."""
         fresh = _sockets(but=before)
         everyones: list[list[int]] = [[]] * self._spec.ranks
         dist.all_gather_object(everyones, [_port(each.getsockname()) for each in fresh if _listens(each)])
@@ -48,12 +48,12 @@ class Rendezvous:
             each.close()
 
     def give_up(self) -> None:
-        """Tell the peers why, and get them out of the collectives in which they wait for this rank."""
+        """Report to the peers, and break the collectives in which they wait for this rank."""
         self._store.set(self._word, "")
         self.leave()
 
     def given_up(self) -> bool:
-        """Whether a peer gave this group up. It says so before its connections break."""
+        """Return True if a peer gave this group up, which it reports before its connections break."""
         return self._store.check([self._word])
 
     def leave(self) -> None:
@@ -74,7 +74,7 @@ class Rendezvous:
 
 
 def _descriptors() -> dict[str, int]:
-    """Those of this process's sockets, by the sockets' names in the kernel."""
+    """Descriptors of this process's sockets, by the sockets' names in the kernel."""
     found = {}
     for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):  # closed meanwhile, as the listing's own is
@@ -99,7 +99,7 @@ def _listens(found: socket.socket) -> bool:
 
 
 def _ends(found: socket.socket) -> set[int]:
-    """The ports of both ends, as far as it has any."""
+    """Ports of both ends, if any."""
     try:
         return {_port(found.getsockname()), _port(found.getpeername())}
     except OSError:  # not connected
@@ -107,5 +107,5 @@ def _ends(found: socket.socket) -> set[int]:
 
 
 def _port(address: Any) -> int:
-    """-1 where the family has none."""
+    """Port of the address; -1 where the family has none."""
     return int(address[1]) if isinstance(address, tuple) else -1

@@ -1,4 +1,4 @@
-"""How often the ranks may die before nobody starts them again."""
+"""Restart policy: give up after QUICK_DEATHS deaths, each within QUICK_S of a start, without work between."""
 
 import time
 from collections.abc import Callable
@@ -12,8 +12,9 @@ QUICK_DEATHS = 3
 
 
 class RestartPolicy:
-    """A unit of work that kills the ranks whenever it is tried costs itself, not the trainer: what ends that
-    are ranks that die again and again without any.
+    """Policy that ends the trainer only when its ranks die again and again without any work.
+
+    A unit of work that kills the ranks whenever it is tried fails alone.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,15 +23,15 @@ class RestartPolicy:
         self._quick = 0
 
     def born(self) -> None:
-        """The ranks are up."""
+        """Record that the ranks are up."""
         self._born = self._clock()
 
     def worked(self) -> None:
-        """A unit is through, well or not."""
+        """Record that a unit has ended, well or not."""
         self._quick = 0
 
     def died(self, cause: TrainerError) -> None:
-        """Raises the cause when it was once too often."""
+        """Record a death; raise its cause if there were too many."""
         quick = self._clock() - self._born < QUICK_S
         self._quick = self._quick + 1 if quick else 1
         if self._quick >= QUICK_DEATHS:

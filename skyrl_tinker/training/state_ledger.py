@@ -1,8 +1,8 @@
-"""What of each model outlives the ranks' processes, and in which files. Plain data, free of torch.
+"""Model state that outlives the ranks' processes, and its files. Plain data, free of torch.
 
 Ranks write what a unit of work changed into fresh files before they answer. The engine enters them here when
-all ranks have answered: until then, and for whoever dies before, the files of the unit before are what
-counts. So a unit is done on all ranks or on none, without a word between them.
+all ranks have answered: until then, and for any rank that dies before, the files of the previous unit are
+valid. So a unit is done on all ranks or on none, without messages between them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,22 +29,22 @@ class ModelShare:
 
 
 Changes = Mapping[ModelKey, ModelShare | None]
-"""By one unit of work, on one rank; None: released."""
+"""Changes by one unit of work, on one rank; None: released."""
 
 
 class StateLedger:
-    """Of every model the shares of all ranks, as the last unit left them that all ranks finished."""
+    """Shares of all ranks of every model, after the last unit that all ranks finished."""
 
     def __init__(self) -> None:
         self._shares: dict[ModelKey, tuple[ModelShare, ...]] = {}
 
     @property
     def shares(self) -> Mapping[ModelKey, Sequence[ModelShare]]:
-        """By rank."""
+        """Shares of each model, by rank."""
         return self._shares
 
     def record(self, changes: Sequence[Changes]) -> None:
-        """Of all ranks, by rank: they change the same models."""
+        """Record a unit's changes, by rank; all ranks change the same models."""
         for model in changes[0]:
             shares = tuple(kept for each in changes if (kept := each[model]) is not None)
             if shares:

@@ -1,14 +1,16 @@
-"""What a trainer is made of. Plain data, free of torch, so that the engine can import it."""
+"""Configuration of a trainer. Plain data, free of torch, so that the engine can import it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """`token_budget`: tokens per packed row. `timeout_s`: how long a collective waits for its peers.
-    `resident_models`: LoRA models whose state is on the device at once, 0 = all. `memory_gb`: what models
-    may hold per rank, None = what the machine has. `gradient_checkpointing`: layers run twice to keep less.
-    `state_dir`: of the trainer alone, in memory best (tmpfs): what models are is kept there as well, and
+    """Configuration of a trainer, the same on all ranks.
+
+    `token_budget`: tokens per packed row. `timeout_s`: time that a collective waits for its peers.
+    `resident_models`: LoRA models whose state is on the device at once, 0 = all. `memory_gb`: memory of
+    models per rank, None = the machine's. `gradient_checkpointing`: layers run twice to keep less.
+    `state_dir`: directory of this trainer only, best in memory (tmpfs), with a copy of the models' state that
     outlives a rank that dies; None: models die with it.
     """
 

@@ -1,4 +1,4 @@
-"""One rank of the trainer. A plain class: Ray makes an actor of it, tests use it as it is."""
+"""One rank of the trainer: a plain class, which Ray runs as an actor and tests use directly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,13 +22,12 @@ from skyrl_tinker.training.memory import allocator, memory_budget
 from skyrl_tinker.training.memory.device_cache import DeviceCache
 from skyrl_tinker.training.memory.offload import OffloadBuffer
 from skyrl_tinker.training.memory.state_mirror import StateMirror
-from skyrl_tinker.training.models.full_parameter import FullModel, create_full
+from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
-from skyrl_tinker.training.optimizers import optim_step
-from skyrl_tinker.training.passes import out_of_memory
-from skyrl_tinker.training.passes.out_of_memory import is_out_of_memory
+from skyrl_tinker.training.optimizers.step import optim_step
+from skyrl_tinker.training.passes.out_of_memory import is_out_of_memory, run_with_retry
 from skyrl_tinker.training.passes.pass_runner import PassRunner
 from skyrl_tinker.training.rendezvous import Rendezvous
 from skyrl_tinker.training.state_ledger import ModelShare
@@ -36,32 +35,34 @@ from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 
 class Worker:
-    """All ranks get the same calls in the same order; each call may be a collective, but not
-    `capture_adapter`, nor `persist_state` and `commit_state`, which run beside the others."""
+    """One rank. All ranks get the same calls in the same order, and each call may be a collective.
+
+    Exceptions are `capture_adapter`, and `persist_state` and `commit_state`, which run beside the others.
+    """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         torch.set_num_threads(spec.threads)
         allocator.keep_freed()
         self.spec = spec
         self.rank = rank
-        self.vault = StateMirror(spec, rank)
+        self.mirror = StateMirror(spec, rank)
         self._models: dict[ModelKey, TrainableModel] = {}
-        self._residents = DeviceCache(self._models, spec.resident_models)
-        self._base_aside = OffloadBuffer()
+        self._device_cache = DeviceCache(self._models, spec.resident_models)
+        self._base_buffer = OffloadBuffer()
         self._captured: dict[int, Captured] = {}
         self._offloaded = False
         self._store: TCPStore | None = None
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
 
     def open_store(self) -> int:
-        """Rank 0 only: open the rendezvous; returns its port."""
+        """Open the rendezvous, on rank 0 only; returns its port."""
         self._store = store = distributed.open_store(self.spec.timeout_s)
         return int(store.port)
 
     def join(self, port: int) -> None:
         store = self._store or distributed.connect_store(port, self.spec.timeout_s)
-        self._meeting = Rendezvous(store, self.rank, self.spec)
-        self.attach(self._meeting.join())
+        self._rendezvous = Rendezvous(store, self.rank, self.spec)
+        self.attach(self._rendezvous.join())
 
     def attach(self, ranks: Ranks) -> None:
         """Load the base model, sharded over `ranks`."""
@@ -75,86 +76,91 @@ class Worker:
         if key in self._models:
             raise TrainerError(f"model {key} exists already")
         if spec.rank == 0:
-            self._require_room(optimizer)
-        self._models[key] = model = self._fresh(key, spec, optimizer)
-        self._residents.add(key)
-        self.vault.keep(key, model)
+            memory_budget.require_memory(
+                sum(parameter.numel() for parameter in self._base.parameters()),
+                optimizer,
+                network_tensors(self._base),
+                self._models.values(),
+                self.spec.memory_gb,
+                self._ranks,
+            )
+        self._models[key] = model = self._make_model(key, spec, optimizer)
+        self._device_cache.add(key)
+        self.mirror.keep(key, model)
 
     def restore(self, shares: Mapping[ModelKey, Sequence[ModelShare]]) -> None:
-        """On a fresh worker: go on where the one before it, and its peers, had finished their last unit."""
-        self.vault.open(shares)
-        for key, each in shares.items():
-            self._models[key] = model = self._fresh(key, each[0].spec, each[0].optimizer)
-            self.vault.fill(model, each)
-            self._residents.add(key)
+        """Restore, on a fresh worker, the state after the last unit that all ranks finished."""
+        self.mirror.open(shares)
+        for key, by_rank in shares.items():
+            self._models[key] = model = self._make_model(key, by_rank[0].spec, by_rank[0].optimizer)
+            self.mirror.fill(model, by_rank)
+            self._device_cache.add(key)
 
-    def run_pass(self, batch: TrainingInputBatch, budget: int | None = None) -> RankOutput:
-        """`budget`: tokens per row, if not those of the spec."""
-        output = self._run_pass(batch, budget or self.spec.token_budget)
-        for key in dict.fromkeys(info.model for info in batch.requests if info.backward):
-            if key in self._models:
-                self.vault.keep(key, self._models[key], (Part.GRADIENT,))
-        return output
-
-    def _run_pass(self, batch: TrainingInputBatch, budget: int) -> RankOutput:
+    def run_pass(self, batch: TrainingInputBatch, token_budget: int | None = None) -> RankOutput:
+        """Run a pass in rows of `token_budget` tokens, by default that of the spec."""
         self._require_onloaded()
-        self._residents.use(info.model for info in batch.requests)
-        self._residents.change(info.model for info in batch.requests if info.backward)
-        return out_of_memory.run_pass(
+        changed = dict.fromkeys(info.model for info in batch.requests if info.backward)
+        self._device_cache.load(info.model for info in batch.requests)
+        self._device_cache.mark_changed(changed)
+        output = run_with_retry(
             batch,
-            budget,
-            lambda tokens: self._runner.run(batch, tokens),
-            self._gave_up,
+            token_budget or self.spec.token_budget,
+            lambda tokens: self._runner.execute_pass(batch, tokens),
+            self._ran_out,
             self._recover,
         )
+        for key in changed:
+            if key in self._models:
+                self.mirror.keep(key, self._models[key], (Part.GRADIENT,))
+        return output
 
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         for item in steps:
-            self._require_known(item.model)  # none steps if one is lost
+            self._require_known(item.model)  # if one is lost, no model steps
         return [self._optim_step(item) for item in steps]
 
     def _optim_step(self, item: StepItem) -> StepOutput:
-        model = self._model(item.model)
+        model = self._model_to_change(item.model)
         before = model.step
         output = optim_step(model, item, self._ranks)
-        self.vault.keep(item.model, model, model.parts if model.step > before else (Part.GRADIENT,))
+        self.mirror.keep(item.model, model, model.parts if model.step > before else (Part.GRADIENT,))
         return output
 
     def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         for key in models:
-            model = self._model(key)
+            model = self._model_to_change(key)
             model.clear_gradients()
-            self.vault.keep(key, model, (Part.GRADIENT,))
+            self.mirror.keep(key, model, (Part.GRADIENT,))
 
     def capture_adapters(self, keys: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
         return {key: self.capture_adapter(key) for key in keys}
 
     def capture_adapter(self, key: ModelKey) -> AdapterWeights:
-        model = self._unchanged(key)
+        model = self._model_to_read(key)
         if not isinstance(model, LoraModel):
             raise UserError(f"model {key} trains full parameters: it has no adapter")
-        # Copies: a storage that NumPy has seen cannot be set aside any more.
+        # Copies: a storage that NumPy has exported can no longer be offloaded.
         copies = {name: model.read(Part.WEIGHT, name).to("cpu", copy=True) for name in model.shapes()}
         return AdapterWeights(model.spec, {name: tensor.numpy() for name, tensor in copies.items()})
 
     def capture_full(self, key: ModelKey, directory: str) -> None:
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        sampler_export.write_weights(self._unchanged(key), Path(directory), dtype, writer=self.rank == 0)
+        sampler_export.write_weights(self._model_to_read(key), Path(directory), dtype, writer=self.rank == 0)
 
     def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> CheckpointContents:
         """Keep host copies of this rank's share under `number` until they are persisted."""
         return self._capture(key, number, optimizer, checkpoint_save.STATE)
 
     def capture_export(self, key: ModelKey, number: int, shard_bytes: int) -> CheckpointContents:
-        """The weights alone, for use elsewhere: an adapter, or all in the trainer's dtype in shards."""
-        if isinstance(self._unchanged(key), LoraModel):
+        """Capture the weights alone, for use elsewhere: an adapter, or shards in the trainer's dtype."""
+        if isinstance(self._model_to_read(key), LoraModel):
             return self._capture(key, number, False, checkpoint_save.STATE)
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
         return self._capture(key, number, False, Layout(dtype, shard_bytes))
 
     def _capture(self, key: ModelKey, number: int, optimizer: bool, layout: Layout) -> CheckpointContents:
         self._captured[number] = captured = checkpoint_save.capture(
-            self._unchanged(key),
+            self._model_to_read(key),
             self.spec.directory,
             optimizer=optimizer,
             rank=self.rank,
@@ -164,7 +170,7 @@ class Worker:
         return captured.contents
 
     def persist_state(self, number: int, scratch: str) -> dict[str, FileEntry]:
-        """Write the share captured under `number`, in any thread. Its copies are free when this returns."""
+        """Write the share captured under `number`, in any thread. Its copies are freed when this returns."""
         captured = self._captured.pop(number)
         with self._storing():
             return checkpoint_save.persist(captured, Path(scratch))
@@ -172,57 +178,58 @@ class Worker:
     def commit_state(
         self, contents: CheckpointContents, files: Mapping[str, FileEntry], scratch: str, directory: str
     ) -> int:
-        """One rank only, in any thread, after all have persisted. Returns bytes."""
+        """Commit, on one rank only, in any thread, after all have persisted. Returns bytes."""
         with self._storing():
             return checkpoint_save.commit(contents, files, Path(scratch), Path(directory))
 
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
-        model = self._model(key)
+        model = self._model_to_change(key)
         checkpoint_load.load(model, Path(directory), optimizer=optimizer, ranks=self._ranks)
-        self.vault.keep(key, model, model.parts)
+        self.mirror.keep(key, model, model.parts)
 
     def release(self, key: ModelKey) -> None:
-        """Idempotent, also while offloaded. A full-parameter copy's memory is free when this returns."""
-        self._residents.drop(key)
-        self.vault.drop(key)
+        """Release a model, also while offloaded. Idempotent. Frees a full copy's memory at once."""
+        self._device_cache.remove(key)
+        self.mirror.drop(key)
         if isinstance(self._models.pop(key, None), FullModel):
             allocator.give_back()
 
     def offload(self) -> None:
-        """Set all state aside on the host and give the device's memory back. Nothing to do the second time.
+        """Offload all state to the host and return the device's memory. Idempotent.
 
-        Only what changed since the last time is copied: never the frozen base, nor tenants without work.
+        Only state that changed since the last time is copied: never the frozen base, nor tenants without
+        work.
         """
         if self._offloaded:
             return
-        self._base_aside.offload(network_tensors(self._base))
-        self._residents.offload()
+        self._base_buffer.offload(network_tensors(self._base))
+        self._device_cache.offload()
         self._offloaded = True
-        allocator.uncache()
+        allocator.empty_cuda_cache()
 
     def onload(self) -> None:
-        """Bring it back, to the last bit. Nothing to do the second time."""
+        """Restore all state on the device, to the last bit. Idempotent."""
         if self._offloaded:
-            self._base_aside.onload()
-            self._residents.onload()
+            self._base_buffer.onload()
+            self._device_cache.onload()
             self._offloaded = False
 
-    def _gave_up(self, error: Exception) -> bool:
-        """Whether this rank or, with several, a peer ran out of memory in the pass that raised `error`."""
+    def _ran_out(self, error: Exception) -> bool:
+        """Return True if this rank or a peer ran out of memory in the pass that raised `error`."""
         short = is_out_of_memory(error)
-        if self.spec.ranks == 1 or self._meeting is None:
+        if self.spec.ranks == 1 or self._rendezvous is None:
             return short
         if self.spec.device == "cuda":
-            return False  # NCCL's peers hang: see Meeting
+            return False  # NCCL's peers hang: see Rendezvous
         if short:
-            self._meeting.give_up()
-        elif self._meeting.given_up():
-            self._meeting.leave()
+            self._rendezvous.give_up()
+        elif self._rendezvous.given_up():
+            self._rendezvous.leave()
             return True
         return short
 
     def _recover(self) -> None:
-        """From a pass that was broken off anywhere. Every rank must call it."""
+        """Recover from a pass that was aborted anywhere. Every rank must call it."""
         if self.spec.ranks > 1:
             self._rejoin()
         else:
@@ -231,19 +238,20 @@ class Worker:
         allocator.give_back()
 
     def _rejoin(self) -> None:
-        """Networks are tied to the process group that they were sharded over: all are loaded again."""
-        assert self._meeting is not None
-        self._base_aside = OffloadBuffer()
+        """Load all networks again: they are bound to the process group over which they were sharded."""
+        assert self._rendezvous is not None
+        self._base_buffer = OffloadBuffer()
         del self._base, self._runner
         allocator.give_back()
-        self.attach(self._meeting.join())
+        self.attach(self._rendezvous.join())
         for key, model in self._full_models().items():
-            self._residents.change([key])
+            self._device_cache.mark_changed([key])
             model.move(trainable_network(self.spec, self._ranks.mesh), self._ranks)
 
-    def _fresh(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> TrainableModel:
+    def _make_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> TrainableModel:
         if spec.rank == 0:
-            return create_full(key, spec, self.spec, self._ranks, optimizer)
+            network = trainable_network(self.spec, self._ranks.mesh)
+            return FullModel(key, spec, network, self._ranks, optimizer)
         return LoraModel(spec, self._base.targets, self._ranks.device, optimizer)
 
     def _full_models(self) -> dict[ModelKey, FullModel]:
@@ -259,31 +267,21 @@ class Worker:
 
     def _require_onloaded(self) -> None:
         if self._offloaded:
-            raise TrainerError("the trainer's state is set aside: call onload first")
+            raise TrainerError("the trainer's state is offloaded: call onload first")
 
     def _require_known(self, key: ModelKey) -> None:
         if key not in self._models:
             raise StateLostError(f"the trainer has no state of model {key}")
 
-    def _require_room(self, optimizer: OptimizerFamily) -> None:
-        memory_budget.require_room(
-            sum(parameter.numel() for parameter in self._base.parameters()),
-            optimizer,
-            network_tensors(self._base),
-            self._models.values(),
-            self.spec.memory_gb,
-            self._ranks,
-        )
-
-    def _model(self, key: ModelKey) -> TrainableModel:
-        """On the device, to work with: what the host has of it counts as old."""
-        model = self._unchanged(key)
-        self._residents.change([key])
+    def _model_to_change(self, key: ModelKey) -> TrainableModel:
+        """Return a model on the device, to change it: its host copy becomes invalid."""
+        model = self._model_to_read(key)
+        self._device_cache.mark_changed([key])
         return model
 
-    def _unchanged(self, key: ModelKey) -> TrainableModel:
-        """On the device, only to read its weights."""
+    def _model_to_read(self, key: ModelKey) -> TrainableModel:
+        """Return a model on the device, only to read its weights."""
         self._require_onloaded()
         self._require_known(key)
-        self._residents.use([key])
+        self._device_cache.load([key])
         return self._models[key]

@@ -25,7 +25,7 @@ SPECS = {A: LoraSpec(8, 1), B: LoraSpec(4, 2, train_mlp=False, train_attn=False)
 
 @pytest.fixture(scope="module")
 def groups(ray_cluster: None, tied_model: str) -> Iterator[tuple[TrainerGroup, TrainerGroup]]:
-    """Of one rank and of two, started side by side."""
+    """Groups of one rank and of two, started side by side."""
     both = tuple(TrainerGroup.launch(_spec(tied_model, ranks)) for ranks in (1, 2))
     for group in both:
         asyncio.run(group.ready())

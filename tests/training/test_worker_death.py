@@ -1,4 +1,4 @@
-"""Ranks that are killed, as the kernel does when memory runs out: whoever they worked for sees a pause."""
+"""Ranks that are killed, as the kernel does when memory runs out: clients only see a pause."""
 
 import asyncio
 import itertools
@@ -40,7 +40,7 @@ PATIENCE_S = 60.0
 def groups(
     ray_cluster: None, tied_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[int, TrainerGroup]]:
-    """Of one rank and of two, started side by side."""
+    """Groups of one rank and of two, started side by side."""
     root = tmp_path_factory.mktemp("trainers")
     found = {
         ranks: TrainerGroup.launch(
@@ -115,7 +115,7 @@ async def _kill_within(group: TrainerGroup, work: Coroutine[Any, Any, Any]) -> A
 
 
 async def _kill_hanging(group: TrainerGroup, work: Coroutine[Any, Any, Any]) -> Any:
-    """It is not dead, but does not answer; a unit waits for it."""
+    """Stop the last rank: not dead, but silent; a unit waits for it."""
     os.kill(group.pids()[-1], signal.SIGSTOP)
     running = asyncio.create_task(work)
     await group.watch(patience_s=1.0)

@@ -1,1 +1,1 @@
-"""Datums of many requests as packed rows under a token budget, and their outputs back by request."""
+"""Packed rows: datums of many requests under a token budget, and their outputs sorted back by request."""

@@ -1,4 +1,4 @@
-"""From requests to flat arrays, and on to micro-batches per rank. NumPy only: the engine runs it too."""
+"""Requests as flat arrays, and micro-batches of them per rank. NumPy only: the engine runs it too."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +30,10 @@ class RequestInfo:
 
 @dataclass(frozen=True, slots=True)
 class TrainingInputBatch:
-    """The datums of a pass, end to end: segment s is one datum of N tokens and owns tokens
-    [cu_seqlens[s], cu_seqlens[s+1]) and cells [cu_cells[s], cu_cells[s+1]).
+    """The datums of a pass, end to end.
+
+    Segment s is one datum of N tokens and owns tokens [cu_seqlens[s], cu_seqlens[s+1]) and cells
+    [cu_cells[s], cu_cells[s+1]).
 
     A cell is one candidate at one position: a datum has N of them, or N * K, position by position.
     Segments lie in (model, seq_id, datum) order, so one model's tokens are contiguous.
@@ -40,11 +42,11 @@ class TrainingInputBatch:
 
     tokens: Int32  # [T]
     targets: Int64  # [C]
-    inputs: Mapping[str, Float32]  # each [C], those that any loss of the pass reads; zero where it does not
-    own_inputs: Mapping[int, Mapping[str, Number]]  # by segment: what a custom loss reads, as it was sent
+    inputs: Mapping[str, Float32]  # each [C], all that any loss of the pass reads; zero where it does not
+    custom_inputs: Mapping[int, Mapping[str, Number]]  # by segment: inputs of a custom loss, as sent
     cu_seqlens: Int64  # [S + 1]
     cu_cells: Int64  # [S + 1]
-    shapes: tuple[tuple[int, ...], ...]  # S: that of the datum's targets, (N,) or (N, K)
+    shapes: tuple[tuple[int, ...], ...]  # S: shape of the datum's targets, (N,) or (N, K)
     model: Int64  # [S]
     request: Int64  # [S], index into requests
     datum: Int64  # [S], index into the request's data
@@ -58,14 +60,14 @@ class TrainingInputBatch:
         return slice(int(self.cu_cells[segment]), int(self.cu_cells[segment + 1]))
 
     def segments_of(self, request: int) -> list[int]:
-        """In the order of its data."""
-        found: list[int] = np.flatnonzero(self.request == request).tolist()
-        return found
+        """Segments of one request, in the order of its data."""
+        segments: list[int] = np.flatnonzero(self.request == request).tolist()
+        return segments
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed row for one rank. No segments: the rank only keeps its peers' collectives company."""
+    """One packed row for one rank. No segments: the rank only takes part in its peers' collectives."""
 
     network: ModelKey | None  # None: the shared frozen base under LoRA; else a full-parameter model's own
     backward: bool
@@ -81,13 +83,13 @@ def build_batch(items: Sequence[PassItem]) -> TrainingInputBatch:
         tokens=_join((datum.tokens for datum in data), np.int32),
         targets=_join((datum.target_tokens.reshape(-1) for datum in data), np.int64),
         inputs=_inputs(data, specs),
-        own_inputs={
+        custom_inputs={
             number: datum.inputs
             for number, (datum, spec) in enumerate(zip(data, specs, strict=True))
             if spec.name == "custom"
         },
-        cu_seqlens=_bounds(len(datum.tokens) for datum in data),
-        cu_cells=_bounds(datum.target_tokens.size for datum in data),
+        cu_seqlens=cumulative([len(datum.tokens) for datum in data]),
+        cu_cells=cumulative([datum.target_tokens.size for datum in data]),
         shapes=tuple(datum.target_tokens.shape for datum in data),
         model=np.array([items[index].model for index, _ in segments], np.int64),
         request=np.array([index for index, _ in segments], np.int64),
@@ -105,29 +107,30 @@ def micro_batches(
     *,
     forward_only: bool = False,
 ) -> list[list[MicroBatch]]:
-    """What each rank runs, one list per rank and all of one length, for the requests in `alive`."""
+    """Return the micro-batches of the requests in `alive`: one list per rank, all of equal length."""
     plans: list[list[MicroBatch]] = [[] for _ in range(world)]
     for (network, backward), segments in _groups(batch, alive, network_of, forward_only):
         rows = [_pack(batch, share, budget) for share in _shares(batch, segments, world)]
         for number in range(max(map(len, rows))):
-            for plan, own in zip(plans, rows, strict=True):
-                plan.append(MicroBatch(network, backward, own[number] if number < len(own) else ()))
+            for plan, packed in zip(plans, rows, strict=True):
+                plan.append(MicroBatch(network, backward, packed[number] if number < len(packed) else ()))
     return plans
 
 
+def cumulative(sizes: Sequence[int] | Int64) -> Int64:
+    """Bounds of parts that lie end to end: 0, then the running sums."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
 def _join(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    found = list(arrays)
-    return np.concatenate(found).astype(dtype, copy=False) if found else np.empty(0, dtype)
-
-
-def _bounds(sizes: Iterable[int]) -> Int64:
-    return np.cumsum([0, *sizes], dtype=np.int64)
+    parts = list(arrays)
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
 
 
 def _inputs(data: Sequence[Datum], specs: Sequence[LossSpec]) -> dict[str, Float32]:
     names = sorted({name for spec in specs for name in _names(spec)})
     return {
-        name: _join((_input(*each, name) for each in zip(data, specs, strict=True)), np.float32)
+        name: _join((_input(datum, spec, name) for datum, spec in zip(data, specs, strict=True)), np.float32)
         for name in names
     }
 
@@ -137,10 +140,10 @@ def _names(spec: LossSpec) -> tuple[str, ...]:
 
 
 def _input(datum: Datum, spec: LossSpec, name: str) -> np.ndarray:
-    found = datum.inputs.get(name) if name in _names(spec) else None
-    if found is None:
+    values = datum.inputs.get(name) if name in _names(spec) else None
+    if values is None:
         return np.full(datum.target_tokens.size, spec.optional.get(name, 0.0), np.float32)
-    return found.reshape(-1)
+    return values.reshape(-1)
 
 
 def _info(item: PassItem) -> RequestInfo:
@@ -160,7 +163,7 @@ def _groups(
     network_of: Callable[[ModelKey], ModelKey | None],
     forward_only: bool,
 ) -> Iterator[tuple[_GroupKey, list[int]]]:
-    """Segments that may share a row: same network, and either all with or all without a backward pass."""
+    """Group segments that may share a row: same network, and all with or all without a backward pass."""
     groups: dict[_GroupKey, list[int]] = {}
     for segment, index in enumerate(batch.request.tolist()):
         if index in alive:
@@ -171,7 +174,7 @@ def _groups(
 
 
 def _shares(batch: TrainingInputBatch, segments: list[int], world: int) -> list[list[int]]:
-    """Contiguous shares of about equal token counts: a segment goes where its middle falls."""
+    """Split into contiguous shares of about equal token counts: a segment goes where its middle falls."""
     lengths = batch.lengths[segments]
     middles = np.cumsum(lengths) - lengths / 2
     owners = np.minimum((middles * world / lengths.sum()).astype(np.int64), world - 1)
@@ -179,28 +182,28 @@ def _shares(batch: TrainingInputBatch, segments: list[int], world: int) -> list[
 
 
 def _pack(batch: TrainingInputBatch, segments: list[int], budget: int) -> list[tuple[int, ...]]:
-    """Rows of at most `budget` tokens (a longer segment gets a row of its own).
+    """Pack rows of at most `budget` tokens (a longer segment gets a row of its own).
 
-    Rows are filled from pieces that are cut per request first, so that where its gradients are cut into
-    partial sums does not depend on what else is in the pass.
+    Rows are filled from pieces that are cut per request first, so that the partial sums of a request's
+    gradients do not depend on what else is in the pass.
     """
     pieces = [
         piece
-        for _, own in groupby(segments, key=lambda segment: batch.request[segment])
-        for piece in _fill([(segment,) for segment in own], batch.lengths, budget)
+        for _, group in groupby(segments, key=lambda segment: batch.request[segment])
+        for piece in _fill([(segment,) for segment in group], batch.lengths, budget)
     ]
     return _fill(pieces, batch.lengths, budget)
 
 
 def _fill(pieces: Iterable[tuple[int, ...]], lengths: Int64, budget: int) -> list[tuple[int, ...]]:
     rows: list[tuple[int, ...]] = []
-    room = 0
+    left = 0
     for piece in pieces:
         size = int(lengths[list(piece)].sum())
-        if rows and size <= room:
+        if rows and size <= left:
             rows[-1] += piece
-            room -= size
+            left -= size
         else:
             rows.append(piece)
-            room = budget - size
+            left = budget - size
     return rows

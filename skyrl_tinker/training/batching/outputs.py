@@ -1,4 +1,4 @@
-"""What the ranks hand back from a pass, and how their shares become one answer per request. NumPy only."""
+"""Outputs of a pass: the ranks' shares, and their assembly into one output per request. NumPy only."""
 
 import math
 import operator
@@ -9,7 +9,7 @@ from skyrl_tinker.domain.values import Failure, Float32, PassOutput
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 
 Metrics = Mapping[str, float]
-"""Keys are `name:sum`, `name:min`, `name:max` or `name:mean`. On the ranks, :mean is a sum over datums."""
+"""Keys: `name:sum`, `name:min`, `name:max` or `name:mean`. On the ranks, :mean is a sum over datums."""
 
 _REDUCERS: Mapping[str, Callable[[float, float], float]] = {
     "sum": operator.add,
@@ -31,7 +31,7 @@ class RankOutput:
 
 
 def merge_metrics(first: Metrics, second: Metrics) -> Metrics:
-    """Reduce key by key, as the key's suffix says; a key of one side only is kept."""
+    """Reduce key by key, as the key's suffix says; a key that only one side has is kept."""
     merged = dict(first)
     for key, value in second.items():
         merged[key] = _REDUCERS[key.rpartition(":")[2]](merged[key], value) if key in merged else value
@@ -43,8 +43,8 @@ def assemble(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> list[P
     failures = {index: failure for output in outputs for index, failure in output.failures.items()}
     metrics: dict[int, Metrics] = {}
     for output in outputs:
-        for index, found in output.metrics.items():
-            metrics[index] = merge_metrics(metrics.get(index, {}), found)
+        for index, share in output.metrics.items():
+            metrics[index] = merge_metrics(metrics.get(index, {}), share)
     logprobs = _by_segment(batch, outputs)
     return [
         failures.get(index) or _output(batch, index, logprobs, metrics.get(index, {"loss:sum": 0.0}))
@@ -53,14 +53,14 @@ def assemble(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> list[P
 
 
 def _by_segment(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> dict[int, Float32]:
-    found: dict[int, Float32] = {}
+    logprobs: dict[int, Float32] = {}
     for output in outputs:
         start = 0
         for segment in output.segments:
             shape = batch.shapes[segment]
-            found[segment] = output.logprobs[start : start + math.prod(shape)].reshape(shape)
+            logprobs[segment] = output.logprobs[start : start + math.prod(shape)].reshape(shape)
             start += math.prod(shape)
-    return found
+    return logprobs
 
 
 def _output(

@@ -8,28 +8,28 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Int64
-from skyrl_tinker.training.batching.batch import TrainingInputBatch
+from skyrl_tinker.training.batching.batch import TrainingInputBatch, cumulative
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where the sequences of a packed row of T tokens lie."""
+    """Positions of the sequences in a packed row of T tokens."""
 
-    runs: tuple[tuple[int, int], ...]  # (count, length): so many neighbours of equal length
+    runs: tuple[tuple[int, int], ...]  # (count, length): consecutive segments of equal length
     cu_seqlens: torch.Tensor  # [S + 1] int32
     longest: int
 
 
 SMALLEST = 8
-"""Tokens of a row at least. For fewer than 4, BLAS multiplies in another order (gemv), so a datum that is all
-alone would not equal, to the bit, the same datum in company."""
+"""Least number of tokens in a row. For fewer than 4, BLAS multiplies in another order (gemv), so a datum
+alone would not equal, to the bit, the same datum among others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens or cells [start, stop) of a row belong to `owner` (a model's key, or a request's index)."""
+    """Tokens or cells [start, stop) of a row that belong to `owner` (a model's key, or a request's index)."""
 
     start: int
     stop: int
@@ -47,7 +47,7 @@ class Span:
 class Row:
     """Segments end to end, T tokens with C cells, positions restarting with each segment.
 
-    The last tokens may be nobody's: a segment without cells, to make up the smallest row.
+    The last tokens may be padding: a segment without cells, up to the smallest row.
     """
 
     tokens: torch.Tensor  # [1, T] int64
@@ -58,28 +58,28 @@ class Row:
     segments: Segments
     models: tuple[Span, ...]  # of tokens, by request; owner: ModelKey
     requests: tuple[Span, ...]  # of cells, for the same; owner: request index
-    dense: tuple[bool, ...]  # for the same: whether most cells have a weight or advantage, so a gradient
+    dense: tuple[bool, ...]  # for the same: most cells have a weight or advantage, so a gradient
     datums: tuple[Span, ...]  # of cells; owner: segment index in the batch
 
 
 def make_row(batch: TrainingInputBatch, segments: tuple[int, ...], device: torch.device) -> Row:
-    own = list(segments)
-    lengths = batch.lengths[own]
+    chosen = list(segments)
+    lengths = batch.lengths[chosen]
     filler = max(0, SMALLEST - int(lengths.sum()))
     padded = np.append(lengths, filler) if filler else lengths
-    bounds = _bounds(padded)
-    cell_bounds = _bounds(np.diff(batch.cu_cells)[own])
-    where = _ranges(batch.cu_seqlens, own)
-    cells = _ranges(batch.cu_cells, own)
-    requests = _spans(batch.request[own], cell_bounds)
+    bounds = cumulative(padded)
+    cell_bounds = cumulative(np.diff(batch.cu_cells)[chosen])
+    tokens = _ranges(batch.cu_seqlens, chosen)
+    cells = _ranges(batch.cu_cells, chosen)
+    requests = _spans(batch.request[chosen], cell_bounds)
     return Row(
-        tokens=_tensor(np.pad(batch.tokens[where].astype(np.int64), (0, filler)), device)[None],
+        tokens=_tensor(np.pad(batch.tokens[tokens].astype(np.int64), (0, filler)), device)[None],
         positions=_tensor(np.arange(bounds[-1]) - np.repeat(bounds[:-1], padded), device)[None],
         targets=_tensor(batch.targets[cells], device),
-        cell_tokens=_cell_tokens(batch, own, device),
+        cell_tokens=_cell_tokens(batch, chosen, device),
         inputs={name: _tensor(array[cells], device) for name, array in batch.inputs.items()},
         segments=_segments(padded, bounds, device),
-        models=_models(batch, _spans(batch.request[own], bounds)),
+        models=_models(batch, _spans(batch.request[chosen], bounds)),
         requests=requests,
         dense=_dense(batch, cells, requests),
         datums=_spans(np.array(segments), cell_bounds),
@@ -87,7 +87,7 @@ def make_row(batch: TrainingInputBatch, segments: tuple[int, ...], device: torch
 
 
 def idle_row(device: torch.device) -> Row:
-    """Tokens of nobody's, for a rank that only keeps its peers company."""
+    """Make a row of padding, for a rank that only takes part in its peers' collectives."""
     lengths, bounds = np.array([SMALLEST]), np.array([0, SMALLEST])
     zeros = torch.zeros(SMALLEST, dtype=torch.int64, device=device)
     positions = torch.arange(SMALLEST, device=device)[None]
@@ -95,16 +95,8 @@ def idle_row(device: torch.device) -> Row:
     return Row(zeros[None], positions, zeros, None, {}, segments, (), (), (), ())
 
 
-def model_key(span: Span) -> ModelKey:
-    return ModelKey(span.owner)
-
-
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device)
-
-
-def _bounds(sizes: Int64) -> Int64:
-    return np.concatenate([[0], np.cumsum(sizes)])
 
 
 def _ranges(bounds: Int64, segments: Iterable[int]) -> Int64:

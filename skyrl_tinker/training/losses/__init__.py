@@ -1,4 +1,4 @@
-"""The losses by name, one module each; names, inputs and config keys are those of domain.loss_specs."""
+"""Losses by name, one module each; names, inputs and config keys are those of domain.loss_specs."""
 
 from collections.abc import Mapping
 

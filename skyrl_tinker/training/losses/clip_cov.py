@@ -12,12 +12,11 @@ from skyrl_tinker.training.losses.covariance import covariances, share
 
 
 def clip_cov(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
-    """`regular` over all datums of a request, without some tokens of high covariance, which give neither loss
-    nor gradient: Clip-Cov (arXiv:2505.22617).
+    """Clip-Cov (arXiv:2505.22617): `regular` over a whole request, without some tokens of high covariance.
 
-    Of the tokens that `regular` does not clip and whose covariance of A and logp lies between clip_cov_lb and
-    clip_cov_ub, a share is drawn at random: clip_cov_ratio of all tokens with A != 0. The draw is seeded by
-    the request.
+    These give neither loss nor gradient. Of the tokens that `regular` does not clip and whose covariance of A
+    and logp lies between clip_cov_lb and clip_cov_ub, a share is drawn at random: clip_cov_ratio of all
+    tokens with A != 0. The draw is seeded by the request.
     """
     inputs = context.inputs
     advantages = inputs["advantages"]
@@ -31,7 +30,7 @@ def clip_cov(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
 
 
 def _draw(logprobs: torch.Tensor, context: LossContext, low: float, high: float) -> torch.Tensor:
-    """bool [n]: what is left out."""
+    """Draw the tokens to leave out, bool [n]."""
     advantages = context.inputs["advantages"]
     ratio = (logprobs.detach() - context.inputs["logprobs"]).exp()
     clipped = ratio.clamp(low, high) * advantages < ratio * advantages

@@ -1,11 +1,13 @@
-"""Tokens that change the policy's entropy most: those whose advantage and logprob go together
-(arXiv:2505.22617)."""
+"""Covariance of advantage and logprob, highest for tokens that change the policy's entropy most.
+
+arXiv:2505.22617.
+"""
 
 import torch
 
 
 def covariances(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """(A - mean A) * (logp - mean logp), [n], without gradient; -inf where A = 0.
+    """Compute (A - mean A) * (logp - mean logp), [n], without gradient; -inf where A = 0.
 
     The means go over the tokens with A != 0, as there is no mask that names the sampled ones.
     """
@@ -16,7 +18,7 @@ def covariances(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tenso
 
 
 def share(fraction: float, count: int) -> int:
-    """How many of `count` tokens: at least one, as in the authors' code, unless the fraction is 0."""
+    """Return a number of `count` tokens: at least one, as in the authors' code, unless the fraction is 0."""
     return max(1, int(fraction * count)) if fraction and count else 0
 
 

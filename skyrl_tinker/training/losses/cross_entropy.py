@@ -4,7 +4,8 @@ from skyrl_tinker.training.losses.base import LossContext, LossTerms
 
 
 def cross_entropy(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
-    """-sum(w * logp): negative log-likelihood, over all K candidates of a position where targets are [N, K].
+    """Negative log-likelihood -sum(w * logp), over all K candidates of a position where targets are [N, K].
+
     Weights are any finite numbers, negative ones included.
     """
     weights = context.inputs["weights"]

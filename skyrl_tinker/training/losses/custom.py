@@ -14,36 +14,37 @@ from skyrl_tinker.training.losses.custom_graph import Program, read
 
 
 def custom(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
-    """The client's own function, summed over datums: loss = sum over d of f(logprobs_d, inputs_d).
+    """Evaluate the client's function, summed over datums: loss = sum over d of f(logprobs_d, inputs_d).
 
-    It is run as data, on the CPU, datum by datum, each with its gradient before the next begins, so that what
-    one needs is freed before the next. `values` are float32 [D], metrics float64.
-    Raises UserError when the function fails or takes too much (custom_bounds).
+    It is run as data, on the CPU, datum by datum, each with its gradient before the next begins, so that the
+    memory of one is freed before the next. `values` are float32 [D], metrics float64.
+    Raises UserError when the function fails or exceeds its limits (custom_bounds).
     """
     loss = context.custom
-    assert loss is not None, "whoever reads the request looks its loss up"
+    assert loss is not None, "it is looked up when the request is read"
     program, deadline = read(loss), time.monotonic() + context.seconds
     sizes = [math.prod(shape) for shape in context.shapes]
     cells = torch.split(logprobs.detach().cpu(), sizes)
-    found = []
-    for own, part, shape in zip(context.own_inputs, cells, context.shapes, strict=True):
+    evaluations = []
+    for inputs, part, shape in zip(context.custom_inputs, cells, context.shapes, strict=True):
         leaf = part.reshape(shape).clone().requires_grad_(logprobs.requires_grad)
         try:
-            found.append(_evaluate(program, leaf, _inputs(loss, leaf, own), Budget(leaf.numel(), deadline)))
+            arguments = _arguments(loss, leaf, inputs)
+            evaluations.append(_evaluate(program, leaf, arguments, Budget(leaf.numel(), deadline)))
         except UserError as error:
             raise UserError(
                 f"custom loss {loss.name!r}, with target_tokens of shape {shape}: {error}"
             ) from error
-    values = torch.stack([each.value for each in found]).to(logprobs.device)
-    gradients = torch.cat([each.gradient for each in found]).to(logprobs)
+    values = torch.stack([evaluation.value for evaluation in evaluations]).to(logprobs.device)
+    gradients = torch.cat([evaluation.gradient for evaluation in evaluations]).to(logprobs)
     owners = torch.repeat_interleave(torch.tensor(sizes)).to(logprobs.device)
     known: torch.Tensor = _Known.apply(logprobs, values, gradients, owners)  # type: ignore[no-untyped-call]
-    return LossTerms(known, _summed(found))
+    return LossTerms(known, _summed(evaluations))
 
 
 @dataclass(frozen=True, slots=True)
-class _Evaluated:
-    """Of one datum: value float32 [], gradient [cells] (zeros where none is asked for), metrics."""
+class _Evaluation:
+    """Result of one datum: value float32 [], gradient [cells] (zeros where none is needed), metrics."""
 
     value: torch.Tensor
     gradient: torch.Tensor
@@ -51,7 +52,7 @@ class _Evaluated:
 
 
 class _Known(torch.autograd.Function):
-    """Values [D] whose gradients [n] are known already; `owners` [n]: the datum of each cell."""
+    """Values [D] whose gradients [n] are already known; `owners` [n]: the datum of each cell."""
 
     @staticmethod
     def forward(
@@ -70,32 +71,32 @@ class _Known(torch.autograd.Function):
         return upstream[0][owners] * gradients, None, None, None
 
 
-def _inputs(loss: CustomLoss, logprobs: torch.Tensor, own: Inputs) -> list[torch.Tensor]:
-    """In the order in which the function takes them. Raises UserError for a missing one or another rank."""
-    given = {name: values.cpu() for name, values in own.items()} | {"logprobs": logprobs}
+def _arguments(loss: CustomLoss, logprobs: torch.Tensor, inputs: Inputs) -> list[torch.Tensor]:
+    """Order the inputs as the function takes them. Raises UserError for a missing one or another rank."""
+    given = {name: values.cpu() for name, values in inputs.items()} | {"logprobs": logprobs}
     for name, rank in loss.inputs:
         if name not in given:
-            raise UserError(f"loss_fn_inputs lacks {name!r}, found {sorted(own) or 'none'}")
+            raise UserError(f"loss_fn_inputs lacks {name!r}, found {sorted(inputs) or 'none'}")
         if given[name].ndim != rank:
             raise UserError(f"{name} has rank {given[name].ndim}, expected {rank}, as the loss declares")
     return [given[name] for name, _ in loss.inputs]
 
 
-def _evaluate(program: Program, leaf: torch.Tensor, inputs: list[torch.Tensor], budget: Budget) -> _Evaluated:
-    loss, metrics = program.run(inputs, budget)
+def _evaluate(
+    program: Program, leaf: torch.Tensor, inputs: list[torch.Tensor], budget: Budget
+) -> _Evaluation:
+    loss, metrics = program.evaluate(inputs, budget)
     gradient = torch.zeros_like(leaf)
     if loss.requires_grad:
         try:
             (gradient,) = torch.autograd.grad(loss, leaf)
         except RuntimeError as error:
             raise UserError(f"its gradient cannot be computed: {error}") from error
-    return _Evaluated(loss.detach().float(), gradient.flatten(), metrics)
+    return _Evaluation(loss.detach().float(), gradient.flatten(), metrics)
 
 
-def _summed(found: list[_Evaluated]) -> dict[str, torch.Tensor]:
-    keys = found[0].metrics
-    return {key: _sum([each.metrics[key] for each in found]) for key in keys}
-
-
-def _sum(values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64).sum()
+def _summed(evaluations: list[_Evaluation]) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.tensor([evaluation.metrics[key] for evaluation in evaluations], dtype=torch.float64).sum()
+        for key in evaluations[0].metrics
+    }

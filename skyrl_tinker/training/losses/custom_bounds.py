@@ -1,4 +1,4 @@
-"""How much a call in a custom loss makes, known before it makes it, and how much one datum may."""
+"""Limits of a custom loss per datum, and the size of a call's result, known before the call."""
 
 import math
 import time
@@ -12,27 +12,27 @@ from skyrl_tinker.training.losses.custom_ops import Arguments, Keywords, Operati
 
 MAX_DIMENSIONS = 8
 TENSOR_ELEMENTS = (1 << 20, 16)
-"""Largest tensor of a datum: so many elements, or so many per target if that is more."""
+"""Largest tensor of a datum: (elements, elements per target), whichever is more."""
 TOTAL_ELEMENTS = (1 << 24, 2048)
-"""Elements that all calls of a datum touch, likewise."""
+"""Elements that all calls of a datum touch, in the same form."""
 TOTAL_BYTES = 1 << 30
-"""Of all results of a datum; the gradients may take as much again."""
+"""Size of all results of a datum; the gradients may take as much again."""
 SECONDS = 20.0
-"""Of one request in one pass, on each rank."""
+"""Time of one request in one pass, on each rank."""
 ROW_SECONDS = 2 * SECONDS
-"""Of all requests in a row together: ranks that wait for this one give up after a minute."""
+"""Time of all requests in a row together: ranks that wait for this one give up after a minute."""
 
 
 def seconds_left(spent: float, spent_on_row: float) -> float:
-    """What a request may take in a row: half of what all have there, so that there is always some left."""
+    """Return a request's time in a row: at most half of what is left there, so that some is always left."""
     return min(SECONDS - spent, (ROW_SECONDS - spent_on_row) / 2)
 
 
 class Budget:
-    """Of one datum with `cells` targets. Raises UserError when it is used up."""
+    """Budget of one datum with `cells` targets. Raises UserError when it is used up."""
 
     def __init__(self, cells: int, deadline: float) -> None:
-        """`deadline` as time.monotonic() has it."""
+        """Start a budget; `deadline` is a time of time.monotonic()."""
         self._largest = _limit(TENSOR_ELEMENTS, cells)
         self._total = self._left = _limit(TOTAL_ELEMENTS, cells)
         self._bytes = TOTAL_BYTES
@@ -50,7 +50,7 @@ class Budget:
             )
 
     def after(self, result: Value) -> None:
-        """Views cost nothing to make, yet what reads them does."""
+        """Charge a result; views too, since they cost nothing to make but something to read."""
         for tensor in tensors_in(result):
             self._require_size(tensor.numel())
             if tensor.ndim > MAX_DIMENSIONS:
@@ -74,7 +74,7 @@ def _limit(limits: tuple[int, int], cells: int) -> int:
 
 
 def largest_size(name: str, args: Arguments, kwargs: Keywords) -> int:
-    """Elements that a call of the operation `name` reads or makes, at most. UserError if nobody can tell."""
+    """Bound the elements that a call of operation `name` reads or makes. UserError if there is no bound."""
     if name in _SIZES:
         return _SIZES[name](args, kwargs)
     shapes = [tensor.shape for tensor in tensors_in((*args, *kwargs.values()))]
@@ -82,7 +82,7 @@ def largest_size(name: str, args: Arguments, kwargs: Keywords) -> int:
 
 
 def tensors_in(value: Value) -> Iterator[torch.Tensor]:
-    """Those in tuples and lists, too."""
+    """Yield the tensors of a value, also those in tuples and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -91,14 +91,16 @@ def tensors_in(value: Value) -> Iterator[torch.Tensor]:
 
 
 def _broadcast(shapes: Iterable[Iterable[int]]) -> int:
-    """At least the elements of the shapes broadcast together, whether they fit or not."""
+    """Bound the elements of the shapes broadcast together, whether they fit or not."""
     columns = zip_longest(*(reversed(tuple(shape)) for shape in shapes), fillvalue=1)
     return math.prod(max(column) for column in columns)
 
 
 def _product(value: Value) -> int:
-    """Of sizes, which come one by one or in tuples; whatever else there is counts as 1, but for tensors,
-    which torch takes for sizes, too."""
+    """Multiply sizes, given singly or in tuples; anything else counts as 1.
+
+    Raises UserError for tensors, which torch takes for sizes, too.
+    """
     if isinstance(value, torch.Tensor):
         raise UserError("found a tensor for a size, expected integers")
     if isinstance(value, tuple | list):
@@ -106,13 +108,8 @@ def _product(value: Value) -> int:
     return max(0, value) if isinstance(value, int) else 1
 
 
-def _of_sizes(args: Arguments, kwargs: Keywords) -> int:
+def _sized(args: Arguments, kwargs: Keywords) -> int:
     return _product((args, kwargs.get("size")))
-
-
-def _of_sizes_after(args: Arguments, kwargs: Keywords) -> int:
-    """args: tensor, then sizes."""
-    return _of_sizes(args[1:], kwargs)
 
 
 def _repeated(args: Arguments, kwargs: Keywords) -> int:
@@ -121,14 +118,14 @@ def _repeated(args: Arguments, kwargs: Keywords) -> int:
 
 
 def _counted(args: Arguments, kwargs: Keywords) -> int:
-    """args: end, or start and end, or start, end and step."""
+    """Count for args: end, or start and end, or start, end and step."""
     if not all(isinstance(arg, int) for arg in args) or {"start", "end", "step"} & kwargs.keys():
         raise UserError("expected start, end and step by position, as integers")
     return len(range(*args))
 
 
 def _indexed(args: Arguments, kwargs: Keywords) -> int:
-    """args: tensor or tuple, index. A mask chooses at most as many places as it has elements."""
+    """Count for args: tensor or tuple, index. A mask chooses at most as many places as it has elements."""
     source, index = args
     if not isinstance(source, torch.Tensor):
         return 1
@@ -145,7 +142,7 @@ def _indexed(args: Arguments, kwargs: Keywords) -> int:
 
 
 def _width(item: Value) -> int:
-    """How many dimensions a part of an index takes, the ellipsis aside."""
+    """Count the dimensions that a part of an index takes, the ellipsis aside."""
     if item is None or item is Ellipsis:
         return 0
     if isinstance(item, torch.Tensor):
@@ -158,14 +155,14 @@ def _width(item: Value) -> int:
 
 
 _SIZES: Mapping[str, Callable[[Arguments, Keywords], int]] = {
-    "zeros": _of_sizes,
-    "ones": _of_sizes,
-    "new_zeros": _of_sizes_after,
-    "new_ones": _of_sizes_after,
-    "full": lambda args, kwargs: _of_sizes(args[:1], kwargs),
-    "new_full": lambda args, kwargs: _of_sizes(args[1:2], kwargs),
+    "zeros": _sized,
+    "ones": _sized,
+    "new_zeros": lambda args, kwargs: _sized(args[1:], kwargs),
+    "new_ones": lambda args, kwargs: _sized(args[1:], kwargs),
+    "full": lambda args, kwargs: _sized(args[:1], kwargs),
+    "new_full": lambda args, kwargs: _sized(args[1:2], kwargs),
     "arange": _counted,
     "repeat": _repeated,
     "getitem": _indexed,
 }
-"""What makes more than its operands have together, broadcast."""
+"""Operations whose result may be larger than their operands broadcast together."""

@@ -1,4 +1,4 @@
-"""Runs an uploaded loss as what it is: a list of calls. Nothing is compiled, evaluated or unpickled."""
+"""Interpreter of an uploaded loss, which is a list of calls. Nothing is compiled, evaluated or unpickled."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,12 @@ Values = Mapping[str, Value]  # of the nodes so far, by name
 Argument = Callable[[Values], Value]
 
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
-"""What torch and Python raise for arguments that do not fit."""
+"""Errors that torch and Python raise for arguments that do not fit."""
 _MESSAGE = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One node."""
-
     name: str
     target: str
     operation: Operation
@@ -33,15 +31,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`inputs`: names of the nodes that stand for the inputs, `logprobs` first; `metrics`: nodes by key."""
+    """Program of a loss. `inputs`: names of the input nodes, `logprobs` first; `metrics`: nodes by key."""
 
     inputs: tuple[str, ...]
     calls: tuple[Call, ...]
     loss: str
     metrics: Mapping[str, str]
 
-    def run(self, inputs: Sequence[torch.Tensor], budget: Budget) -> tuple[torch.Tensor, dict[str, float]]:
-        """Loss (a scalar, float) and metrics of one datum. Raises UserError that names the node at fault."""
+    def evaluate(
+        self, inputs: Sequence[torch.Tensor], budget: Budget
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute loss (a scalar, float) and metrics of one datum. UserError names the node at fault."""
         budget.after(tuple(inputs))
         values: dict[str, Value] = dict(zip(self.inputs, inputs, strict=True))
         for call in self.calls:
@@ -55,11 +55,11 @@ class Program:
 
 
 def read(loss: CustomLoss) -> Program:
-    """`loss` is checked (wire.custom_loss)."""
+    """Build the program of `loss`, which was checked by protocol.custom_loss."""
     *nodes, output = loss.nodes
-    found = returned(output["args"])
-    assert found is not None, "checked"
-    result, metrics = found
+    results = returned(output["args"])
+    assert results is not None, "checked"
+    result, metrics = results
     return Program(
         inputs=tuple(node["name"] for node in nodes if node["op"] == "placeholder"),
         calls=tuple(_call(node) for node in nodes if node["op"] != "placeholder"),
@@ -81,7 +81,7 @@ def _call(node: Mapping[str, Any]) -> Call:
 
 
 def _argument(value: Any) -> Argument:
-    """How to get an argument, given the values of the nodes before."""
+    """Return a function that computes an argument from the values of the previous nodes."""
     match value:
         case {"ref": name}:
             return lambda values: values[name]
@@ -123,7 +123,7 @@ def _result(call: Call, values: Values, budget: Budget) -> Value:
 
 
 def _check_type(result: Value) -> None:
-    """Whatever an operation may turn out to return: only what others may be given."""
+    """Check that an operation returned only what other operations may be given."""
     if isinstance(result, tuple):
         for item in result:
             _check_type(item)

@@ -1,7 +1,7 @@
-"""The operations of custom losses: callables behind the names of domain.custom_loss_ops, safe to call.
+"""Operations of custom losses: callables behind the names of domain.custom_loss_ops, safe to call.
 
 Everything runs on the CPU: there an index out of range is an error of one request, on a GPU the end of the
-process. What could end the process here, or escape the list, is refused before the call.
+process. Calls that could end the process here, or escape the list, are refused.
 """
 
 import math
@@ -35,25 +35,25 @@ _MAX_EXPONENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`name`: without its module. A method is called with its tensor first."""
+    """One operation; `name` has no module. A method is called with its tensor first."""
 
     name: str
     call: Callable[..., Value]
 
     def check(self, args: Arguments, kwargs: Keywords) -> None:
-        """Raises UserError for arguments that torch would take, but must not get."""
+        """Raise UserError for arguments that torch would take, but must not get."""
         if self.name != "to" and any(isinstance(arg, torch.dtype) for arg in args):
             # `view` would read the bytes of one type as another
             raise UserError("found a dtype among the positional arguments, expected it as a keyword")
         divides = self.name in _DIVISIONS or (self.name == "div" and kwargs.get("rounding_mode") is not None)
         operands = (*args, *kwargs.values())
-        if divides and any(map(_is_tensor, operands)) and not any(map(_is_float, operands)):
+        if (
+            divides
+            and any(isinstance(operand, torch.Tensor) for operand in operands)
+            and not any(map(_is_float, operands))
+        ):
             # -2**63 / -1 ends the process: the processor traps
             raise UserError("found a division of integers, expected floats: make them with .float()")
-
-
-def _is_tensor(value: Value) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_float(value: Value) -> bool:
@@ -61,7 +61,7 @@ def _is_float(value: Value) -> bool:
 
 
 def _attribute(value: Value, name: str) -> Value:
-    """The names are checked: tensors have shape and the like, the results of sort and max values, indices."""
+    """Get a checked attribute: tensors have shape etc., results of sort and max have values and indices."""
     if isinstance(value, torch.Tensor) == (name in ("values", "indices")):
         raise UserError(f"found {type(value).__name__}, which has no attribute {name!r}")
     return getattr(value, name)
@@ -74,7 +74,7 @@ def _item(value: Value, index: Value) -> Value:
 
 
 def _arithmetic(function: Callable[..., Value]) -> Callable[..., Value]:
-    """Python's operators on strings and lists would grow without bound."""
+    """Restrict to tensors and numbers: Python's operators on strings and lists would grow without bound."""
 
     def call(*args: Value) -> Value:
         for arg in args:
@@ -91,8 +91,8 @@ def _power(base: Value, exponent: Value) -> Value:
     return operator.pow(base, exponent)
 
 
-def _of_numbers(function: Callable[..., Value]) -> Callable[..., Value]:
-    """A tensor would lose its gradient."""
+def _numeric(function: Callable[..., Value]) -> Callable[..., Value]:
+    """Restrict to numbers: a tensor would lose its gradient."""
 
     def call(*args: Value) -> Value:
         for arg in args:
@@ -104,21 +104,21 @@ def _of_numbers(function: Callable[..., Value]) -> Callable[..., Value]:
 
 
 def _function(target: str) -> Callable[..., Value]:
-    if target in _OWN:
-        return _OWN[target]
+    if target in _SPECIAL:
+        return _SPECIAL[target]
     module, _, name = target.rpartition(".")
     function: Callable[..., Value] = getattr(_MODULES[module], name)
     return _WRAPPED[module](function) if module in _WRAPPED else function
 
 
-_OWN: Mapping[str, Callable[..., Value]] = {
+_SPECIAL: Mapping[str, Callable[..., Value]] = {
     "getattr": _attribute,
     "operator.getitem": _item,
     "operator.pow": _arithmetic(_power),
 }
 _WRAPPED: Mapping[str, Callable[[Callable[..., Value]], Callable[..., Value]]] = {
     "operator": _arithmetic,
-    "math": _of_numbers,
+    "math": _numeric,
 }
 
 CALL_FUNCTION: Mapping[str, Operation] = {

@@ -4,10 +4,9 @@ from skyrl_tinker.training.losses.base import LossContext, LossTerms, policy_met
 
 
 def dro(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
-    """-sum(logp * A - beta / 2 * (logp - q)^2): direct reward optimisation (arXiv:2405.19107), with a
-    quadratic penalty in place of an importance ratio.
+    """Direct reward optimisation (arXiv:2405.19107): a quadratic penalty in place of an importance ratio.
 
-    The penalty counts at every position, also where A is zero.
+    -sum(logp * A - beta / 2 * (logp - q)^2). The penalty counts at every position, also where A is zero.
     """
     q, advantages = context.inputs["logprobs"], context.inputs["advantages"]
     penalty = context.config["beta"] / 2 * (logprobs - q).square()

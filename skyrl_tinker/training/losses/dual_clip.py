@@ -11,9 +11,10 @@ from skyrl_tinker.training.losses.base import (
 
 
 def dual_clip(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
-    """`regular`, and where A < 0 the objective is at least c * A: -sum(max(min(r * A, clip(r) * A), c * A)),
-    c = clip_ratio_c. Dual-clip PPO (arXiv:1912.09729): a token that the policy has come to favour far
-    more than the sampler did cannot make the loss grow without bound.
+    """Dual-clip PPO (arXiv:1912.09729): `regular`, and where A < 0 the objective is at least c * A.
+
+    -sum(max(min(r * A, clip(r) * A), c * A)), c = clip_ratio_c. A token that the policy has come to favour
+    far more than the sampler did cannot make the loss grow without bound.
     """
     inputs = context.inputs
     advantages = inputs["advantages"]

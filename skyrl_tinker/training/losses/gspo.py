@@ -12,9 +12,10 @@ from skyrl_tinker.training.losses.base import (
 
 
 def gspo(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
-    """-sum(min(s * A, clip(s, low, high) * A)), with s of a datum = exp(mean of logp - q) over the tokens
-    whose sequence_ratio_mask is not zero, and 1 if there are none. GSPO-token (arXiv:2507.18071): in every
-    token s has the gradient of that token's own logp, s * logp'.
+    """GSPO-token (arXiv:2507.18071): in every token s has the gradient of that token's own logp, s * logp'.
+
+    -sum(min(s * A, clip(s, low, high) * A)), with s of a datum = exp(mean of logp - q) over the tokens whose
+    sequence_ratio_mask is not zero, and 1 if there are none.
     """
     inputs, config = context.inputs, context.config
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
@@ -26,7 +27,7 @@ def gspo(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
 
 
 def _sequence_log_ratio(logprobs: torch.Tensor, context: LossContext) -> torch.Tensor:
-    """[n]: of each token, the mean log ratio of its datum. In float64, as thresholds lie 3e-4 from 1."""
+    """Compute each token's mean log ratio of its datum, [n]. In float64, as thresholds lie 3e-4 from 1."""
     lengths = torch.tensor([prod(shape) for shape in context.shapes], device=logprobs.device)
     mask = context.inputs["sequence_ratio_mask"] != 0
     log_ratio = torch.where(mask, logprobs - context.inputs["logprobs"], 0.0).double()

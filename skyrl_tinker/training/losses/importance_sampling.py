@@ -4,8 +4,9 @@ from skyrl_tinker.training.losses.base import LossContext, LossTerms, importance
 
 
 def importance_sampling(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
-    """-sum(exp(logp - q) * A): policy gradient corrected for the sampler q, the surrogate of TRPO
-    (arXiv:1502.05477, eq. 14) without its trust region.
+    """Policy gradient corrected for the sampler q: -sum(exp(logp - q) * A).
+
+    The surrogate of TRPO (arXiv:1502.05477, eq. 14) without its trust region.
     """
     q, advantages = context.inputs["logprobs"], context.inputs["advantages"]
     ratio = importance_ratio(logprobs - q, bounded=advantages == 0)

@@ -5,11 +5,11 @@ from skyrl_tinker.training.losses.covariance import covariances, share
 
 
 def kl_cov(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
-    """-sum(r * A) + ppo_kl_coef * sum(|logp - q|) over the chosen tokens, r = exp(logp - q): KL-Cov
-    (arXiv:2505.22617).
+    """KL-Cov (arXiv:2505.22617).
 
-    Chosen are, of all tokens of a request with A != 0, the share kl_cov_ratio whose covariance of A and logp
-    is largest, the earlier one of two equals. |.| has the gradient 0 at 0, so on-policy nothing is penalised.
+    -sum(r * A) + ppo_kl_coef * sum(|logp - q|) over the chosen tokens, r = exp(logp - q). Chosen are, of all
+    tokens of a request with A != 0, the share kl_cov_ratio whose covariance of A and logp is largest, the
+    earlier one of two equals. |.| has the gradient 0 at 0, so on-policy nothing is penalised.
     """
     q, advantages = context.inputs["logprobs"], context.inputs["advantages"]
     ratio = importance_ratio(logprobs - q, bounded=advantages == 0)
@@ -20,7 +20,7 @@ def kl_cov(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
 
 
 def _chosen(logprobs: torch.Tensor, advantages: torch.Tensor, fraction: float) -> torch.Tensor:
-    """bool [n]."""
+    """Return the chosen tokens, bool [n]."""
     order = covariances(logprobs, advantages).sort(descending=True, stable=True).indices
     chosen = torch.zeros_like(advantages, dtype=torch.bool)
     chosen[order[: share(fraction, int((advantages != 0).sum()))]] = True

@@ -11,8 +11,9 @@ from skyrl_tinker.training.losses.base import (
 
 
 def regular(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
-    """-sum(min(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A)), r = exp(logp - q): PPO's clipped surrogate
-    (arXiv:1707.06347, eq. 7) with the two epsilons of DAPO (arXiv:2503.14476).
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with the two epsilons of DAPO (arXiv:2503.14476).
+
+    -sum(min(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A)), r = exp(logp - q).
     """
     inputs = context.inputs
     low, high = epsilon_bounds(context.config)

@@ -1,4 +1,4 @@
-"""What this process keeps of the memory it freed (glibc's allocator, and CUDA's cache)."""
+"""Freed memory that this process keeps or returns (glibc's allocator, and CUDA's cache)."""
 
 import ctypes
 import gc
@@ -11,7 +11,7 @@ _MIB = 1 << 20
 
 
 def keep_freed() -> None:
-    """A pass frees and asks again for the same activations: as new pages they cost a tenth of its time."""
+    """Keep freed memory: passes allocate the same activations again; new pages cost a tenth of their time."""
     with suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         for option, size in ((_TRIM_THRESHOLD, 256), (_TOP_PAD, 64), (_MMAP_THRESHOLD, 32)):
@@ -19,14 +19,14 @@ def keep_freed() -> None:
 
 
 def give_back() -> None:
-    """Free what only cycles hold (a network under FSDP does), and let others have it."""
+    """Free what only cycles hold (a network under FSDP does), and return it to the system."""
     gc.collect()
-    uncache()
+    empty_cuda_cache()
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def uncache() -> None:
-    """Let other processes have what is free on the GPU."""
+def empty_cuda_cache() -> None:
+    """Make free GPU memory available to other processes."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Whose state is on the device: of LoRA models at most so many, the rest waits in host memory."""
+"""LRU cache of model state on the device: a limited number of LoRA models, the rest in host memory."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,66 +9,66 @@ from skyrl_tinker.training.models.trainable_model import TrainableModel
 
 
 class DeviceCache:
-    """Each rank has its own. Full-parameter models always stay."""
+    """Cache of one rank. Full-parameter models always stay on the device."""
 
     def __init__(self, models: Mapping[ModelKey, TrainableModel], limit: int) -> None:
-        """`models` is the worker's own table and changes under it; limit 0 = none."""
+        """Cache `models`, the worker's own table, which changes meanwhile; limit 0 = unlimited."""
         self._models = models
         self._limit = limit
-        self._asides: dict[ModelKey, OffloadBuffer] = {}
-        self._here: dict[ModelKey, None] = {}  # LoRA models on the device, the longest unused first
+        self._buffers: dict[ModelKey, OffloadBuffer] = {}
+        self._loaded: dict[ModelKey, None] = {}  # LoRA models on the device, least recently used first
 
     def add(self, key: ModelKey) -> None:
-        """A model just made, on the device."""
-        self._asides[key] = OffloadBuffer()
-        self._make_room([key])
+        """Add a new model, which is on the device."""
+        self._buffers[key] = OffloadBuffer()
+        self._evict_for([key])
         self._touch(key)
 
-    def drop(self, key: ModelKey) -> None:
-        self._asides.pop(key, None)
-        self._here.pop(key, None)
+    def remove(self, key: ModelKey) -> None:
+        self._buffers.pop(key, None)
+        self._loaded.pop(key, None)
 
-    def use(self, keys: Iterable[ModelKey]) -> None:
-        """Have these on the device, all of them, even if they are more than the limit."""
+    def load(self, keys: Iterable[ModelKey]) -> None:
+        """Load these models onto the device, all of them, even if they exceed the limit."""
         known = [key for key in dict.fromkeys(keys) if key in self._models]
-        self._make_room(known)
+        self._evict_for(known)
         for key in known:
-            if self._is_away(key):
-                self._asides[key].onload()
+            if self._is_offloaded(key):
+                self._buffers[key].onload()
             self._touch(key)
 
-    def change(self, keys: Iterable[ModelKey]) -> None:
-        """These are on the device and change now: what the host has of them is old."""
+    def mark_changed(self, keys: Iterable[ModelKey]) -> None:
+        """Invalidate the host copies of models that are on the device and about to change."""
         for key in keys:
-            if key in self._asides:
-                self._asides[key].forget()
+            if key in self._buffers:
+                self._buffers[key].forget()
 
     def offload(self) -> None:
-        """Set all aside; `onload` brings back those that were here."""
+        """Offload all models; `onload` restores those that were on the device."""
         for key in self._models:
-            self._set_aside(key)
+            self._offload(key)
 
     def onload(self) -> None:
         for key in self._models:
-            if not self._is_away(key):
-                self._asides[key].onload()
+            if not self._is_offloaded(key):
+                self._buffers[key].onload()
 
-    def _make_room(self, coming: Iterable[ModelKey]) -> None:
+    def _evict_for(self, coming: Iterable[ModelKey]) -> None:
         adapters = [key for key in coming if isinstance(self._models[key], LoraModel)]
-        others = [key for key in self._here if key not in adapters]
+        others = [key for key in self._loaded if key not in adapters]
         if self._limit:
             for key in others[: max(0, len(others) + len(adapters) - self._limit)]:
-                self._set_aside(key)
-                del self._here[key]
+                self._offload(key)
+                del self._loaded[key]
 
     def _touch(self, key: ModelKey) -> None:
         if isinstance(self._models[key], LoraModel):
-            self._here.pop(key, None)
-            self._here[key] = None
+            self._loaded.pop(key, None)
+            self._loaded[key] = None
 
-    def _is_away(self, key: ModelKey) -> bool:
-        return isinstance(self._models[key], LoraModel) and key not in self._here
+    def _is_offloaded(self, key: ModelKey) -> bool:
+        return isinstance(self._models[key], LoraModel) and key not in self._loaded
 
-    def _set_aside(self, key: ModelKey) -> None:
+    def _offload(self, key: ModelKey) -> None:
         model = self._models[key]
-        self._asides[key].offload(model.tensors(), model.blanks())
+        self._buffers[key].offload(model.tensors(), model.blanks())

@@ -1,4 +1,4 @@
-"""Memory for models: what they have, what was promised to them, and whether one more full copy fits."""
+"""Memory of models: held, reserved, and the check that one more full copy fits."""
 
 from collections.abc import Iterable
 
@@ -18,20 +18,21 @@ _GB = 1e9
 
 
 def bytes_held(tensors: Iterable[torch.Tensor]) -> int:
-    """On this rank's device now; what is set aside counts nothing."""
+    """Count the bytes on this rank's device now, offloaded tensors excluded."""
     return sum(storage.nbytes() for storage in storages(tensors))
 
 
-def bytes_promised(models: Iterable[TrainableModel], ranks: Ranks) -> float:
-    """What full-parameter models will still ask for on this rank: gradients and moments are made lazily."""
+def bytes_reserved(models: Iterable[TrainableModel], ranks: Ranks) -> float:
+    """Count the bytes that full-parameter models will still need here, as gradients and moments are lazy."""
     full = [model for model in models if isinstance(model, FullModel)]
-    wholes = [_whole(_size(model), model.optimizer, ranks) for model in full]
+    sizes = [sum(parameter.numel() for parameter in model.network.parameters()) for model in full]
     return sum(
-        max(0.0, whole - bytes_held(model.tensors())) for whole, model in zip(wholes, full, strict=True)
+        max(0.0, _whole(size, model.optimizer, ranks) - bytes_held(model.tensors()))
+        for size, model in zip(sizes, full, strict=True)
     )
 
 
-def require_room(
+def require_memory(
     parameters: int,
     optimizer: OptimizerFamily,
     base: Iterable[torch.Tensor],
@@ -39,38 +40,34 @@ def require_room(
     limit_gb: float | None,
     ranks: Ranks,
 ) -> None:
-    """For a full-parameter model of that many parameters, beside `base` and `models`.
+    """Require memory for a full-parameter model of that many parameters, beside `base` and `models`.
 
-    `limit_gb`: what all of them together may hold on one rank; None: what the machine has. Every rank must
-    call it. Raises UserError with the numbers, on all ranks alike, when there is none.
+    `limit_gb`: limit for all of them together on one rank; None: the machine's memory. Every rank must call
+    it. Raises UserError with the numbers, on all ranks alike, when there is too little.
     """
     others = list(models)
     needed = _whole(parameters, optimizer, ranks) + _FLOAT32 * parameters  # each rank reads it whole first
-    promised = bytes_promised(others, ranks)
+    reserved = bytes_reserved(others, ranks)
     free = _free(ranks)
     if limit_gb is not None:
         held = bytes_held(base) + sum(bytes_held(model.tensors()) for model in others)
         free = min(free, limit_gb * _GB - held)
-    if any(ranks.any_([needed > free - promised])):
+    if any(ranks.any_([needed > free - reserved])):
         raise UserError(
             f"full-parameter training (rank 0) of {parameters:,} parameters with {optimizer} needs "
             f"{needed / _GB:.3g} GB per trainer rank; {free / _GB:.3g} GB are free, of which "
-            f"{promised / _GB:.3g} GB are promised to full-parameter models that exist: use LoRA, wait until "
+            f"{reserved / _GB:.3g} GB are reserved for full-parameter models: use LoRA, wait until "
             "one of them is released, or give the server more ranks or memory (trainer_memory_gb)"
         )
 
 
 def _whole(parameters: int, optimizer: OptimizerFamily, ranks: Ranks) -> float:
-    """Weights, gradients and moments of one rank's share."""
+    """Bytes of weights, gradients and moments of one rank's share."""
     return parameters * _FLOAT32 * (2 + len(MOMENTS[optimizer])) / ranks.world
-
-
-def _size(model: FullModel) -> int:
-    return sum(parameter.numel() for parameter in model.network.parameters())
 
 
 def _free(ranks: Ranks) -> float:
     if ranks.device.type == "cuda":
-        allocator.uncache()
+        allocator.empty_cuda_cache()
         return float(torch.cuda.mem_get_info()[0])
     return psutil.virtual_memory().available / ranks.world  # CPU ranks share one host's memory

@@ -1,7 +1,7 @@
-"""Tensors set aside: copied to host memory, their storages freed, and brought back to the last bit.
+"""Offload of tensors: copied to host memory, their storages freed, and restored to the last bit.
 
 Storages are emptied and filled in place, so that views (adapters in their flat buffer, FSDP's shards and
-DTensors, tied weights) need not be known: they share the storage and are right again when it is.
+DTensors, tied weights) need not be known: they share the storage and are valid again when it is.
 """
 
 from collections.abc import Iterable
@@ -19,19 +19,22 @@ class _Copy:
 
 
 class OffloadBuffer:
-    """The storages of one network or model, here or set aside."""
+    """Storages of one network or model, on the device or offloaded."""
 
     def __init__(self) -> None:
         self._copies: list[_Copy] = []
 
     def offload(self, tensors: Iterable[torch.Tensor], blanks: Iterable[torch.Tensor] = ()) -> None:
-        """Copies still valid from last time are not made again. The device is waited for.
+        """Offload the tensors, reusing copies that are still valid, and wait for the device.
 
         `blanks`: those of the tensors that are zero, which cost nothing on the host.
         """
         if not self._copies:
             zero = {storage._cdata for storage in storages(blanks)}
-            self._copies = [_copy(storage, storage._cdata in zero) for storage in storages(tensors)]
+            self._copies = [
+                _Copy(storage, storage.nbytes(), None if storage._cdata in zero else _to_host(storage))
+                for storage in storages(tensors)
+            ]
         self._finish_copies()
         for copy in self._copies:
             copy.storage.resize_(0)
@@ -46,7 +49,7 @@ class OffloadBuffer:
         self._finish_copies()
 
     def forget(self) -> None:
-        """The tensors will change: what is on the host is worth nothing. Only while they are here."""
+        """Invalidate the host copies, because the tensors will change. Only while they are on the device."""
         self._copies = []
 
     def _finish_copies(self) -> None:
@@ -55,13 +58,9 @@ class OffloadBuffer:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each once."""
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-    return list({each.untyped_storage()._cdata: each.untyped_storage() for each in local}.values())
-
-
-def _copy(storage: torch.UntypedStorage, zero: bool) -> _Copy:
-    return _Copy(storage, storage.nbytes(), None if zero else _to_host(storage))
+    """Return the storages of the tensors, each once."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in local}.values())
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Files of float32 in memory (tmpfs), mapped into this process: what is written to one outlives the process.
+"""Files of float32 in memory (tmpfs), mapped into this process, whose contents outlive it.
 
 Files are kept and written again, since fresh pages cost several times what copying into old ones does.
 """
@@ -15,10 +15,10 @@ import psutil
 import torch
 
 SHARE = 4
-"""A new file may take one part in so many of the memory that is available: safety must not use it up."""
+"""A new file may take 1/SHARE of the available memory, which safety must not use up."""
 
 SPARE_SHARE = 8
-"""So much of it may lie in files that nobody needs at the moment."""
+"""Unused files may take 1/SPARE_SHARE of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class _File:
 
 
 class StateFiles:
-    """Those of one process, which has the names with `prefix` for itself. `pinned`: for copies from a GPU."""
+    """Files of one process, which owns the names with `prefix`. `pinned`: for copies from a GPU."""
 
     def __init__(self, directory: Path, prefix: str, *, pinned: bool) -> None:
         self._directory = directory
@@ -40,9 +40,9 @@ class StateFiles:
         self._spare_bytes = 0
 
     def write(self, tensors: Collection[torch.Tensor]) -> str:
-        """One behind the other, into a file whose name is returned. OSError when there is no room.
+        """Write the tensors end to end into a file and return its name. Raises OSError when memory is short.
 
-        From a GPU: they are there when it has been waited for.
+        Copies from a GPU are complete after a synchronisation.
         """
         elements = sum(tensor.numel() for tensor in tensors)
         file = self._take(max(1, elements))
@@ -55,7 +55,7 @@ class StateFiles:
         return file.path.name
 
     def read(self, name: str, tensors: Collection[torch.Tensor]) -> None:
-        """Fill them from a file of any process, written as `write` does."""
+        """Fill the tensors from a file of any process, as `write` writes it."""
         flat = _map(self._directory / name)
         start = 0
         for tensor in tensors:
@@ -63,7 +63,7 @@ class StateFiles:
             start += tensor.numel()
 
     def adopt(self, names: Collection[str]) -> None:
-        """Files of a process that has ended belong to this one now; its others are removed."""
+        """Take over these files of a process that has ended, and remove its others."""
         for path in self._directory.glob(f"{self._prefix}-*"):
             if path.name in names:
                 self._used[path.name] = self._opened(path)
@@ -73,7 +73,7 @@ class StateFiles:
         self._numbers = itertools.count(max(taken, default=0) + 1)
 
     def free_all_but(self, names: Collection[str]) -> None:
-        """What is in the others is not needed any more."""
+        """Free all other files for reuse."""
         done = self._used.keys() - names
         limit = psutil.virtual_memory().available // SPARE_SHARE if done else 0
         for name in done:

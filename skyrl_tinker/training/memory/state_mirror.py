@@ -1,4 +1,4 @@
-"""One rank's share of what outlives it: every model's tensors once more, in files.
+"""State of one rank that outlives it: every model's tensors once more, in files.
 
 A unit of work never touches a file that counts. What it changed goes to files of its own, and those before
 are free when the next unit begins: by then the engine has entered this one in its ledger. So a process may
@@ -22,8 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class StateMirror:
-    """Between `begin` and `finish`, `keep` and `drop` say what a unit changed. Without a state_dir nothing
-    is kept."""
+    """Mirror of all models; between `begin` and `finish`, `keep` and `drop` record the changes of a unit.
+
+    Without a state_dir nothing is kept.
+    """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         self._on_gpu = spec.device == "cuda"
@@ -36,13 +38,13 @@ class StateMirror:
         self._refused: set[ModelKey] = set()
 
     def begin(self) -> None:
-        """The unit before is entered, or it changed nothing."""
+        """Begin a unit, after the previous one was entered or changed nothing."""
         self._changes = {}
         if self._files is not None:
             self._files.free_all_but({name for kept in self._kept.values() for name in _names(kept)})
 
     def keep(self, key: ModelKey, model: TrainableModel, changed: Iterable[Part] = ()) -> None:
-        """The model as it is now; `changed`: what of it is not as it was. A fresh one needs no file."""
+        """Keep the model as it is now; `changed`: its parts that changed. A fresh one needs no file."""
         if self._files is None:
             return
         before = self._changes.get(key) or self._kept.get(key)
@@ -60,21 +62,21 @@ class StateMirror:
             self._refused.discard(key)
 
     def finish(self) -> Changes:
-        """When this returns, what the unit changed is in the files."""
+        """Finish the unit; its changes are in the files when this returns."""
         if self._changes and self._on_gpu:
             torch.cuda.synchronize()
         self._kept = {key: kept for key, kept in (self._kept | self._changes).items() if kept is not None}
         return self._changes
 
     def open(self, shares: Mapping[ModelKey, Sequence[ModelShare]]) -> None:
-        """Go on with the files of the process before this one. `shares`: of each model those of all ranks."""
+        """Adopt the files of the process before this one. `shares`: of each model, those of all ranks."""
         self._kept = {key: each[self._rank] for key, each in shares.items()}
         if self._files is not None:
             self._files.adopt({name for kept in self._kept.values() for name in _names(kept)})
 
     def fill(self, model: TrainableModel, shares: Sequence[ModelShare]) -> None:
-        """Make a fresh model what it was. The first rank has what is the same on all of them."""
-        assert self._files is not None, "somebody kept it"
+        """Restore a fresh model. The first rank has what is the same on all of them."""
+        assert self._files is not None, "it was kept"
         model.step = shares[self._rank].step
         for name, file in {**(shares[0].files or {}), **(shares[self._rank].files or {})}.items():
             part = Part(name)
@@ -85,14 +87,14 @@ class StateMirror:
     def _written(
         self, key: ModelKey, model: TrainableModel, files: Mapping[str, str], changed: Iterable[Part]
     ) -> dict[str, str] | None:
-        """`files` as they are after the change; None: they cannot be written."""
+        """Return `files` after the change; None: they cannot be written."""
         if isinstance(model, FullModel) and self._on_gpu:  # copying all of it took longer than the pass
             return None
         written = dict(files)
         try:
             for part in filter(lambda part: self._is_ours(model, part), changed):
                 written.pop(part, None)
-                if model.has(part):
+                if model.has_values(part):
                     written[part.value] = self._write(model, part)
         except OSError as error:
             self._refuse(key, error)
@@ -100,7 +102,7 @@ class StateMirror:
         return written
 
     def _is_ours(self, model: TrainableModel, part: Part) -> bool:
-        """Adapters are the same on all ranks but for their gradients, of which each has a share."""
+        """Decide whether this rank writes: adapters differ between ranks only in their gradients."""
         return self._rank == 0 or part is Part.GRADIENT or isinstance(model, FullModel)
 
     def _write(self, model: TrainableModel, part: Part) -> str:

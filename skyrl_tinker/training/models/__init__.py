@@ -1,1 +1,1 @@
-"""The network and what is trained of it: LoRA adapters, full parameters, attention and logprobs."""
+"""The network and its trainable models: LoRA adapters, full parameters, attention and logprobs."""

@@ -13,10 +13,9 @@ from transformers import AttentionInterface
 from skyrl_tinker.training.batching.packed_row import Segments
 
 IMPLEMENTATION = "skyrl_tinker_packed"
-"""Under this name transformers finds the chosen kernel; it builds no mask for names it does not know."""
+"""Name by which transformers finds the chosen kernel; it builds no mask for names that it does not know."""
 
 _log = logging.getLogger(__name__)
-
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None], torch.Tensor]
 """(q [1, H, T, D], k and v [1, Hkv, T, D], segments, scale) -> [T, H, D]"""
@@ -30,7 +29,7 @@ def register(device: str, dtype: torch.dtype) -> None:
 
 
 def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
-    """The flash kernels are for CUDA and 16-bit types only."""
+    """Choose a kernel; the flash kernels are for CUDA and 16-bit types only."""
     if device == "cuda" and dtype in (torch.float16, torch.bfloat16):
         if find_spec("flash_attn") is not None:
             return "flash_attn", _flash_attn
@@ -51,7 +50,7 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Returns ([1, T, H, D], None)."""
+    """Run the kernel behind the interface of transformers; returns ([1, T, H, D], None)."""
     return kernel(query, key, value, segments, scaling)[None], None
 
 
@@ -60,18 +59,18 @@ def _segment_by_segment(
 ) -> torch.Tensor:
     sizes = [count * length for count, length in segments.runs]
     q, k, v = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
-    outputs = [_run(*part, scaling) for part in zip(q, k, v, segments.runs, strict=True)]
+    outputs = [_attend_run(*part, scaling) for part in zip(q, k, v, segments.runs, strict=True)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _run(
+def _attend_run(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     run: tuple[int, int],
     scaling: float | None,
 ) -> torch.Tensor:
-    """[heads, count * length, D] each: as one batch of the SDPA kernel; returns [count * length, H, D]."""
+    """Attend in one batch of SDPA: [heads, count * length, D] each -> [count * length, H, D]."""
     q, k, v = (tensor.view(len(tensor), *run, -1).transpose(0, 1) for tensor in (query, key, value))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
@@ -105,5 +104,5 @@ def _varlen_attn(
 
 
 def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """[1, heads, T, D] -> [T, heads, D]"""
+    """Transpose each: [1, heads, T, D] -> [T, heads, D]."""
     return [tensor[0].transpose(0, 1).contiguous() for tensor in tensors]

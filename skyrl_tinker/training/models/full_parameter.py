@@ -9,25 +9,24 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.models.network import Network, network_tensors, trainable_network
+from skyrl_tinker.training.models.network import Network, network_tensors
 from skyrl_tinker.training.models.trainable_model import Kind, TrainableModel
-from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 _PREFIX = "causal_lm."
 
 
 class FullModel(TrainableModel):
-    """Parameters, gradients and moments are this rank's shards; a tied head exists once, as the embedding."""
+    """A full copy of the base. Tensors are this rank's shards; a tied head exists once, as the embedding."""
 
     def __init__(
         self, key: ModelKey, spec: LoraSpec, network: Network, ranks: Ranks, optimizer: OptimizerFamily
     ) -> None:
         super().__init__(spec, optimizer)
         self.network_key = key
-        self._settle(network, ranks)
+        self._attach(network, ranks)
         self._saved: list[torch.Tensor | None] = []
 
-    def _settle(self, network: Network, ranks: Ranks) -> None:
+    def _attach(self, network: Network, ranks: Ranks) -> None:
         self.network = network
         self._ranks = ranks
         self._parameters = {
@@ -38,14 +37,14 @@ class FullModel(TrainableModel):
         self._tables = {id(module.weight) for module in tables}
 
     def move(self, network: Network, ranks: Ranks) -> None:
-        """Go on, outside of a pass, with the same shards in a fresh network over a fresh process group."""
+        """Move the shards, outside of a pass, into a fresh network over a fresh process group."""
         old = self._parameters
-        self._settle(network, ranks)
+        self._attach(network, ranks)
         for name, parameter in self._parameters.items():
             _local(parameter.detach()).copy_(_local(old[name].detach()))
             gradient = old[name].grad
             if gradient is not None:
-                parameter.grad = self._sharing(name, _local(gradient))
+                parameter.grad = self._as_dtensor(name, _local(gradient))
 
     def _weights(self) -> list[torch.Tensor]:
         return [_local(parameter.detach()) for parameter in self._parameters.values()]
@@ -54,11 +53,11 @@ class FullModel(TrainableModel):
         return network_tensors(self.network)
 
     def _local_gradients(self) -> list[torch.Tensor]:
-        found = (parameter.grad for parameter in self._parameters.values())
-        return [_local(gradient) for gradient in found if gradient is not None]
+        gradients = (parameter.grad for parameter in self._parameters.values())
+        return [_local(gradient) for gradient in gradients if gradient is not None]
 
     def _keep_gradients(self) -> None:
-        """Costs a second set of gradients only while a pass adds to earlier ones."""
+        """Keep the gradients: costs a second set only while a pass adds to earlier ones."""
         self._saved = [parameter.grad for parameter in self._parameters.values()]
         self._drop_gradients()
 
@@ -79,7 +78,7 @@ class FullModel(TrainableModel):
 
     def _make_gradients(self) -> None:
         for name, parameter in self._parameters.items():
-            parameter.grad = self._sharing(name, torch.empty_like(_local(parameter.detach())))
+            parameter.grad = self._as_dtensor(name, torch.empty_like(_local(parameter.detach())))
 
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
         gradients = [_local(parameter.grad) for parameter in self._parameters.values()]
@@ -97,19 +96,19 @@ class FullModel(TrainableModel):
             return Kind.TABLE
         return Kind.MATRIX if parameter.dim() == 2 else Kind.VECTOR
 
-    def own(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def select(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
         return tensors[self._index[name]]
 
     def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
-        return self._sharing(name, share).full_tensor()
+        return self._as_dtensor(name, share).full_tensor()
 
-    def share(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         like = self._sharded(name)
-        there = whole.to(self._ranks.device)
-        return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None).to_local()
+        whole = whole.to(self._ranks.device)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
-    def _sharing(self, name: str, share: torch.Tensor) -> DTensor:
-        """A whole of which `share` is this rank's part, laid out as the parameter is."""
+    def _as_dtensor(self, name: str, share: torch.Tensor) -> DTensor:
+        """Return the DTensor of which `share` is this rank's part, laid out as the parameter is."""
         like = self._sharded(name)
         return DTensor.from_local(
             share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -119,14 +118,6 @@ class FullModel(TrainableModel):
         parameter = self._parameters[name].detach()
         assert isinstance(parameter, DTensor)
         return parameter
-
-
-def create_full(
-    key: ModelKey, spec: LoraSpec, trainer: TrainerSpec, ranks: Ranks, optimizer: OptimizerFamily = "adamw"
-) -> FullModel:
-    """Every rank must call it. That there is memory for it has been seen to."""
-    network = trainable_network(trainer, ranks.mesh)
-    return FullModel(key, spec, network, ranks, optimizer)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

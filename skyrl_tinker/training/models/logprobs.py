@@ -1,4 +1,4 @@
-"""Log-probabilities of target tokens without the [T, V] matrix of all of them."""
+"""Log-probabilities of target tokens without the [T, V] matrix of all tokens."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,22 +6,20 @@ from typing import Any, NamedTuple
 import torch
 
 CHUNK = 256
-"""Tokens whose logits exist at one time."""
-
+"""Number of tokens whose logits exist at one time."""
 KEPT = 1 << 22
-"""Up to so many logits of one model's tokens in a row (16 MiB) wait for backward; more are computed again."""
-
+"""Most logits of one model's tokens in a row (16 MiB) that wait for backward; more are computed again."""
 KEPT_OF_ROW = 4 * KEPT
-"""However many models share the row."""
+"""Limit for all models of a row together."""
 
 
 def shared_tokens(vocab: int) -> int:
-    """Tokens at most of several requests that share one call: one chunk, with logits that may be kept."""
+    """Most tokens of several requests that share one call: one chunk, with logits that may be kept."""
     return min(CHUNK, KEPT // vocab)
 
 
 class Head(NamedTuple):
-    """logits = hidden @ weight.T + inner @ outer.T; the second term is there for an adapted head only."""
+    """Head: logits = hidden @ weight.T + inner @ outer.T, the second term for an adapted head only."""
 
     weight: torch.Tensor  # [V, D]
     inner: torch.Tensor | None = None  # [T, r], scale * hidden @ A.T
@@ -38,12 +36,13 @@ def token_logprobs(
     dense: bool = False,
     cuts: Sequence[int] = (),
 ) -> torch.Tensor:
-    """hidden [T, D], targets [C] int64 -> [C] float32, differentiable in hidden, weight, inner and outer.
+    """Score targets: hidden [T, D], targets [C] int64 -> [C] float32.
 
-    `cell_tokens` [C] int64, not falling: which token each target is scored at; None: one each, C = T.
-    `keep`: logits may wait for backward, if they are few. `dense`: most targets will have a gradient.
-    `cuts`: tokens of each of several requests, `shared_tokens` in all, that are multiplied apart: so that a
-    request's numbers are, to the last bit, what they are without the others.
+    Differentiable in hidden, weight, inner and outer. `cell_tokens` [C] int64, not falling: the token at
+    which each target is scored; None: one each, C = T. `keep`: logits may wait for backward, if they are few.
+    `dense`: most targets will have a gradient. `cuts`: number of tokens of each of several requests,
+    `shared_tokens` in all, which are multiplied separately: so a request's numbers are, to the last bit, the
+    same as without the others.
     """
     few = len(hidden) * len(head.weight) <= KEPT
     frozen = head.outer is None and not head.weight.requires_grad
@@ -59,8 +58,11 @@ def token_logprobs(
 def frozen_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, cell_tokens: torch.Tensor | None
 ) -> torch.Tensor:
-    """The same, differentiable in hidden only, without logits in backward: what they would be needed for is
-    made on the way forward, at the price of a product that is wasted where no gradient comes."""
+    """Score targets as `token_logprobs`, differentiable in hidden only and without logits in backward.
+
+    What backward needs of them is made in forward, at the price of a product that is wasted where no gradient
+    comes.
+    """
     result: torch.Tensor = _FrozenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, cell_tokens
     )
@@ -68,7 +70,7 @@ def frozen_logprobs(
 
 
 class _Part(NamedTuple):
-    """One chunk: its tokens, its cells, and where the cells lie in the chunk's logits, flattened."""
+    """One chunk: its tokens, its cells, and the position of the cells in the chunk's logits."""
 
     tokens: slice
     cells: slice
@@ -77,7 +79,7 @@ class _Part(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps log-sum-exp, and logits where they are few; chunks without upstream gradient are skipped."""
+    """Logprobs that keep log-sum-exp, and few logits; chunks without upstream gradient are skipped."""
 
     @staticmethod
     def forward(
@@ -110,8 +112,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, inner, outer, targets, cell_tokens, lse = ctx.saved_tensors
         grads = [
-            torch.zeros_like(tensor, dtype=dtype) if wanted else None
-            for tensor, wanted, dtype in zip(
+            torch.zeros_like(tensor, dtype=dtype) if needed else None
+            for tensor, needed, dtype in zip(
                 (hidden, weight, inner, outer),
                 ctx.needs_input_grad,
                 (None, torch.float32, None, torch.float32),
@@ -119,19 +121,19 @@ class _TokenLogprobs(torch.autograd.Function):
             )
         ]
         for part in _parts(len(hidden), targets, cell_tokens):
-            tokens, own = part.tokens, upstream[0][part.cells]
-            if own.any():
+            tokens, gradient = part.tokens, upstream[0][part.cells]
+            if gradient.any():
                 logits = ctx.kept.pop(tokens.start, None)  # once: _delta overwrites it
                 if logits is None:
                     logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer, ctx.cuts)
-                delta = _delta(logits, lse[tokens], part, own).to(hidden.dtype)
+                delta = _delta(logits, lse[tokens], part, gradient).to(hidden.dtype)
                 _accumulate(grads, tokens, delta, (hidden, weight, inner, outer), ctx.cuts)
         _match(grads, (hidden, weight, inner, outer))
         return (*grads, None, None, None, None)
 
 
 class _FrozenLogprobs(torch.autograd.Function):
-    """d logp / d hidden = weight[target] - sum over v of p(v) weight[v]; keeps the latter, [T, D]."""
+    """Logprobs with d logp / d hidden = weight[target] - sum_v p(v) weight[v]; keeps the sum, [T, D]."""
 
     @staticmethod
     def forward(
@@ -155,16 +157,16 @@ class _FrozenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, targets, cell_tokens, expected = ctx.saved_tensors
-        own = upstream[0].to(weight.dtype)[:, None]
+        gradient = upstream[0].to(weight.dtype)[:, None]
         if cell_tokens is None:
-            return (weight[targets] - expected).mul_(own), None, None, None
-        total = torch.zeros_like(expected[:, :1]).index_add_(0, cell_tokens, own)
-        grad = torch.mul(expected, -total).index_add_(0, cell_tokens, weight[targets] * own)
+            return (weight[targets] - expected).mul_(gradient), None, None, None
+        total = torch.zeros_like(expected[:, :1]).index_add_(0, cell_tokens, gradient)
+        grad = torch.mul(expected, -total).index_add_(0, cell_tokens, weight[targets] * gradient)
         return grad, None, None, None
 
 
 def _parts(tokens: int, targets: torch.Tensor, cell_tokens: torch.Tensor | None) -> Iterator[_Part]:
-    chunks = _chunks(tokens)
+    chunks = [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
     if cell_tokens is None:
         yield from (_Part(chunk, chunk, None, targets[chunk]) for chunk in chunks)
         return
@@ -173,10 +175,6 @@ def _parts(tokens: int, targets: torch.Tensor, cell_tokens: torch.Tensor | None)
     for chunk, start, stop in zip(chunks, bounds, bounds[1:], strict=False):
         cells = slice(start, stop)
         yield _Part(chunk, cells, cell_tokens[cells] - chunk.start, targets[cells])
-
-
-def _chunks(length: int) -> list[slice]:
-    return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
 
 
 def _cut(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
@@ -190,7 +188,7 @@ def _logits(
     outer: torch.Tensor | None,
     cuts: Sequence[int] = (),
 ) -> torch.Tensor:
-    """[n, V] float32."""
+    """Compute logits [n, V] float32."""
     logits = hidden.new_empty(len(hidden), len(weight))
     _multiply(hidden, weight.T, logits, cuts)
     logits = logits.float()
@@ -198,16 +196,16 @@ def _logits(
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, cuts: Sequence[int]) -> None:
-    """out = left @ right, each cut of the rows by itself."""
+    """Compute out = left @ right, each cut of the rows separately."""
     if len(cuts) < 2:
         torch.mm(left, right, out=out)
         return
-    for own, result in zip(left.split_with_sizes(cuts), out.split_with_sizes(cuts), strict=True):
-        torch.mm(own, right, out=result)
+    for rows, result in zip(left.split_with_sizes(cuts), out.split_with_sizes(cuts), strict=True):
+        torch.mm(rows, right, out=result)
 
 
 def _pick(logits: torch.Tensor, part: _Part) -> torch.Tensor:
-    """The logits of the cells, [c]."""
+    """Return the logits of the cells, [c]."""
     if part.rows is None:
         return logits.gather(-1, part.targets[:, None])[:, 0]
     return logits[part.rows, part.targets]
@@ -218,7 +216,7 @@ def _per_cell(values: torch.Tensor, part: _Part) -> torch.Tensor:
 
 
 def _delta(logits: torch.Tensor, lse: torch.Tensor, part: _Part, upstream: torch.Tensor) -> torch.Tensor:
-    """d loss / d logits = sum over a token's cells of (onehot - softmax) * upstream; overwrites logits."""
+    """Overwrite logits by d loss / d logits = sum over a token's cells of (onehot - softmax) * upstream."""
     if part.rows is None:
         delta = logits.sub_(lse[:, None]).exp_().mul_(-upstream[:, None])
         return delta.scatter_add_(-1, part.targets[:, None], upstream[:, None])
@@ -247,7 +245,7 @@ def _accumulate(
 
 
 def _match(grads: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None, ...]) -> None:
-    """Gradients were summed in float32; hand them back in their input's type."""
+    """Convert gradients, which were summed in float32, to their input's type."""
     for index, (grad, tensor) in enumerate(zip(grads, inputs, strict=True)):
         if grad is not None and tensor is not None:
             grads[index] = grad.to(tensor.dtype)

@@ -21,7 +21,7 @@ MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A linear layer of the base that adapters may adapt; `name` is its path in the causal LM."""
+    """A linear layer of the base that can be adapted; `name` is its path in the causal LM."""
 
     name: str
     inputs: int
@@ -32,7 +32,7 @@ class AdaptedLayer:
     def leaf(self) -> str:
         return self.name.rpartition(".")[2]
 
-    def wanted_by(self, spec: LoraSpec) -> bool:
+    def selected_by(self, spec: LoraSpec) -> bool:
         if self.is_head:
             return spec.train_unembed
         return (spec.train_attn and self.leaf in ATTENTION) or (spec.train_mlp and self.leaf in MLP)
@@ -44,24 +44,24 @@ class Pair(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A pair as plain tensors, for code that makes its gradients by itself."""
+    """A pair as plain tensors, for code that computes its own gradients."""
 
     a: torch.Tensor
     b: torch.Tensor
-    a_t: torch.Tensor  # the same, transposed
+    a_t: torch.Tensor  # a, transposed
     b_t: torch.Tensor
     grad_a: torch.Tensor  # to be added to
     grad_b: torch.Tensor
 
     @classmethod
-    def of(cls, pair: Pair) -> "Factors":
+    def from_pair(cls, pair: Pair) -> "Factors":
         assert pair.a.grad is not None
         assert pair.b.grad is not None
         a, b = pair.a.detach(), pair.b.detach()
         return cls(a, b, a.T, b.T, pair.a.grad, pair.b.grad)
 
     def to(self, dtype: torch.dtype) -> "Factors":
-        """All but the gradients."""
+        """Convert all but the gradients."""
         a, b = self.a.to(dtype), self.b.to(dtype)
         return Factors(a, b, a.T, b.T, self.grad_a, self.grad_b)
 
@@ -71,13 +71,15 @@ class _Slot:
     offset: int
     shape: tuple[int, int]
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
 
 
 class LoraModel(TrainableModel):
-    """One adapter, the same on every rank. Its tensors are views of one flat buffer, and so are their
-    gradients and moments, so that reducing, clipping and AdamW are one kernel each.
+    """One adapter, the same on every rank.
+
+    Its tensors are views of one flat buffer, and so are their gradients and moments, so that reducing,
+    clipping and AdamW are one kernel each.
     """
 
     network_key = None
@@ -89,9 +91,9 @@ class LoraModel(TrainableModel):
         device: torch.device,
         optimizer: OptimizerFamily = "adamw",
     ) -> None:
-        """Raises UserError when the spec selects no layer of the base."""
+        """Create the adapter. Raises UserError when the spec selects no layer of the base."""
         super().__init__(spec, optimizer)
-        self.targets = tuple(target for target in targets if target.wanted_by(spec))
+        self.targets = tuple(target for target in targets if target.selected_by(spec))
         if not self.targets:
             raise UserError(f"LoraConfig selects no layer of the base model: {spec}")
         self.scale = ALPHA / spec.rank
@@ -104,19 +106,19 @@ class LoraModel(TrainableModel):
         self.pairs: Mapping[str, Pair] = {
             target.name: Pair(*(self._leaf(key) for key in _keys(target))) for target in self.targets
         }
-        self.factors: Mapping[str, Factors] = {name: Factors.of(pair) for name, pair in self.pairs.items()}
+        self.factors = {name: Factors.from_pair(pair) for name, pair in self.pairs.items()}
 
     def _initialise(self) -> None:
-        """A as PEFT does it (Kaiming-uniform, a = sqrt 5), B zero; depends on seed and layer names only."""
+        """Set A as PEFT does (Kaiming-uniform, a = sqrt 5), B zero; depends on seed and layer names only."""
         for target in self.targets:
             generator = torch.Generator().manual_seed(_seed(self.spec.seed, target.name))
             fresh = torch.empty(self.spec.rank, target.inputs)
             nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
-            self._slots[_keys(target)[0]].of(self._flat).copy_(fresh)
+            self._slots[_keys(target)[0]].view(self._flat).copy_(fresh)
 
     def _leaf(self, key: str) -> torch.Tensor:
-        leaf = self._slots[key].of(self._flat).detach().requires_grad_()
-        leaf.grad = self._slots[key].of(self._gradients)
+        leaf = self._slots[key].view(self._flat).detach().requires_grad_()
+        leaf.grad = self._slots[key].view(self._gradients)
         return leaf
 
     def _weights(self) -> list[torch.Tensor]:
@@ -146,7 +148,7 @@ class LoraModel(TrainableModel):
         self._gradients.zero_()
 
     def _make_gradients(self) -> None:
-        """They are always there."""
+        """No-op: they always exist."""
 
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
         ranks.sum_(self._gradients)
@@ -158,13 +160,13 @@ class LoraModel(TrainableModel):
     def kind(self, name: str) -> Kind:
         return Kind.MATRIX
 
-    def own(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return self._slots[name].of(tensors[0])
+    def select(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return self._slots[name].view(tensors[0])
 
     def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
         return share
 
-    def share(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         return whole
 
 
@@ -192,6 +194,6 @@ def _layout(targets: Sequence[AdaptedLayer], rank: int) -> dict[str, _Slot]:
 
 
 def _seed(seed: int, name: str) -> int:
-    """63 bits from the model's seed and the layer's name."""
+    """Derive 63 bits from the model's seed and the layer's name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

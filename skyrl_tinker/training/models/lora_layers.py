@@ -1,6 +1,6 @@
-"""The base's linear layers with adapters: one autograd node each, however many requests share the row.
+"""Linear layers of the base with adapters: one autograd node each, however many requests share the row.
 
-What a request adds to a gradient is one addend, whatever else of its model is in the row: so the sums do not
+Each request adds one addend to a gradient, whatever else of its model is in the row: so the sums do not
 depend, to the last bit, on how requests were grouped into rows and passes.
 """
 
@@ -21,14 +21,14 @@ Adapters = tuple[tuple[Span, LoraModel], ...]
 
 
 class Active(NamedTuple):
-    """Whose adapter applies to which tokens of a row."""
+    """Adapters of a row, and the number of tokens to which each applies."""
 
     models: tuple[LoraModel, ...]  # of each request
-    sizes: list[int]  # tokens of each request and, if there are any, of nobody
+    sizes: list[int]  # tokens of each request and, if any, the rest of the row
 
     @classmethod
-    def of(cls, adapters: Adapters, tokens: int) -> "Active":
-        """`tokens`: of the row. The spans tile it but for its end."""
+    def from_adapters(cls, adapters: Adapters, tokens: int) -> "Active":
+        """Lay adapters over a row of `tokens` tokens; the spans tile it but for its end."""
         sizes = [len(span) for span, _ in adapters]
         rest = tokens - sum(sizes)
         return cls(tuple(model for _, model in adapters), [*sizes, rest] if rest else sizes)
@@ -36,12 +36,12 @@ class Active(NamedTuple):
 
 @dataclass(slots=True)
 class Routing:
-    """What applies to the row that is in the network now."""
+    """Adapters of the row that is in the network now."""
 
     active: Active = field(default_factory=lambda: Active((), []))
 
     @contextmanager
-    def of(self, active: Active) -> Iterator[None]:
+    def using(self, active: Active) -> Iterator[None]:
         before, self.active = self.active, active
         try:
             yield
@@ -50,7 +50,7 @@ class Routing:
 
 
 def install(causal_lm: nn.Module, targets: Sequence[AdaptedLayer], routing: Routing) -> None:
-    """Every target but the head, whose logits are made chunk by chunk elsewhere."""
+    """Adapt every target but the head, whose logits are computed chunk by chunk elsewhere."""
     for target in targets:
         module = causal_lm.get_submodule(target.name)
         assert isinstance(module, nn.Linear)
@@ -58,14 +58,16 @@ def install(causal_lm: nn.Module, targets: Sequence[AdaptedLayer], routing: Rout
             module.forward = partial(_forward, module, target.name, routing)  # type: ignore[method-assign]
 
 
-def apart(leaf: torch.Tensor) -> torch.Tensor:
-    """The leaf for one use, whose gradient is added to .grad by itself: autograd would take the sum over all
-    uses in the row first."""
-    found: torch.Tensor = _Apart.apply(leaf)  # type: ignore[no-untyped-call]
-    return found
+def accumulate_alone(leaf: torch.Tensor) -> torch.Tensor:
+    """Return the leaf for one use, whose gradient is added to .grad separately.
+
+    Autograd would take the sum over all uses in the row first.
+    """
+    view: torch.Tensor = _AccumulateAlone.apply(leaf)  # type: ignore[no-untyped-call]
+    return view
 
 
-class _Apart(torch.autograd.Function):
+class _AccumulateAlone(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         ctx.leaf = leaf
@@ -77,7 +79,7 @@ class _Apart(torch.autograd.Function):
 
 
 _Part = tuple[int, Factors, float]
-"""The number of a request in the row, and what it adds there: (index, factors, scale)."""
+"""One request's share in a layer: (index of the request in the row, factors, scale)."""
 
 
 def _forward(module: nn.Linear, name: str, routing: Routing, x: torch.Tensor) -> torch.Tensor:
@@ -97,11 +99,11 @@ def _forward(module: nn.Linear, name: str, routing: Routing, x: torch.Tensor) ->
 
 
 class _Adapted(torch.autograd.Function):
-    """y = x W^T + scale * (x A^T) B^T on each request's tokens; x [1, T, in], y [1, T, out], W frozen.
+    """Layer y = x W^T + scale * (x A^T) B^T on each request's tokens; x [1, T, in], y [1, T, out], W frozen.
 
     Backward adds to the gradients of A and B in place. `anchor` is a leaf: autograd would otherwise not call
     it where x needs no gradient (the first layer). Small tenants cost calls rather than arithmetic: each
-    tensor is cut for all of them in one, by `sizes`.
+    tensor is split for all of them in one call, by `sizes`.
     """
 
     @staticmethod
@@ -118,9 +120,9 @@ class _Adapted(torch.autograd.Function):
         xs, ys = x.squeeze(0).split_with_sizes(sizes), y.squeeze(0).split_with_sizes(sizes)
         inners = []
         for index, factors, scale in parts:
-            own = factors if factors.a.dtype == x.dtype else factors.to(x.dtype)
-            inner = xs[index].mm(own.a_t)
-            ys[index].addmm_(inner, own.b_t, alpha=scale)
+            cast = factors if factors.a.dtype == x.dtype else factors.to(x.dtype)
+            inner = xs[index].mm(cast.a_t)
+            ys[index].addmm_(inner, cast.b_t, alpha=scale)
             inners.append(inner)
         ctx.parts, ctx.sizes = parts, sizes
         ctx.save_for_backward(x, weight, *inners)
@@ -135,17 +137,17 @@ class _Adapted(torch.autograd.Function):
         dys, dys_t = dy.split_with_sizes(ctx.sizes), dy.T.split_with_sizes(ctx.sizes, 1)
         xs = x.squeeze(0).split_with_sizes(ctx.sizes)
         for (index, factors, scale), inner in zip(ctx.parts, inners, strict=True):
-            own = factors if factors.a.dtype == dy.dtype else factors.to(dy.dtype)
-            outer = dys[index].mm(own.b)  # [t, r]
-            _accumulate(own.grad_b, dys_t[index], inner, scale)
-            _accumulate(own.grad_a, outer.T, xs[index], scale)
+            cast = factors if factors.a.dtype == dy.dtype else factors.to(dy.dtype)
+            outer = dys[index].mm(cast.b)  # [t, r]
+            _accumulate(cast.grad_b, dys_t[index], inner, scale)
+            _accumulate(cast.grad_a, outer.T, xs[index], scale)
             if dxs:
-                dxs[index].addmm_(outer, own.a, alpha=scale)
+                dxs[index].addmm_(outer, cast.a, alpha=scale)
         return dx, None, None, None, None, None
 
 
 def _accumulate(gradient: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
-    """gradient += scale * left right."""
+    """Add scale * left right to the gradient."""
     if left.dtype == gradient.dtype:
         gradient.addmm_(left, right, alpha=scale)
     else:

@@ -1,4 +1,4 @@
-"""The network on the workers: a transformers causal LM under FSDP2 that answers with target logprobs."""
+"""The network on the workers: a transformers causal LM under FSDP2 that returns target logprobs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ _UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scal
 
 
 class Network(nn.Module):
-    """The root that FSDP wraps: the head's weight is used chunk by chunk inside its forward."""
+    """Root module that FSDP wraps; its forward uses the head's weight chunk by chunk."""
 
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
@@ -35,11 +35,11 @@ class Network(nn.Module):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        found: nn.ModuleList = self.causal_lm.base_model.layers
-        return tuple(found)
+        layers: nn.ModuleList = self.causal_lm.base_model.layers
+        return tuple(layers)
 
     def reset(self) -> None:
-        """After a forward or backward pass that was broken off, with the peers' connections whole."""
+        """Reset after a forward or backward pass that was aborted, with the peers' connections intact."""
         assert isinstance(self, FSDPModule)
         if self._has_run:
             self.reset_iter_state()
@@ -50,7 +50,7 @@ class Network(nn.Module):
         return logprobs
 
     def forward(self, row: Row, adapters: Adapters = (), whole_backward: bool = False) -> torch.Tensor:
-        """Target logprobs [C] float32. The adapters' spans tile the row's datums, or there are none.
+        """Compute target logprobs [C] float32. The adapters' spans tile the row's datums, or there are none.
 
         `whole_backward`: let gradients flow down to the first layer even if no adapter needs it there, so
         that all ranks gather the same layers in backward.
@@ -58,7 +58,7 @@ class Network(nn.Module):
         embedded = self.causal_lm.get_input_embeddings()(row.tokens)
         if whole_backward and not embedded.requires_grad:
             embedded.requires_grad_()
-        with self.routing.of(Active.of(adapters, row.tokens.shape[1])):
+        with self.routing.using(Active.from_adapters(adapters, row.tokens.shape[1])):
             hidden = self.causal_lm.base_model(
                 inputs_embeds=embedded,
                 position_ids=row.positions,
@@ -76,18 +76,18 @@ class Network(nn.Module):
         self, hidden: torch.Tensor, weight: torch.Tensor, row: Row, adapters: Adapters
     ) -> torch.Tensor:
         parts, logits = [], 0
-        # Backward comes to what was made last first: so gradients add up in the order of the row.
+        # Backward starts with what was made last: so gradients add up in the order of the row.
         for group in reversed(self._groups(adapters, shared_tokens(len(weight)))):
             first, last = group[0], group[-1]
             start = adapters[first][0].start
-            own = hidden[start : adapters[last][0].stop]
+            group_hidden = hidden[start : adapters[last][0].stop]
             cells = slice(row.requests[first].start, row.requests[last].stop)
             cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells] - start
-            logits += len(own) * len(weight)
+            logits += len(group_hidden) * len(weight)
             parts.append(
                 token_logprobs(
-                    own,
-                    self._head(own, weight, adapters[first][1]),
+                    group_hidden,
+                    self._head(group_hidden, weight, adapters[first][1]),
                     row.targets[cells],
                     cell_tokens,
                     keep=logits <= KEPT_OF_ROW,
@@ -97,10 +97,12 @@ class Network(nn.Module):
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts[::-1])
 
-    def _groups(self, adapters: Adapters, room: int) -> list[list[int]]:
-        """Which requests of the row have their logprobs made in one go: neighbours without a head of their
-        own, of at most `room` tokens together. Not a single token: several threads would sum up its logits
-        in another order than those of many."""
+    def _groups(self, adapters: Adapters, limit: int) -> list[list[int]]:
+        """Group requests of the row whose logprobs are computed in one call.
+
+        These are adjacent requests without an adapted head, of at most `limit` tokens together. A single
+        token stays alone: several threads would sum up its logits in another order than those of many.
+        """
         groups: list[list[int]] = []
         left = 0
         for index, (span, model) in enumerate(adapters):
@@ -110,19 +112,19 @@ class Network(nn.Module):
                 left -= len(span)
             else:
                 groups.append([index])
-                left = room - len(span) if fits else 0
+                left = limit - len(span) if fits else 0
         return groups
 
     def _head(self, hidden: torch.Tensor, weight: torch.Tensor, model: LoraModel) -> Head:
         pair = model.pairs.get(self._head_name)
         if pair is None:
             return Head(weight)
-        inner = (hidden @ lora_layers.apart(pair.a).to(hidden.dtype).T) * model.scale
-        return Head(weight, inner, lora_layers.apart(pair.b).to(hidden.dtype))
+        inner = (hidden @ lora_layers.accumulate_alone(pair.a).to(hidden.dtype).T) * model.scale
+        return Head(weight, inner, lora_layers.accumulate_alone(pair.b).to(hidden.dtype))
 
 
 def frozen_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
-    """The base under all adapters, in the compute type."""
+    """Load the base under all adapters, in the compute type."""
     network = _load(spec, getattr(torch, spec.dtype))
     network.requires_grad_(False)
     _shard(network, mesh, MixedPrecisionPolicy())
@@ -130,7 +132,7 @@ def frozen_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
 
 
 def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
-    """A full copy to train: float32 weights and gradients, computed in the compute type."""
+    """Load a full copy to train: float32 weights and gradients, computed in the compute type."""
     network = _load(spec, torch.float32)
     compute = None if spec.dtype == "float32" else getattr(torch, spec.dtype)
     _shard(network, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
@@ -138,14 +140,14 @@ def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
 
 
 def _shard(network: Network, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Always resharded after forward: a forward-only call otherwise leaves stale whole weights behind."""
+    """Shard, and reshard after forward: a forward-only call otherwise leaves stale whole weights behind."""
     for layer in network.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
 def _load(spec: TrainerSpec, dtype: torch.dtype) -> Network:
-    """Weights in `dtype`, not sharded yet."""
+    """Load with weights in `dtype`, not sharded yet."""
     attention.register(spec.device, getattr(torch, spec.dtype))
     disable_progress_bar()  # type: ignore[no-untyped-call]
     causal_lm: Any = AutoModelForCausalLM.from_pretrained(
@@ -160,34 +162,34 @@ def _load(spec: TrainerSpec, dtype: torch.dtype) -> Network:
 
 
 def _refuse_unsupported(causal_lm: Any) -> None:
-    """Raises StartupError for what packed attention and the chunked head would compute wrongly."""
+    """Raise StartupError for features that packed attention and the chunked head would compute wrongly."""
     config = causal_lm.config
-    found = [name for name in _UNSUPPORTED if getattr(config, name, None) not in (None, 1.0)]
+    unsupported = [name for name in _UNSUPPORTED if getattr(config, name, None) not in (None, 1.0)]
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if any(kind != "full_attention" for kind in kinds or ()):
-        found.append("layer_types other than full_attention")
+        unsupported.append("layer_types other than full_attention")
     if kinds is None and window is not None and window < config.max_position_embeddings:
-        found.append(f"a sliding window of {window} tokens")
-    found += [f"rope type {kind}" for kind in ("dynamic", "longrope") if kind in _rope_types(config)]
+        unsupported.append(f"a sliding window of {window} tokens")
+    unsupported += [f"rope type {kind}" for kind in ("dynamic", "longrope") if kind in _rope_types(config)]
     if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
-        found.append("a bias of the output head")
-    if found:
-        raise StartupError(f"{config.architectures}: the trainer does not support {', '.join(found)}")
+        unsupported.append("a bias of the output head")
+    if unsupported:
+        raise StartupError(f"{config.architectures}: the trainer does not support {', '.join(unsupported)}")
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of all layers alike, or by layer type. Some depend on the longest sequence of the row."""
-    found = getattr(config, "rope_parameters", None) or {}
+    """Rope types, given for all layers or by layer type. Some depend on the longest sequence of the row."""
+    parameters = getattr(config, "rope_parameters", None) or {}
     return {
-        each["rope_type"]
-        for each in (found, *found.values())
-        if isinstance(each, dict) and "rope_type" in each
+        entry["rope_type"]
+        for entry in (parameters, *parameters.values())
+        if isinstance(entry, dict) and "rope_type" in entry
     }
 
 
 def network_tensors(network: nn.Module) -> Iterator[torch.Tensor]:
-    """Shards, gradients and buffers (also those that no checkpoint holds), whole weights given up first."""
+    """Yield shards, gradients and buffers (also those in no checkpoint), after freeing whole weights."""
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -13,18 +13,18 @@ _Forward = Callable[..., Any]
 
 
 def install(layers: Sequence[nn.Module], routing: Routing) -> None:
-    """Before `fully_shard`: FSDP's hooks then enclose both runs, and gather the weights for each."""
+    """Wrap the layers, before `fully_shard`: FSDP's hooks then gather the weights for both runs."""
     for layer in layers:
         layer.forward = partial(_forward, layer.forward, routing)
 
 
 def _forward(forward: _Forward, routing: Routing, *args: Any, **kwargs: Any) -> Any:
-    """Nothing here draws random numbers: their state need not be kept."""
-    again = partial(_routed, forward, routing, routing.active)
-    return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    """Run with a checkpoint; the layers draw no random numbers, so their state need not be kept."""
+    routed = partial(_routed, forward, routing, routing.active)
+    return checkpoint(routed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _routed(forward: _Forward, routing: Routing, active: Any, *args: Any, **kwargs: Any) -> Any:
-    """In backward the row's routing is no longer set."""
-    with routing.of(active):
+    """Run under the row's routing, which in backward is no longer set."""
+    with routing.using(active):
         return forward(*args, **kwargs)

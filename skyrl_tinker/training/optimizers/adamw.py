@@ -8,7 +8,7 @@ from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 
 
 def apply(model: TrainableModel, gradients: list[torch.Tensor], params: AdamParams) -> None:
-    """`gradients`: this rank's, summed over ranks and clipped."""
+    """Update the weights by this rank's gradients, summed over ranks and clipped."""
     weights = model.local(Part.WEIGHT)
     adamw(
         weights,
@@ -16,7 +16,7 @@ def apply(model: TrainableModel, gradients: list[torch.Tensor], params: AdamPara
         model.local(Part.EXP_AVG),
         model.local(Part.EXP_AVG_SQ),
         [],
-        [torch.tensor(float(model.step), device=weight.device) for weight in weights],  # it adds the 1 itself
+        [torch.tensor(float(model.step), device=weight.device) for weight in weights],  # the kernel adds 1
         fused=True,
         amsgrad=False,
         maximize=False,

@@ -1,22 +1,22 @@
 """Dimuon, version 1: Muon for adapters, as defined here.
 
-The hosted Dimuon is not published. Known of it are its parameters, and of its step (the SDK's documentation)
-that the learning rate applies "to a direction with Frobenius norm sqrt(rank)" which a "matrix sign" gives.
-Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) without its factor for the shape is that, so:
+The hosted Dimuon is not published. Known are its parameters and, from the SDK's documentation, that the
+learning rate applies "to a direction with Frobenius norm sqrt(rank)" which a "matrix sign" gives. Muon
+(Jordan et al. 2024, kellerjordan.github.io/posts/muon) without its factor for the shape does that, so:
 
     M <- beta1 M + (1 - beta1) G          an average of the (clipped) gradients, without bias correction
-    W <- W - learning_rate * sign(M)      for every matrix W by itself; no weight decay
+    W <- W - learning_rate * sign(M)      for each matrix W separately; no weight decay
 
 sign(M) = U V^T of M = U S V^T, by five Newton-Schulz steps with Jordan's coefficients, in float32; they leave
-singular values of about 1 (0.7 to 1.2). Each A [r, in] and each B [out, r] of an adapter is a matrix of its
-own, whose sign has the Frobenius norm sqrt(r), or about that. The hosted one also preconditions rows and
-columns and corrects the learning rate for ranks other than 32; how is not published, neither is done here.
+singular values of about 1 (0.7 to 1.2). Each A [r, in] and each B [out, r] of an adapter is a separate
+matrix, whose sign has a Frobenius norm of about sqrt(r). The hosted one also preconditions rows and columns
+and corrects the learning rate for ranks other than 32; how is not published, and neither is done here.
 
-Full-parameter training goes by the same rule, with each parameter taken as the linear map that it is
-(arXiv:2410.21265 dualises layers by what they do): an embedding is a row of its own per token, any vector one
-row, and the sign of a row is that row at unit length. So all entries of the model move by about
+Full-parameter training follows the same rule, with each parameter taken as the linear map that it is
+(arXiv:2410.21265 dualises layers by what they do): an embedding is one row per token, any vector is one row,
+and the sign of a row is that row at unit length. So all entries of the model move by about
 learning_rate / sqrt(features). Embedding rows without gradient in a step stay, as in torch.optim.SparseAdam.
-A head that is not tied is a matrix.
+An untied head is a matrix.
 """
 
 import torch
@@ -27,30 +27,30 @@ from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableMo
 _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _TINY = 1e-12
-"""Below this norm nothing is scaled up to unit length: what is zero stays zero."""
+"""Norms below this are not scaled up to unit length: zero stays zero."""
 
 
 def apply(model: TrainableModel, gradients: list[torch.Tensor], params: DimuonParams) -> None:
-    """`gradients`: this rank's, summed over ranks and clipped. Every rank must call it."""
+    """Update the weights by this rank's gradients, summed over ranks and clipped. Every rank must call it."""
     weights, momenta = model.local(Part.WEIGHT), model.local(Part.MOMENTUM)
     torch._foreach_lerp_(momenta, gradients, 1 - params.beta1)
     for name in model.shapes():
-        momentum = model.own(name, momenta)
+        momentum = model.select(name, momenta)
         match model.kind(name):
             case Kind.TABLE:  # sharded by rows
-                direction = _rows(momentum, model.own(name, gradients))
+                direction = _rows(momentum, model.select(name, gradients))
             case Kind.VECTOR:
-                direction = model.share(name, _unit(model.gather(name, momentum)))
+                direction = model.shard(name, _unit(model.gather(name, momentum)))
             case Kind.MATRIX:
-                direction = model.share(name, matrix_sign(model.gather(name, momentum)))
-        model.own(name, weights).add_(direction, alpha=-params.learning_rate)
+                direction = model.shard(name, matrix_sign(model.gather(name, momentum)))
+        model.select(name, weights).add_(direction, alpha=-params.learning_rate)
 
 
 def matrix_sign(matrix: torch.Tensor) -> torch.Tensor:
-    """About U V^T, of matrix [m, n] = U S V^T; zero for a zero matrix.
+    """Approximate U V^T of matrix [m, n] = U S V^T; zero for a zero matrix.
 
-    x <- a x + b (x x^T) x + c (x x^T)^2 x maps every singular value s to a s + b s^3 + c s^5; the norm of
-    the matrix is 1 before, so that they lie where this leads them to about 1.
+    x <- a x + b (x x^T) x + c (x x^T)^2 x maps every singular value s to a s + b s^3 + c s^5; the matrix is
+    scaled to norm 1 first, where this iteration leads them to about 1.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = _unit(matrix.T if tall else matrix)
@@ -66,6 +66,6 @@ def _unit(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """[tokens, features] both: each row at unit length, zero where the gradient's row is."""
+    """Scale each row to unit length, or to zero where the gradient's row is zero; both [tokens, features]."""
     lengths: torch.Tensor = torch.linalg.vector_norm(momentum, dim=1, keepdim=True)
     return (momentum / lengths.clamp(min=_TINY)).mul_(gradient.any(dim=1, keepdim=True))

@@ -1,1 +1,1 @@
-"""Forward and backward of one batch, with a loss per request and recovery from exhausted memory."""
+"""Forward and backward passes of one batch, with a loss per request and recovery from exhausted memory."""

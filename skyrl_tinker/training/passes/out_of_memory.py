@@ -1,6 +1,6 @@
-"""A pass that does not fit into memory: undone, then tried once more in rows of half the size.
+"""Retry of a pass that does not fit into memory, in rows of half the size.
 
-What the allocators report is caught here. A process that the kernel kills says nothing: then TrainerGroup
+Errors of the allocators are caught here. A process that the kernel kills reports nothing: then TrainerGroup
 does the same with a fresh one.
 """
 
@@ -16,37 +16,37 @@ from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput
 
 _log = logging.getLogger(__name__)
-_OF_THE_CPU = ("can't allocate memory", "std::bad_alloc")
-"""What RuntimeErrors say that are none but this: PyTorch's CPU allocator, and C++ below it."""
+_CPU_MESSAGES = ("can't allocate memory", "std::bad_alloc")
+"""Messages of RuntimeErrors that mean exhausted memory: PyTorch's CPU allocator, and C++ below it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OF_THE_CPU)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)
 
 
-def run_pass(
+def run_with_retry(
     batch: TrainingInputBatch,
     budget: int,
     run: Callable[[int], RankOutput],
-    gave_up: Callable[[Exception], bool],
+    ran_out: Callable[[Exception], bool],
     recover: Callable[[], None],
 ) -> RankOutput:
-    """`run(tokens per row)`, undone by itself whatever it raises; when memory runs out twice, every request
-    of the pass fails.
+    """Call `run(tokens per row)`, which undoes itself on errors; if memory runs out twice, all requests fail.
 
-    `gave_up` tells whether an error means that memory ran out, here or on a peer; `recover` makes the worker
-    fit to run again.
+    `ran_out`: whether an error means that memory ran out, here or on a peer. `recover` makes the worker fit
+    to run again.
     """
     budgets = (budget, max(1, budget // 2))
     for tokens in budgets:
         try:
             return replace(run(tokens), retried=tokens != budget)
         except Exception as error:  # also a connection that a peer broke
-            if not gave_up(error):
+            if not ran_out(error):
                 raise
-            _log.warning("out of memory in rows of %d tokens: %s", tokens, _first_line(error))
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            _log.warning("out of memory in rows of %d tokens: %s", tokens, reason)
         recover()  # not above: the error's traceback keeps what the pass had allocated
     return _refused(batch, budgets)
 
@@ -59,9 +59,5 @@ def _refused(batch: TrainingInputBatch, budgets: tuple[int, int]) -> RankOutput:
         "--token-budget, with --gradient-checkpointing or with more trainer ranks; no gradients were left",
         "server",
     )
-    everyone = dict.fromkeys(range(len(batch.requests)), failure)
-    return RankOutput((), np.empty(0, np.float32), {}, everyone, retried=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
+    failures = dict.fromkeys(range(len(batch.requests)), failure)
+    return RankOutput((), np.empty(0, np.float32), {}, failures, retried=True)

@@ -1,4 +1,4 @@
-"""The loss of one request over some or all of its datums: value, metrics, and gradients of the logprobs."""
+"""Loss of one request over some or all of its datums: value, metrics, and gradients of the logprobs."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from skyrl_tinker.training.losses.base import LossContext, LossTerms
 
 @dataclass(frozen=True, slots=True)
 class RequestLoss:
-    """`upstream` [n]: d loss / d logprobs, zero if there was no backward pass or the loss failed."""
+    """Result of one loss. `upstream` [n]: d loss / d logprobs, zero without a backward pass or on failure."""
 
     upstream: torch.Tensor
     metrics: Metrics
@@ -34,25 +34,25 @@ def row_loss(
     backward: bool,
     seconds: float,
 ) -> RequestLoss:
-    """Over the datums of the request `span` that lie in the row; logprobs [n] are those of the span.
+    """Compute the loss of the request `span` over its datums in the row; logprobs [n] are those of the span.
 
-    `seconds`: how long a custom loss may take.
+    `seconds`: time limit of a custom loss.
     """
-    segments = [each.owner for each in row.datums if span.start <= each.start < span.stop]
+    segments = [datum.owner for datum in row.datums if span.start <= datum.start < span.stop]
     inputs = {name: values[span.part] for name, values in row.inputs.items()}
     return _score(batch, segments, logprobs, inputs, seed, backward, seconds)
 
 
 def whole_loss(batch: TrainingInputBatch, request: int, logprobs: torch.Tensor, seed: int) -> RequestLoss:
-    """Over all datums of the request; logprobs [C] are those of the batch, `upstream` is in their order."""
+    """Compute the loss over all datums of the request, in order; logprobs [C] are those of the batch."""
     segments = batch.segments_of(request)
-    parts = [batch.cells_of(each) for each in segments]
+    parts = [batch.cells_of(segment) for segment in segments]
     cells = np.concatenate([np.arange(part.start, part.stop) for part in parts])
     inputs = {
         name: torch.from_numpy(values[cells]).to(logprobs.device) for name, values in batch.inputs.items()
     }
-    own = logprobs[torch.from_numpy(cells).to(logprobs.device)]
-    return _score(batch, segments, own, inputs, seed, batch.requests[request].backward)
+    cell_logprobs = logprobs[torch.from_numpy(cells).to(logprobs.device)]
+    return _score(batch, segments, cell_logprobs, inputs, seed, batch.requests[request].backward)
 
 
 def _score(
@@ -97,21 +97,21 @@ def _context(
         seed=seed,
         custom=info.custom,
         seconds=seconds,
-        own_inputs=tuple(
-            {name: torch.tensor(values, device=device) for name, values in batch.own_inputs[segment].items()}
-            for segment in segments
-            if segment in batch.own_inputs
+        custom_inputs=tuple(
+            {name: torch.tensor(values, device=device) for name, values in batch.custom_inputs[index].items()}
+            for index in segments
+            if index in batch.custom_inputs
         ),
     )
 
 
 def _gradient(terms: LossTerms, leaf: torch.Tensor) -> torch.Tensor:
-    """Zero where the loss does not depend on the logprobs."""
+    """Return d loss / d logprobs; zero where the loss does not depend on them."""
     if not terms.values.requires_grad:
         return torch.zeros_like(leaf)
     ones = torch.ones_like(terms.values)
-    (found,) = torch.autograd.grad(terms.values, leaf, ones, materialize_grads=True)
-    return found
+    (gradient,) = torch.autograd.grad(terms.values, leaf, ones, materialize_grads=True)
+    return gradient
 
 
 def _not_finite(
@@ -121,17 +121,17 @@ def _not_finite(
     terms: LossTerms,
     upstream: torch.Tensor,
 ) -> Failure:
-    """Names the first datum, and the position in it, at fault."""
+    """Name the first datum at fault, and the position in it."""
     values = terms.values.detach()
     if len(values) == len(upstream):
         cell = int((~(values.isfinite() & upstream.isfinite())).int().argmax())
-        found = f"loss {float(values[cell])}, gradient {float(upstream[cell])}"
-        where = _place(batch, segments, cell)
+        finding = f"loss {float(values[cell])}, gradient {float(upstream[cell])}"
+        place = _place(batch, segments, cell)
     else:  # one value per datum
         index = int((~values.isfinite()).int().argmax())
-        found, where = f"loss {float(values[index])}", f"datum {batch.datum[segments[index]]}"
+        finding, place = f"loss {float(values[index])}", f"datum {batch.datum[segments[index]]}"
     return Failure(
-        f"{where}: expected a finite {info.loss_fn} loss and gradient, found {found}; "
+        f"{place}: expected a finite {info.loss_fn} loss and gradient, found {finding}; "
         "the request left no gradients",
         "user",
     )

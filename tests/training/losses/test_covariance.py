@@ -1,4 +1,4 @@
-"""What clip_cov and kl_cov select."""
+"""Tokens that clip_cov and kl_cov select."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from tests.training.losses.support.cases import filled, make, run
 
 
 def many(name: str, count: int = 4000, **config: float) -> tuple[torch.Tensor, naive.Request]:
-    """On-policy tokens, so that nothing is clipped."""
+    """Make on-policy tokens, so that nothing is clipped."""
     rng = np.random.default_rng(3)
     logprobs = rng.normal(-5.0, 2.0, count)
     inputs = {"logprobs": logprobs.tolist(), "advantages": rng.integers(-1, 2, count).astype(float).tolist()}

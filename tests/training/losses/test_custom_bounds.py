@@ -229,7 +229,7 @@ def test_a_loss_must_be_a_scalar_of_floats(case: str) -> None:
 def test_time_is_limited() -> None:
     late = Budget(8, deadline=time.monotonic() - 1)
     with pytest.raises(UserError, match=r"node 'x' \(exp\): .* takes more than .* s for one request"):
-        read(of(method("x", "exp", L))).run([draw(8)], late)
+        read(of(method("x", "exp", L))).evaluate([draw(8)], late)
 
 
 def test_a_pass_cannot_be_held_up_by_many_rows_nor_a_row_by_many_requests() -> None:
@@ -248,7 +248,7 @@ def test_a_request_without_time_left_fails_as_late() -> None:
 
 
 def test_what_every_loss_needs_fits_the_budget() -> None:
-    """As many nodes as may be uploaded, on the longest data there are: 4096 positions with 20 candidates."""
+    """Largest upload on the longest data: 4096 positions with 20 candidates."""
     budget = Budget(4096 * 20, math.inf)
     operation, args = CALL_FUNCTION["operator.mul"], (draw(4096, 20), draw(4096, 20))
     for _ in range(1000):

@@ -41,7 +41,7 @@ BELOW: dict[str, tuple[tuple[float, float], ...]] = {
 
 
 def one_token(name: str, advantage: float, log_ratio: float) -> naive.Request:
-    """At logprob -1."""
+    """Tokens at logprob -1."""
     q = [-1.0 - log_ratio]
     inputs = {
         "logprobs": q,

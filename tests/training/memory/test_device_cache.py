@@ -1,4 +1,4 @@
-"""Hundreds of tenants on a device that holds a few: who is away costs it nothing, and nobody notices."""
+"""Hundreds of tenants on a device that holds a few: offloaded ones cost it nothing, and all train alike."""
 
 import random
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ def _storages(worker: Worker, tenant: int) -> list[UntypedStorage]:
 
 
 def _away(worker: Worker) -> set[int]:
-    """Of whom nothing at all is on the device."""
+    """Tenants without any memory on the device."""
     return {key for key in worker._models if all(each.nbytes() == 0 for each in _storages(worker, key))}
 
 
@@ -70,7 +70,7 @@ def _assert_same(found: list[object], expected: list[object]) -> None:
 
 
 def _act(worker: Worker, choice: random.Random) -> list[object]:
-    """Something that a server may ask for, of a few of a few tenants, so that they meet again."""
+    """Do something that a server may ask for, for a few of a few tenants, so that they recur."""
     tenants = choice.sample(range(0, 300, 23), choice.randint(1, 6))
     seed = choice.randrange(100)
     match choice.choice(["pass", "pass", "pass", "step", "step", "clear", "move"]):
@@ -130,7 +130,7 @@ def test_who_never_trained_costs_the_host_weights_only(untied_model: str, ranks:
     weights = sum(tensor.nbytes for tensor in weights_of(worker, 0).values())
     worker.offload()
     for key in (0, 1):
-        copies = worker._residents._asides[ModelKey(key)]._copies
+        copies = worker._device_cache._buffers[ModelKey(key)]._copies
         hosts = [copy.host for copy in copies if copy.host is not None]
         if key == 0:
             assert sum(host.nbytes for host in hosts) == weights
@@ -142,7 +142,7 @@ def test_who_never_trained_costs_the_host_weights_only(untied_model: str, ranks:
 
 def test_who_only_reads_is_not_copied_again(untied_model: str, ranks: Ranks) -> None:
     worker = _worker(untied_model, ranks, 1, range(2))
-    aside = worker._residents._asides[ModelKey(0)]
+    aside = worker._device_cache._buffers[ModelKey(0)]
     copies = aside._copies
     run_pass(worker, make_item(0, make_data((5,), 1), backward=False))
     run_pass(worker, make_item(1, make_data((5,), 1)))

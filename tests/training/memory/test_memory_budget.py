@@ -1,4 +1,4 @@
-"""How many full-parameter models there may be: what was promised to one is not given to the next."""
+"""Number of full-parameter models: memory reserved for one is not given to the next."""
 
 import re
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_as_many_as_fit_trained_or_not(with_room: Make) -> None:
                 run_one(worker, make_item(key, make_data((20, 30), key)))
             else:
                 worker.create_model(ModelKey(key), FULL)
-        with pytest.raises(UserError, match="promised to full-parameter models"):
+        with pytest.raises(UserError, match="reserved for full-parameter models"):
             worker.create_model(ModelKey(3), FULL)
     worker.release(ModelKey(1))
     worker.create_model(ModelKey(3), FULL)

@@ -31,7 +31,7 @@ def _with_models(worker: Worker) -> Worker:
 
 
 def _storages(worker: Worker) -> list[torch.UntypedStorage]:
-    """Of everything that a rank holds, by way of the modules and the models."""
+    """Storages of everything that a rank holds, found through modules and models."""
     tensors = list(network_tensors(worker._base))
     for model in worker._models.values():
         tensors += model.tensors()
@@ -102,7 +102,7 @@ def test_moving_twice_is_moving_once(worker: Worker) -> None:
 def test_what_did_not_change_is_not_copied_again(worker: Worker) -> None:
     _with_models(worker)
     worker.offload()
-    asides = {None: worker._base_aside, **worker._residents._asides}
+    asides = {None: worker._base_buffer, **worker._device_cache._buffers}
     copies = {key: aside._copies for key, aside in asides.items()}
     worker.onload()
     run_pass(worker, _item(A, 1), _item(B, 1, backward=False))
@@ -131,7 +131,7 @@ def test_nothing_is_computed_while_the_state_is_aside(worker: Worker) -> None:
         lambda: worker.create_model(ModelKey(9), SPECS[A]),
         lambda: worker.capture_adapter(A),
     ):
-        with pytest.raises(TrainerError, match="set aside"):
+        with pytest.raises(TrainerError, match="offloaded"):
             attempt()
     worker.onload()
 

@@ -108,8 +108,9 @@ def _step(lives: Lives, tenants: Iterable[int], *, dies: bool = False) -> list[S
 
 
 def _state(lives: Lives, tenant: int) -> dict[str, Any]:
-    model = lives.worker._unchanged(ModelKey(tenant))
-    tensors = {part: [each.clone() for each in model.local(part)] for part in model.parts if model.has(part)}
+    model = lives.worker._model_to_read(ModelKey(tenant))
+    parts = [part for part in model.parts if model.has_values(part)]
+    tensors = {part: [tensor.clone() for tensor in model.local(part)] for part in parts}
     return {"step": model.step, **tensors}
 
 
@@ -132,7 +133,7 @@ def _assert_same(found: list[Any], expected: list[Any]) -> None:
 
 
 class Schedule:
-    """Something that a server may ask for, again and again; the same for the same seed."""
+    """Do something that a server may ask for, repeatedly; the same for the same seed."""
 
     def __init__(self, lives: Lives, checkpoint: Path, seed: int) -> None:
         self.lives = lives
@@ -173,7 +174,7 @@ class Schedule:
 def test_whoever_dies_before_the_answer_has_done_nothing_and_his_successor_all_of_it(
     untied_model: str, spec: TrainerSpec, ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:
-    """Beside one that never died: all that is computed, and all of every model, to the last bit."""
+    """Compare with a trainer that never died: all results, and all of every model, to the last bit."""
     plain = TrainerSpec(untied_model, 1, "cpu", "float32", 1, 128)
     both = [Lives(spec, ranks), Lives(plain, ranks)]
     for lives in both:

@@ -171,7 +171,7 @@ def test_a_frozen_head_needs_no_logits_in_backward(candidates: tuple[int, ...] |
 def test_a_large_frozen_head_gives_the_reference_gradients(
     weight: float, monkeypatch: pytest.MonkeyPatch, make_worker: MakeWorker, untied_model: str
 ) -> None:
-    """Where most targets have a weight they are made in another way than where few have."""
+    """Logprobs are computed differently where most targets have a weight than where few have."""
     monkeypatch.setattr(logprobs, "KEPT", 0)
     worker = make_worker(untied_model)
     worker.create_model(ModelKey(1), LoraSpec(8, 1, train_unembed=False))

@@ -103,7 +103,7 @@ def test_only_the_inputs_of_layers_are_kept(ranks: Ranks, untied_model: str, mod
 
 
 def _bytes_kept(worker: Worker, items: list[PassItem]) -> int:
-    """Of all that autograd holds outside of the checkpoints, weights not counted."""
+    """Bytes that autograd holds outside of the checkpoints, without weights."""
     held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _bytes_kept(worker: Worker, items: list[PassItem]) -> int:
 
 @pytest.fixture(scope="module")
 def groups(ray_cluster: None, tied_model: str) -> Iterator[tuple[TrainerGroup, TrainerGroup]]:
-    """Of two ranks, with and without."""
+    """Groups of two ranks, with and without checkpoints."""
     both = tuple(TrainerGroup.launch(_spec(tied_model, on=on, ranks=2)) for on in (True, False))
     for group in both:
         asyncio.run(group.ready())

@@ -1,4 +1,4 @@
-"""What every optimizer keeps to: when a step is made, and what it leaves behind."""
+"""Rules of every optimizer: when a step is made, and what it leaves behind."""
 
 import math
 

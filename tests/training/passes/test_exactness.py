@@ -1,4 +1,4 @@
-"""A tenant's numbers in company are its numbers alone, to the last bit on one rank, whatever the company."""
+"""A tenant's numbers among others are its numbers alone, to the last bit on one rank."""
 
 import itertools
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def test_tenants_without_a_head_of_their_own_equal_each_alone_to_the_bit(
 def test_a_schedule_of_many_tenants_equals_each_tenant_alone_to_the_bit(
     make_worker: MakeWorker, untied_model: str, budget: int
 ) -> None:
-    """Passes, accumulated passes and steps in a random order, beside what each tenant did by itself."""
+    """Passes, accumulated passes and steps in random order, compared with each tenant alone."""
     rng = np.random.default_rng(budget)
     together = _worker(make_worker, untied_model, budget, *TENANTS)
     alone = {model: _worker(make_worker, untied_model, budget, model) for model in TENANTS}
@@ -137,7 +137,7 @@ def test_a_schedule_of_many_tenants_equals_each_tenant_alone_to_the_bit(
 def test_requests_of_a_tenant_in_one_pass_equal_those_in_passes_of_their_own_to_the_bit(
     make_worker: MakeWorker, model_directory: str, budget: int
 ) -> None:
-    """How the planner groups them depends on the company, so the numbers must not depend on that."""
+    """The planner's groups depend on other tenants, so the numbers must not depend on the groups."""
     items = [_item(model, _loss_of(model, turn), turn) for model in TENANTS for turn in range(3)]
     together, apart = (_worker(make_worker, model_directory, budget, *TENANTS) for _ in range(2))
     outputs = run_pass(together, *items)

@@ -26,7 +26,7 @@ def bench(ray_cluster: None, tied_model: str, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def alone(bench: Bench, tied_model: str) -> Results:
-    """By the naive loop, from the same new models."""
+    """Results of the naive loop, from the same new models."""
     made = bench.results(1, COMBINATIONS[-1])
     return {
         tenant: Naive(tied_model, trained.weights[0]).train(schedule(tenant))

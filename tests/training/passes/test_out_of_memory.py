@@ -111,7 +111,7 @@ async def _trained(group: TrainerGroup, model: int, directory: Path) -> dict[str
 
 
 async def _squeezed(group: TrainerGroup, model: int) -> PassOutput | Failure:
-    """In less and less room, until whole rows do not fit: what a process has at hand already differs."""
+    """Shrink memory until whole rows do not fit: the memory that a process already has differs."""
     before = group.retried_passes
     for tenths in range(10, 5, -1):
         await group.zero_gradients([ModelKey(model)])

@@ -51,9 +51,9 @@ class Watched(TrainerGroup):
             self.weights.setdefault(model, []).append(dict(adapter.tensors))
 
     async def set_budget(self, tokens: int) -> None:
-        """As if it had been launched so: starting processes for each budget takes most of a minute."""
+        """Change the launched group: starting processes for each budget takes most of a minute."""
         self.spec = replace(self.spec, token_budget=tokens)
-        await self._all("__setattr__", "spec", self.spec)
+        await self._on_all_ranks("__setattr__", "spec", self.spec)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Bench:
         return {tenant: await self._result(group, models[tenant], accepted[tenant]) for tenant in chosen}
 
     async def _work(self, group: Watched, unit_tokens: int, wanted: Sequence[Accepted]) -> None:
-        """Until all is answered."""
+        """Wait until all is answered."""
         bell = Doorbell.bind(self._home, "engine")
         world = World(self._store, bell, self._home / "checkpoints", group, unit_tokens)
         async with asyncio.timeout(200):
@@ -135,7 +135,7 @@ class Bench:
         return model
 
     async def _submit(self, models: dict[int, ModelId]) -> dict[int, list[Accepted]]:
-        """In a random order of arrival."""
+        """Send in a random order of arrival."""
         arriving = [(tenant, at) for tenant in models for at in range(len(schedule(tenant)))]
         random.Random(len(models)).shuffle(arriving)
         accepted = {each: await self._ask(models[each[0]], *each) for each in arriving}
@@ -161,7 +161,7 @@ class Bench:
 
 
 def body(asked: Pass, model: ModelId, seq_id: int) -> bytes:
-    """As it is stored."""
+    """Stored form."""
     field = "forward_backward_input" if asked.backward else "forward_input"
     data = [_json(datum) for datum in asked.data]
     payload = {"model_id": model, "seq_id": seq_id, field: {"data": data, "loss_fn": asked.loss_fn}}

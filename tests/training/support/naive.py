@@ -39,7 +39,7 @@ Asked = Pass | AdamParams
 
 @dataclass
 class Trained:
-    """Of one tenant: by pass, and weights of the new model and after each step."""
+    """Results of one tenant: by pass, and weights of the new model and after each step."""
 
     logprobs: list[list[np.ndarray]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)

@@ -87,7 +87,7 @@ def weights_of(worker: Worker, model: int) -> dict[str, torch.Tensor]:
 
 
 def gradients_of(worker: Worker, model: int) -> dict[str, torch.Tensor]:
-    """By PEFT key, copied."""
+    """Copy the weights, by PEFT key."""
     found = worker._models[ModelKey(model)]
     pairs = found.pairs  # type: ignore[attr-defined]
     return {
@@ -117,7 +117,7 @@ def assert_close(
 
 
 def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """To the last bit."""
+    """Compare to the last bit."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name

@@ -29,7 +29,7 @@ def clip(x: float, low: float, high: float) -> float:
 
 
 def per_token(term: Callable[..., float]) -> Naive:
-    """From term(p, p_then, config, **inputs of the token)."""
+    """Build a loss from term(p, p_then, config, **inputs of the token)."""
 
     def loss(now: Floats, then: Floats, request: Request) -> list[float]:
         tokens = [

@@ -18,7 +18,7 @@ Inputs = Mapping[str, torch.Tensor]
 
 
 def upload(function: Function, **ranks: int) -> CustomLoss:
-    """What the server keeps of `function`, having read it from the wire."""
+    """The server's stored form of `function`, read from the wire."""
     handle = trace_loss(function, ranks, "session")  # type: ignore[arg-type]
     inputs = [each.model_dump() for each in handle.inputs]
     return checked(handle.name, inputs, encode_graph(handle).model_dump()["nodes"])
@@ -50,7 +50,7 @@ def context(loss: CustomLoss, data: Sequence[tuple[torch.Tensor, Inputs]]) -> Lo
         config={},
         seed=0,
         custom=loss,
-        own_inputs=tuple(own for _, own in data),
+        custom_inputs=tuple(own for _, own in data),
     )
 
 

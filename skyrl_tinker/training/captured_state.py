@@ -1,0 +1,41 @@
+"""Captured state of a model in the ranks' host memory, and its checkpoint on disk."""
+
+import asyncio
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
+from skyrl_tinker.errors import SkyrlTinkerError, TrainerError, UnitFailedError
+from skyrl_tinker.training.actors import Actors
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    """A model's state in the host memory of `ranks`, which must still be alive when it is persisted."""
+
+    number: int
+    contents: CheckpointContents
+    ranks: Actors
+
+    async def persist(self, directory: str) -> int:
+        """Write the checkpoint directory, atomically, while units of work go on; returns its bytes.
+
+        Nothing is left on the disk after StorageError, which names the rank, nor after UnitFailedError: the
+        captured state died with a rank.
+        """
+        target = Path(directory)
+        scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            parts = await self.ranks.disk_call_all("persist_state", self.number, str(scratch))
+            files: dict[str, FileEntry] = {name: entry for part in parts for name, entry in part.items()}
+            size: int = await self.ranks.disk_call(
+                0, "commit_state", self.contents, files, str(scratch), directory
+            )
+        except SkyrlTinkerError as error:
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            if isinstance(error, TrainerError):
+                raise UnitFailedError(f"{error}, before the checkpoint was written: save again") from error
+            raise
+        return size
