@@ -1,4 +1,4 @@
-"""The stored form of training requests other than forward_backward: frozen values as canonical JSON."""
+"""Stored forms of samples, and of training requests other than forward_backward: canonical JSON."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import orjson
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.values import AdamParams, DimuonParams
+from skyrl_tinker.domain.values import AdamParams, DimuonParams, SampleRequest, SamplingParams, TargetTokens
 from skyrl_tinker.errors import UserError
 
 _NOT_COMPARED = ("type", "sampling_session_seq_id")
@@ -106,3 +106,41 @@ def payload_digest(kind: RequestKind, payload: Mapping[str, Any]) -> bytes:
     except orjson.JSONEncodeError as error:
         raise UserError(f"the body is not JSON: {error}") from error
     return hashlib.sha256(canonical).digest()
+
+
+def body_digest(body: bytes) -> bytes:
+    """Return the dedupe digest of a stored body: canonical bytes of a pass, or those of `sample_body`.
+
+    Every other kind uses `payload_digest`.
+    """
+    return hashlib.sha256(body).digest()
+
+
+def sample_body(request: SampleRequest) -> bytes:
+    """Equal requests give equal bytes; `body_digest` of them is the dedupe digest."""
+    return orjson.dumps(request)
+
+
+def sample_from_body(body: bytes) -> SampleRequest:
+    value = orjson.loads(body)
+    params = value.pop("params")
+    targets = value.pop("target_prompt_logprobs")
+    return SampleRequest(
+        prompt=tuple(value.pop("prompt")),
+        params=SamplingParams(stop=_tuple(params.pop("stop")), **params),
+        target_prompt_logprobs=None if targets is None else _targets(targets),
+        **value,
+    )
+
+
+def _targets(value: dict[str, Any]) -> TargetTokens:
+    return TargetTokens(
+        (value["shape"][0], value["shape"][1]),
+        tuple(value["tokens"]),
+        _tuple(value["crow"]),
+        _tuple(value["col"]),
+    )
+
+
+def _tuple(items: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if items is None else tuple(items)

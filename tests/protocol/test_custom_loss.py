@@ -19,7 +19,8 @@ from skyrl_tinker.protocol.custom_loss import (
     from_bytes,
     to_bytes,
 )
-from skyrl_tinker.protocol.schemas import CreateCustomLossRequest, parse
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest
 
 Json = dict[str, Any]
 

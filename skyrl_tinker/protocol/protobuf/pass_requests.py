@@ -1,10 +1,8 @@
-"""forward_backward requests: bytes or JSON → raw → canonical bytes → value. Results are in wire.results and
-wire.sample_results.
+"""forward_backward requests: bytes or JSON → raw → canonical bytes → value.
 
 The stored body is a ForwardBackwardRequest, serialized deterministically; the engine reads it back.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,32 +15,10 @@ from skyrl_tinker.domain.values import ForwardBackward
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.protobuf.datums import CUSTOM, read_datum
 from skyrl_tinker.protocol.protobuf.json_passes import fill_from_json
-from skyrl_tinker.protocol.protobuf.pass_results import (
-    PROTOBUF,
-    encode_forward_backward_output,
-    forward_backward_output_json,
-)
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
-from skyrl_tinker.protocol.protobuf.sample_results import encode_sample_response, sample_response_json
 from skyrl_tinker.protocol.protobuf.size_guard import check_parts, head
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.training import TrainingEnvelope
-
-__all__ = [
-    "PROTOBUF",
-    "RawForwardBackward",
-    "canonical",
-    "decode_forward_backward",
-    "decode_forward_backward_json",
-    "digest",
-    "encode_forward_backward_output",
-    "encode_sample_response",
-    "forward_backward_output_json",
-    "from_canonical",
-    "raw_config",
-    "read_value",
-    "sample_response_json",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +130,6 @@ def raw_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in sorted(message.loss_fn_config_v2.items())
     }
-
-
-def digest(body: bytes) -> bytes:
-    """What is compared when a seq_id comes again: of canonical(raw), or of a sample_body.
-
-    The other kinds use wire.bodies.payload_digest.
-    """
-    return hashlib.sha256(body).digest()
 
 
 def _fold_config(message: pb.ForwardBackwardRequest) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import tinker.types as sdk
 
-from skyrl_tinker.protocol.schemas import Checkpoint, Message, TrainingRun, runs, session_list, usage
+from skyrl_tinker.protocol.schemas import runs, session_list, usage
+from skyrl_tinker.protocol.schemas.base import Message
+from skyrl_tinker.protocol.schemas.runs import Checkpoint, TrainingRun
 
 NOW = datetime(2026, 1, 2, 3, tzinfo=UTC)
 CURSOR = runs.Cursor(offset=0, limit=1, total_count=2)

@@ -8,7 +8,8 @@ from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.domain.values import ForwardBackward
 from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
-from skyrl_tinker.protocol.validation import Limits, validate_forward_backward
+from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.protocol.validation.training import validate_forward_backward
 
 LIMITS = Limits(
     vocab_size=10, context_length=4, max_datums=3, base_models=("m",), max_lora_rank=8, max_targets=16

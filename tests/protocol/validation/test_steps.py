@@ -8,7 +8,8 @@ import tinker
 
 from skyrl_tinker.domain.values import AdamParams, DimuonParams, LoraSpec
 from skyrl_tinker.errors import NotSupportedError, UserError
-from skyrl_tinker.protocol.schemas import (
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.training import (
     CreateModelRequest,
     CreateViaLoadRequest,
     LoadWeightsRequest,
@@ -17,7 +18,6 @@ from skyrl_tinker.protocol.schemas import (
     SaveExternalRequest,
     SaveSamplerRequest,
     SaveWeightsRequest,
-    parse,
 )
 from skyrl_tinker.protocol.stored_requests import (
     CreateViaLoadBody,
@@ -26,14 +26,12 @@ from skyrl_tinker.protocol.stored_requests import (
     SaveSamplerBody,
     SaveWeightsBody,
 )
-from skyrl_tinker.protocol.validation import (
-    Limits,
-    validate_base_model,
+from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
+from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
+from skyrl_tinker.protocol.validation.steps import (
     validate_create_via_load,
     validate_load_weights,
-    validate_lora_config,
     validate_optim_step,
-    validate_optimizer_config,
     validate_save_external,
     validate_save_sampler,
     validate_save_weights,
