@@ -3,13 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import keys
-from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
+from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
 
 # no markup: it would take "[default: 8000]" for a style and swallow it
 app = typer.Typer(
@@ -36,76 +36,40 @@ def main(
 
 
 @app.command()
-def serve(
-    base_model: Annotated[
-        str | None, typer.Option(help="'tiny', a model directory, or a hub name [default: tiny]")
-    ] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name that clients use for the base model")] = None,
-    host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="0 = any free one [default: 8000]")] = None,
-    insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Allow a host open to others without API keys")
-    ] = None,
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    checkpoints: Annotated[Path | None, typer.Option(help="[default: <home>/checkpoints]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cpu]")] = None,
-    trainer_ranks: Annotated[int | None, typer.Option(help="FSDP workers [default: 1]")] = None,
-    trainer_dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16, of the computation [default: float32]")
-    ] = None,
-    token_budget: Annotated[
-        int | None, typer.Option(help="Tokens per micro-batch and FSDP worker [default: 2048]")
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool | None, typer.Option("--gradient-checkpointing", help="Less memory for a third more work")
-    ] = None,
-    replicas: Annotated[int | None, typer.Option(help="vLLM servers [default: 1]")] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="GPUs, on a CPU processes, of each replica [default: 1]")
-    ] = None,
-    sampler_urls: Annotated[
-        list[str] | None,
-        typer.Option(help="A vLLM server that runs already, in place of replicas; give it once for each"),
-    ] = None,
-    router_url: Annotated[
-        str | None, typer.Option(help="A router before the sampler URLs [default: one of our own]")
-    ] = None,
-    placement: Annotated[str | None, typer.Option(help="separate or colocated [default: separate]")] = None,
-    max_lora_rank: Annotated[int | None, typer.Option(help="[default: 64]")] = None,
-    context_length: Annotated[int | None, typer.Option(help="[default: the model's, at most 4096]")] = None,
-    ray_address: Annotated[str | None, typer.Option(help="Join a Ray cluster")] = None,
-    config_file: Config = None,
-) -> None:
+@with_options(
+    "base_model",
+    "model_name",
+    "host",
+    "port",
+    "insecure",
+    "home",
+    "database_url",
+    "checkpoints",
+    "device",
+    "trainer_ranks",
+    "trainer_dtype",
+    "token_budget",
+    "gradient_checkpointing",
+    "replicas",
+    "tensor_parallel_size",
+    "sampler_urls",
+    "router_url",
+    "placement",
+    "max_lora_rank",
+    "context_length",
+    "ray_address",
+)
+def serve(config_file: Path | None, **settings: Any) -> None:
     """Run a server until Ctrl-C. Every setting also as SKYRL_TINKER_… and in --config FILE.toml."""
     from skyrl_tinker.server import supervisor  # the other commands need none of its imports
 
     with one_line_errors():
-        settings = config.load(
-            config_file,
-            base_model=base_model,
-            model_name=model_name,
-            host=host,
-            port=port,
-            insecure=insecure,
-            home=home,
-            database_url=database_url,
-            checkpoints=checkpoints,
-            device=device,
-            trainer_ranks=trainer_ranks,
-            trainer_dtype=trainer_dtype,
-            token_budget=token_budget,
-            gradient_checkpointing=gradient_checkpointing,
-            replicas=replicas,
-            tensor_parallel_size=tensor_parallel_size,
-            sampler_urls=tuple(sampler_urls) if sampler_urls else None,
-            router_url=router_url,
-            placement=placement,
-            max_lora_rank=max_lora_rank,
-            context_length=context_length,
-            ray_address=ray_address,
+        supervisor.serve(
+            config.load(config_file, **settings),
+            ready=_say_ready,
+            progress=_say_progress,
+            warn=_say_warning,
         )
-        supervisor.serve(settings, ready=_say_ready, progress=_say_progress, warn=_say_warning)
 
 
 def _say_ready(url: str) -> None:
@@ -177,7 +141,7 @@ def import_adapter(
     ] = None,
     home: Home = None,
     database_url: DatabaseUrl = None,
-    checkpoints: Annotated[Path | None, typer.Option(help="[default: <home>/checkpoints]")] = None,
+    checkpoints: Checkpoints = None,
     config_file: Config = None,
 ) -> None:
     """Make a PEFT LoRA adapter a checkpoint to train on from, and print its tinker:// path.
