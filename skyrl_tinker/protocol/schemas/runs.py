@@ -81,6 +81,13 @@ class CheckpointsResponse(Message):
     cursor: Cursor | None = None
 
 
+class ExternalWeightsUrlsResponse(Message):
+    """URLs for a GET without headers, valid until `expires`, which has a timezone."""
+
+    urls: dict[str, str]
+    expires: datetime
+
+
 class SetTtlRequest(Message):
     """null: the checkpoint never expires."""
 

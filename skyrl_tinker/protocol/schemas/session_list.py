@@ -1,4 +1,4 @@
-"""Sessions, listed and searched."""
+"""Sessions: listed, searched, and traced."""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -104,3 +104,10 @@ class SessionSearchResponse(Message):
 
     sessions: list[SessionSummary]
     next_cursor: SearchCursor | None = None
+
+
+class TraceExportResponse(Message):
+    """`status` is never pending: the trace is made while it is fetched."""
+
+    status: Literal["ready"] = "ready"
+    url: str
