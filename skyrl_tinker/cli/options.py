@@ -16,7 +16,7 @@ from skyrl_tinker.errors import SkyrlTinkerError
 
 
 def option(setting: str) -> Any:
-    """Return the option of one setting: its help names the default, but what is absent counts as not given."""
+    """Return the option of one setting: its help names the default, but an absent one counts as not given."""
     field = Settings.model_fields[setting]
     assert field.description is not None
     if field.annotation is bool:

@@ -90,22 +90,22 @@ def _is_loopback(host: str) -> bool:
 
 
 @contextmanager
-def home_lock(places: Directories) -> Iterator[None]:
+def home_lock(directories: Directories) -> Iterator[None]:
     """Hold the home for this process; the kernel lets go of it however the process ends."""
-    with places.lock_file.open("a+") as file:
+    with directories.lock_file.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StartupError(_locked(places)) from None
+            raise StartupError(_locked(directories)) from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield
 
 
-def _locked(places: Directories) -> str:
-    pid = places.lock_file.read_text() or "?"
-    return f"another server (pid {pid}) runs with --home {places.home}; stop it or choose another home"
+def _locked(directories: Directories) -> str:
+    pid = directories.lock_file.read_text() or "?"
+    return f"another server (pid {pid}) runs with --home {directories.home}; stop it or choose another home"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -44,22 +44,22 @@ def serve(settings: Settings, ready: Say, progress: Say, warn: Say) -> None:
     Raises StartupError when it cannot start, or when a child keeps dying; nothing is left running then.
     """
     preflight.check_settings(settings)
-    places = Directories(settings)
-    places.make()
-    with preflight.home_lock(places):
+    directories = Directories(settings)
+    directories.make()
+    with preflight.home_lock(directories):
         processes.become_subreaper()
         processes.raise_open_files_limit()
-        if left := processes.end_leftovers(places.pid_file, _KILL_GRACE_S):
+        if left := processes.end_leftovers(directories.pid_file, _KILL_GRACE_S):
             progress(f"ended {left} processes that a killed server had left")
-        places.sweep_forgotten()
+        directories.sweep_forgotten()
         migrate(settings.store_url)
         preflight.check_host(settings)
         with preflight.listen(settings.host, settings.port) as listener:
-            update = {"home": places.home, "port": listener.getsockname()[1]}
+            update = {"home": directories.home, "port": listener.getsockname()[1]}
             settings = settings.model_copy(update=update)
             facts = base_model.resolve(settings)
-            places.settings_file.write_text(settings.model_dump_json())
-            asyncio.run(_Supervisor(settings, places, facts, listener, ready, progress, warn).run())
+            directories.settings_file.write_text(settings.model_dump_json())
+            asyncio.run(_Supervisor(settings, directories, facts, listener, ready, progress, warn).run())
 
 
 @dataclass(slots=True)
@@ -71,28 +71,29 @@ class _Child:
 
     name: str
     module: str
-    places: Directories
+    directories: Directories
     listener: socket.socket | None = None  # inherited, and named by its number as the last argument
     process: asyncio.subprocess.Process | None = None
     deaths: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_DEATHS))
 
     @property
     def log(self) -> Path:
-        return self.places.log_dir / f"{self.name}.log"
+        return self.directories.log_dir / f"{self.name}.log"
 
     async def run(self) -> int:
         """Start it and wait for its end; its exit code, negative for a signal."""
         inherited = () if self.listener is None else (self.listener.fileno(),)
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self.module, str(self.places.settings_file), *map(str, inherited)),
+                *(sys.executable, "-m", self.module),
+                *(str(self.directories.settings_file), *map(str, inherited)),
                 pass_fds=inherited,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=processes.die_with_parent,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(self.places.bell_dir)},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(self.directories.bell_dir)},
             )
         return await self.process.wait()
 
@@ -115,7 +116,7 @@ class _Supervisor:
     def __init__(
         self,
         settings: Settings,
-        places: Directories,
+        directories: Directories,
         facts: BaseModelFacts,
         listener: socket.socket,
         ready: Say,
@@ -123,13 +124,13 @@ class _Supervisor:
         warn: Say,
     ) -> None:
         self._settings = settings
-        self._places = places
+        self._directories = directories
         self._facts = facts
         self._ready = ready
         self._progress = progress
         self._warn = warn
-        self._api = _Child("api", "skyrl_tinker.api.api_process", places, listener)
-        self._engine = _Child("engine", "skyrl_tinker.engine.engine_process", places)
+        self._api = _Child("api", "skyrl_tinker.api.api_process", directories, listener)
+        self._engine = _Child("engine", "skyrl_tinker.engine.engine_process", directories)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -145,8 +146,8 @@ class _Supervisor:
         finally:
             await self._end_children()
             await store.close()
-            self._places.pid_file.unlink(missing_ok=True)
-            self._places.forget_temporary()
+            self._directories.pid_file.unlink(missing_ok=True)
+            self._directories.forget_temporary()
 
     def _on_signal(self) -> None:
         """The first asks to stop, the second kills."""
@@ -219,7 +220,7 @@ class _Supervisor:
             processes.reap_orphans(known=(self._api.pid or 0, self._engine.pid or 0))
             running = processes.identities(processes.descendants())
             if running != recorded:
-                processes.write_pid_file(self._places.pid_file, running)
+                processes.write_pid_file(self._directories.pid_file, running)
                 recorded = running
             await asyncio.sleep(_RECORD_S)
 
