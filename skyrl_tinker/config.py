@@ -1,4 +1,4 @@
-"""One frozen settings tree, parsed once.
+"""Settings, frozen and parsed once.
 
 Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
 """
@@ -16,7 +16,7 @@ from pydantic_settings import (
 )
 
 MiB = 1 << 20
-_OTHERS = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
+_SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 
 
 class Settings(BaseSettings):
@@ -176,22 +176,24 @@ class Settings(BaseSettings):
 
 
 def load(config: Path | None = None, **overrides: Any) -> Settings:
-    """Parse settings once. Overrides that are None count as not given.
+    """Parse the settings. Overrides that are None count as not given.
 
     Raises pydantic.ValidationError that names the unknown key or the bad value.
     """
-    given = _misspelt() | {key: value for key, value in overrides.items() if value is not None}
+    overridden = _unknown_variables() | {key: value for key, value in overrides.items() if value is not None}
 
     class _FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=config)
 
-    return Settings.model_validate(_FromFile(**given).model_dump())
+    return Settings.model_validate(_FromFile(**overridden).model_dump())
 
 
-def _misspelt() -> dict[str, str]:
-    """Variables with our prefix that are no settings; they are refused like any other unknown key."""
+def _unknown_variables() -> dict[str, str]:
+    """Return variables with our prefix that are no settings, to be refused like other unknown keys."""
     prefix = Settings.model_config["env_prefix"]
     ours = {name.removeprefix(prefix).lower(): name for name in os.environ if name.startswith(prefix)}
     return {
-        key: os.environ[name] for key, name in ours.items() if key not in {*Settings.model_fields, *_OTHERS}
+        key: os.environ[name]
+        for key, name in ours.items()
+        if key not in {*Settings.model_fields, *_SETUP_ONLY}
     }

@@ -11,7 +11,7 @@ from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import keys
 from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
 
-# no markup: it would take "[default: 8000]" for a style and swallow it
+# no markup: it would take "[default: 8000]" for a style and drop it
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
@@ -20,8 +20,8 @@ app.add_typer(db, name="db")
 app.add_typer(keys.app, name="keys")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"skyrl-tinker {__version__}")
         raise typer.Exit
 
@@ -32,7 +32,7 @@ def main(
         bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """An open server that speaks the Tinker API."""
+    """Serve the Tinker API on your own machines."""
 
 
 @app.command()
@@ -76,9 +76,9 @@ def _say_ready(url: str) -> None:
     print(f"skyrl-tinker ready: {url}", flush=True)
 
 
-def _say_progress(news: str) -> None:
+def _say_progress(message: str) -> None:
     if sys.stderr.isatty():
-        print(news, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
 
 
 def _say_warning(warning: str) -> None:
@@ -97,11 +97,11 @@ def engine(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where reward.png and metrics.jsonl go")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl")] = Path("demo-out"),
     seed: int = 0,
     steps: Annotated[int, typer.Option(min=8)] = 40,
 ) -> None:
-    """Start a server, watch a policy learn on it, end it; exit code 1 if the reward did not rise."""
+    """Start a server, train a policy on it, stop it; exit code 1 if the reward did not rise."""
     from skyrl_tinker.cli.demo import run_demo
 
     with one_line_errors():
@@ -116,7 +116,7 @@ def make_model(
     hidden: Annotated[int, typer.Option(help="a multiple of 64")] = 192,
     layers: int = 2,
     vocab: Annotated[int, typer.Option(help="at least 259")] = 512,
-    untied: Annotated[bool, typer.Option("--untied", help="an lm_head of its own")] = False,
+    untied: Annotated[bool, typer.Option("--untied", help="with a separate lm_head")] = False,
     seed: int = 0,
 ) -> None:
     """Write a small untrained Qwen3 with its own tokenizer and chat template to DIRECTORY."""
@@ -131,22 +131,22 @@ def make_model(
 
 @app.command()
 def import_adapter(
-    directory: Annotated[Path, typer.Argument(help="With adapter_config.json and adapter_model.safetensors")],
-    name: Annotated[str | None, typer.Option(help="Of the checkpoint [default: the directory's]")] = None,
+    directory: Annotated[Path, typer.Argument(help="Of adapter_config.json and adapter_model.safetensors")],
+    name: Annotated[str | None, typer.Option(help="Checkpoint name [default: the directory's]")] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="As for serve [default: what this home's server had last]")
+        str | None, typer.Option(help="As for serve [default: the last one served from this home]")
     ] = None,
     key: Annotated[
-        str | None, typer.Option(help="Name of the API key that finds it; needed once there are keys")
+        str | None, typer.Option(help="Name of the API key that owns it; required once there are keys")
     ] = None,
     home: Home = None,
     database_url: DatabaseUrl = None,
     checkpoints: Checkpoints = None,
     config_file: Config = None,
 ) -> None:
-    """Make a PEFT LoRA adapter a checkpoint to train on from, and print its tinker:// path.
+    """Turn a PEFT LoRA adapter into a checkpoint to continue training from, and print its tinker:// path.
 
-    A server may run on the same home meanwhile. For example:
+    A server may be running on the same home. For example:
 
     \b
       skyrl-tinker import-adapter ./my-adapter --name start
@@ -162,7 +162,7 @@ def import_adapter(
 
 @db.command()
 def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
-    """Bring the database to the newest schema; `serve` does this by itself."""
+    """Bring the database to the newest schema; `serve` does this on its own."""
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.store.database.migrate import migrate as upgrade
 

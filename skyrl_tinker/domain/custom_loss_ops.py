@@ -1,7 +1,7 @@
 """Functions that an uploaded loss may call, by the names that torch.fx records, and their arguments.
 
 Every other call is refused. Left out on purpose: operations that work in place, draw random numbers, turn
-tensors into Python values, or make tensors whose size depends on their contents (beyond indexing with a mask).
+tensors into Python values, or make tensors whose size depends on their contents (except indexing by a mask).
 `training.losses.custom_ops` holds the callables; a test holds the two equal.
 """
 

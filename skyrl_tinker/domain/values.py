@@ -39,8 +39,8 @@ class Datum:
     tokens: Int32  # [N]
     target_tokens: Int64  # [N] or [N, K]
     inputs: Mapping[str, Number]
-    """Named in domain.loss_specs: float32, of the shape of target_tokens. For the loss `custom` as sent: float32 or
-    int64, of any shape with up to 2 dimensions."""
+    """By name in domain.loss_specs: float32, of the shape of target_tokens. Of the loss `custom` as sent:
+    float32 or int64, of any shape with up to 2 dimensions."""
     spans: tuple[ProvenanceSpan, ...] = ()
     """Origin of the target tokens: the spans tile target_tokens, or there are none."""
 

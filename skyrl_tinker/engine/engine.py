@@ -35,7 +35,7 @@ from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
-from skyrl_tinker.processes import spare_the_collector
+from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store import sampling_sessions, server_state
 from skyrl_tinker.store.doorbell import Doorbell
@@ -231,7 +231,7 @@ class Engine:
         self._watch_turns(placement)
         openai = OpenAIServer(store, samplers, fleet, facts, metrics)
         await self._open_gateway(openai, training, sampler)
-        spare_the_collector()
+        freeze_gc()
         await self._say_ready()
         cleaner = self._session_keeper(training, sampler, samplers)
         deadlines = self._deadlines(training, sampler)

@@ -51,7 +51,7 @@ def serve(settings: Settings, ready: Say, progress: Say, warn: Say) -> None:
         processes.raise_open_files_limit()
         if left := processes.end_leftovers(directories.pid_file, _KILL_GRACE_S):
             progress(f"ended {left} processes that a killed server had left")
-        directories.sweep_forgotten()
+        directories.delete_orphaned()
         migrate(settings.store_url)
         preflight.check_host(settings)
         with preflight.listen(settings.host, settings.port) as listener:
@@ -147,7 +147,7 @@ class _Supervisor:
             await self._end_children()
             await store.close()
             self._directories.pid_file.unlink(missing_ok=True)
-            self._directories.forget_temporary()
+            self._directories.delete_temporary()
 
     def _on_signal(self) -> None:
         """The first asks to stop, the second kills."""

@@ -98,7 +98,7 @@ def test_what_a_deleted_home_left_in_shared_memory_is_freed(tmp_path: Path) -> N
     for directories in (kept, deleted):
         directories.make()
     shutil.rmtree(deleted.home)
-    kept.sweep_forgotten()
+    kept.delete_orphaned()
     assert kept.ephemeral_dir.exists()
     assert not deleted.ephemeral_dir.exists()
     assert not deleted.bell_dir.exists()
