@@ -9,7 +9,7 @@ SkyrlTinkerError              500  server
 │   ├── SeqIdReusedError      422  user     the same seq_id was sent with another payload
 │   ├── TooLargeError         413  user     body over the cap
 │   ├── TooSlowError          408  user     the body did not arrive in time
-│   └── NotSupportedError     400  user     belongs to the protocol, not built yet
+│   └── NotSupportedError     400  user     part of the protocol that is not implemented yet
 ├── StateLostError            500  server   the model's state died with a process
 ├── TrainerError              500  server   the workers are broken for good, with all their models
 ├── UnitFailedError           500  server   a worker died and was replaced; its unit changed nothing

@@ -30,6 +30,8 @@ class LossSpec:
     """Whether the loss needs all datums of a request at once, not one by one."""
 
 
+CUSTOM = "custom"
+"""The loss of a client, which reads all inputs that are sent."""
 _RL_INPUTS = ("logprobs", "advantages")
 _MOST = 1e6
 """The losses rely on this bound and on the least temperature of `sapo`: see FAR in training.losses.base."""
@@ -90,6 +92,6 @@ LOSSES: Mapping[str, LossSpec] = {
             {"kl_cov_ratio": ConfigKey(2e-3, 0.0, 1.0), "ppo_kl_coef": ConfigKey(1.0, 0.0, _MOST)},
             whole_request=True,
         ),
-        LossSpec("custom", (), candidates=True),
+        LossSpec(CUSTOM, (), candidates=True),
     )
 }

@@ -84,7 +84,7 @@ def test_an_optim_step_of_the_sdk_arrives_as_it_was_built() -> None:
         ({"weight_decay": -1}, "adam_params.weight_decay is -1"),
         ({"grad_clip_norm": -1}, "adam_params.grad_clip_norm is -1"),
         ({"lr": 1}, "adam_params has the unknown key 'lr', expected learning_rate, beta1"),
-        (None, "adam_params is missing"),
+        (None, "adam_params and optimizer_params are both missing"),
     ],
 )
 def test_wrong_adam_params_are_named(params: Any, message: str) -> None:
