@@ -66,23 +66,15 @@ def serve(config_file: Path | None, **settings: Any) -> None:
     with one_line_errors():
         supervisor.serve(
             config.load(config_file, **settings),
-            ready=_say_ready,
-            progress=_say_progress,
-            warn=_say_warning,
+            ready=lambda url: print(f"skyrl-tinker ready: {url}", flush=True),
+            progress=_print_progress,
+            warn=lambda text: print(f"skyrl-tinker: warning: {text}", file=sys.stderr, flush=True),
         )
 
 
-def _say_ready(url: str) -> None:
-    print(f"skyrl-tinker ready: {url}", flush=True)
-
-
-def _say_progress(message: str) -> None:
+def _print_progress(message: str) -> None:
     if sys.stderr.isatty():
         print(message, file=sys.stderr, flush=True)
-
-
-def _say_warning(warning: str) -> None:
-    print(f"skyrl-tinker: warning: {warning}", file=sys.stderr, flush=True)
 
 
 @app.command()

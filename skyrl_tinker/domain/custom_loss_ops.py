@@ -61,11 +61,11 @@ def public_name(target: str) -> str:
 
 def _table(*lines: tuple[str, str]) -> dict[str, Signature]:
     """Return signatures from (names, parameters), both separated by spaces; a star marks variadic ones."""
-    return {name: _signature(parameters) for names, parameters in lines for name in names.split()}
-
-
-def _signature(parameters: str) -> Signature:
-    return Signature(tuple(parameters.replace("*", "").split()), "*" in parameters)
+    return {
+        name: Signature(tuple(parameters.replace("*", "").split()), variadic="*" in parameters)
+        for names, parameters in lines
+        for name in names.split()
+    }
 
 
 _BOTH = _table(

@@ -160,9 +160,6 @@ def _check_output(node: CustomLossNode, known: set[str]) -> None:
         if not _METRIC.fullmatch(key):
             raise UserError(f"{where}: metric {key[:MAX_NAME]!r}, expected a match of {_METRIC.pattern}")
     for what, value in (("the loss", loss), *metrics.items()):
-        if not _is_ref(value, known):
+        ref = value.get("ref") if isinstance(value, dict) else None
+        if not isinstance(ref, str) or ref not in known:
             raise UserError(f"{where}: {what} is not the value of an earlier node")
-
-
-def _is_ref(value: object, known: set[str]) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("ref"), str) and value["ref"] in known

@@ -25,7 +25,11 @@ def resolve(settings: Settings) -> BaseModelFacts:
     directory = _directory(settings)
     config = _read_json(directory / "config.json")
     facts = _facts(settings, directory, config)
-    _check_head_dim(facts, settings.device)
+    if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
+        raise StartupError(
+            f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
+            f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
     return facts
 
 
@@ -66,7 +70,9 @@ def _facts(settings: Settings, directory: Path, config: Mapping[str, Any]) -> Ba
         context_length=_context_length(settings, config),
         num_layers=_positive(config, "num_hidden_layers"),
         num_kv_heads=int(config.get("num_key_value_heads") or _positive(config, "num_attention_heads")),
-        head_dim=_head_dim(config),
+        head_dim=int(
+            config.get("head_dim") or config["hidden_size"] // _positive(config, "num_attention_heads")
+        ),
         hidden_size=_positive(config, "hidden_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_token_ids=_eos(directory, config),
@@ -97,18 +103,6 @@ def _context_length(settings: Settings, config: Mapping[str, Any]) -> int:
             f"context_length is {length}, expected at most {positions}: the model has no more positions"
         )
     return length
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // _positive(config, "num_attention_heads"))
-
-
-def _check_head_dim(facts: BaseModelFacts, device: str) -> None:
-    if device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
-        raise StartupError(
-            f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
-            f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
-        )
 
 
 def _eos(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -32,13 +32,16 @@ def read_datum(datum: pb.Datum, spec: LossSpec, where: str) -> Datum:
     missing = [name for name in names if name not in fields]
     if missing:
         raise UserError(f"{where}: loss_fn_inputs lacks {missing[0]!r}, found {sorted(fields) or 'none'}")
-    read = _custom_input if spec.name == CUSTOM else _float_input
+    read = _custom_input if spec.name == CUSTOM else _float32_input
     field = input_field(where, _TARGETS)
     return Datum(
         tokens=text_tokens(datum, where),
         target_tokens=as_int64(read_tensor(fields[_TARGETS], field), field),
         inputs={name: read(fields[name], input_field(where, name)) for name in names[1:]},
-        spans=_spans(datum, where) if spec.recorded else (),
+        spans=tuple(
+            _span(span, f"{where}: loss_fn_input_spans[{index}]")
+            for index, span in enumerate(datum.loss_fn_input_spans if spec.recorded else ())
+        ),
     )
 
 
@@ -55,7 +58,7 @@ def text_tokens(datum: pb.Datum, where: str) -> Int32:
     return as_array(joined, np.dtype("<i4"), f"{where}: model_input")
 
 
-def _float_input(tensor: pb.Tensor, field: str) -> Number:
+def _float32_input(tensor: pb.Tensor, field: str) -> Number:
     return as_float32(read_tensor(tensor, field))
 
 
@@ -65,13 +68,6 @@ def _custom_input(tensor: pb.Tensor, field: str) -> Number:
     if values.dtype == np.int32:
         values = values.astype(np.int64)
     return values.reshape(()) if not tensor.shape and values.size == 1 else values
-
-
-def _spans(datum: pb.Datum, where: str) -> tuple[ProvenanceSpan, ...]:
-    return tuple(
-        _span(span, f"{where}: loss_fn_input_spans[{index}]")
-        for index, span in enumerate(datum.loss_fn_input_spans)
-    )
 
 
 def _span(span: pb.ProvenanceSpan, field: str) -> ProvenanceSpan:
