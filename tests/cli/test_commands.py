@@ -1,4 +1,4 @@
-"""What a user sees who asks for help or mistypes a setting."""
+"""Output of the command line: help, and errors of mistyped settings."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What an uploaded loss may be made of: everything else is refused, by the name of its node."""
+"""Calls allowed in an uploaded loss: all others are refused by the name of their node."""
 
 import re
 from collections.abc import Callable

@@ -28,7 +28,7 @@ OLD = """{"forward_backward_input": {"data": [{"loss_fn_inputs": {
 
 
 def payload(**changes):
-    """OLD with the fields of its one datum, of its input or of its envelope replaced."""
+    """Return OLD with fields of its one datum, its input or its envelope replaced."""
     value = json.loads(OLD)
     inner = value["forward_backward_input"]
     datum = inner["data"][0]

@@ -21,7 +21,7 @@ def datum(tokens: list[int], **inputs: object) -> tinker.Datum:
 
 
 def sdk_bytes(data: list[tinker.Datum], loss_fn: str = "cross_entropy", **more: object) -> bytes:
-    """What the SDK posts; `forward_only` is set by its resource layer."""
+    """Return the body that the SDK posts; `forward_only` is set by its resource layer."""
     given_input = tinker.types.ForwardBackwardInput(
         data=data, loss_fn=loss_fn, loss_fn_config=more.pop("config", None)
     )

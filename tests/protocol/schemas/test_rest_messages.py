@@ -1,4 +1,4 @@
-"""Answers about sessions, runs, checkpoints and usage, as the SDK's own models read them."""
+"""Responses about sessions, runs, checkpoints and usage, as the SDK's own models read them."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -115,7 +115,7 @@ def test_the_sdk_reads_what_we_say(ours: Message, theirs: Any) -> None:
 
 
 def within(said: Any, read: Any) -> bool:
-    """The SDK may know more fields than we send, but none may get lost."""
+    """The SDK may know more fields than we send, but must read all of those."""
     if isinstance(said, dict):
         return all(key in read and within(value, read[key]) for key, value in said.items())
     if isinstance(said, list):

@@ -37,7 +37,7 @@ def csr(
 
 
 def request(loss_fn: str = "cross_entropy", datums: int = 2) -> pb.ForwardBackwardRequest:
-    """With the inputs that the loss must have, in float32 tensors without a shape."""
+    """Return a request with the required inputs of the loss, in float32 tensors without a shape."""
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn=loss_fn)
     for _ in range(datums):
         datum = message.data.add()
@@ -53,7 +53,7 @@ def request(loss_fn: str = "cross_entropy", datums: int = 2) -> pb.ForwardBackwa
 
 
 def add_spans(datum: pb.Datum, spans: tuple[tuple[str, int, int, bool], ...]) -> None:
-    """(sequence_id, offset, length, sampled) each."""
+    """Add spans, each given as (sequence_id, offset, length, sampled)."""
     for sequence_id, offset, length, sampled in spans:
         span = datum.loss_fn_input_spans.add()
         part = span.sampled_tokens if sampled else span.prompt_tokens

@@ -1,4 +1,4 @@
-"""asample: what is refused at once, with which message, and what the stored value is."""
+"""asample: refusals with their messages, and the stored value."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""asample: scores of the prompt and likeliest tokens, what is taken and what is refused with which words."""
+"""asample: scores of the prompt and likeliest tokens, accepted or refused with a message."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models, optimizer steps, saves and loads: what is refused and what is stored."""
+"""Models, optimizer steps, saves and loads: refusals and stored values."""
 
 import json
 from typing import Any
@@ -52,7 +52,7 @@ def test_adam_defaults_are_the_sdks() -> None:
 
 @pytest.mark.parametrize("key", ["learning_rate", "eps", "weight_decay"])
 def test_what_json_has_no_number_for_is_refused(key: str) -> None:
-    """Not taken for absent: training would go on, with the default."""
+    """Nulls are not taken for absent keys: training would continue with the defaults."""
     sent = json.loads(tinker.AdamParams(**{key: float("nan")}).model_dump_json())
     assert sent[key] is None
     with pytest.raises(UserError, match=f"adam_params.{key} is null .*expected a finite number"):
