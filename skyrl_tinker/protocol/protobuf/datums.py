@@ -63,7 +63,7 @@ def _float32_input(tensor: pb.Tensor, field: str) -> Number:
 
 
 def _custom_input(tensor: pb.Tensor, field: str) -> Number:
-    """Read an input in its own dtype. One value without a shape is a scalar: the wire has no other sign."""
+    """Read an input in its own dtype. One value without a shape counts as a scalar."""
     values: Array = read_tensor(tensor, field)
     if values.dtype == np.int32:
         values = values.astype(np.int64)
