@@ -123,7 +123,7 @@ def make_model(
 
 @app.command()
 def import_adapter(
-    directory: Annotated[Path, typer.Argument(help="Of adapter_config.json and adapter_model.safetensors")],
+    directory: Annotated[Path, typer.Argument(help="Has adapter_config.json and adapter_model.safetensors")],
     name: Annotated[str | None, typer.Option(help="Checkpoint name [default: the directory's]")] = None,
     base_model: Annotated[
         str | None, typer.Option(help="As for serve [default: the last one served from this home]")
