@@ -1,4 +1,4 @@
-"""A server in the background of another program, for as long as a `with` block lasts."""
+"""A server in the background of another program for the length of a `with` block."""
 
 import signal
 import subprocess
@@ -16,10 +16,10 @@ _STOP_S = 20.0
 
 @contextmanager
 def background_server(home: Path, *options: str) -> Iterator[str]:
-    """Run `skyrl-tinker serve --home HOME --port 0 OPTIONS…`; gives its URL once it is ready.
+    """Run `skyrl-tinker serve --home HOME --port 0 OPTIONS…` and yield its URL once it is ready.
 
-    It ends with the block, or with this process. StartupError when it does not become ready; what was wrong
-    then stands on stderr.
+    It ends with the block, or with this process. Raises StartupError when it does not become ready; stderr
+    then says why.
     """
     process = subprocess.Popen(
         [

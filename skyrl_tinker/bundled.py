@@ -6,6 +6,6 @@ _PACKAGE = Path(__file__).parent
 
 
 def bundled(name: str) -> Path:
-    """Return the directory; pyproject.toml says under which name the wheel takes it in."""
+    """Return the directory; pyproject.toml names its copy in the wheel."""
     inside = _PACKAGE / "bundled_files" / name
     return inside if inside.exists() else _PACKAGE.parent / name

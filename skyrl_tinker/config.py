@@ -1,4 +1,4 @@
-"""One frozen settings tree, parsed once.
+"""Settings, frozen and parsed once.
 
 Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
 """
@@ -16,7 +16,7 @@ from pydantic_settings import (
 )
 
 MiB = 1 << 20
-_OTHERS = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
+_SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 
 
 class Settings(BaseSettings):
@@ -27,106 +27,128 @@ class Settings(BaseSettings):
     )
 
     base_model: str = Field("tiny", description="'tiny', a model directory, or a hub name")
-    model_name: str | None = Field(None, description="name clients use; default: the base model as given")
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
-    insecure: bool = Field(False, description="allow a non-loopback host without API keys")
-    home: Path = Path(".skyrl-tinker")
-    database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite under home")
-    checkpoints: Path | None = Field(None, description="default: <home>/checkpoints")
+    model_name: str | None = Field(
+        None, description="Name that clients use for the base model [default: the base model as given]"
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="0 = any free one")
+    insecure: bool = Field(False, description="Allow a host that is open to the network without API keys")
+    home: Path = Field(Path(".skyrl-tinker"), description="Database, logs and checkpoints")
+    database_url: str | None = Field(None, description="SQLAlchemy URL [default: SQLite under home]")
+    checkpoints: Path | None = Field(None, description="Where checkpoints lie [default: <home>/checkpoints]")
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    trainer_ranks: int = Field(1, ge=1, le=64)
-    trainer_dtype: Literal["float32", "bfloat16"] = "float32"
-    trainer_threads: int = Field(1, ge=1, description="torch threads per rank on CPU")
-    token_budget: int = Field(2048, ge=1, description="tokens per micro-batch and rank")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu or cuda")
+    trainer_ranks: int = Field(1, ge=1, le=64, description="FSDP workers")
+    trainer_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="float32 or bfloat16, of the trainer's computation"
+    )
+    trainer_threads: int = Field(1, ge=1, description="Torch threads per FSDP worker on CPU")
+    token_budget: int = Field(2048, ge=1, description="Tokens per micro-batch and FSDP worker")
     gradient_checkpointing: bool = Field(
-        False, description="run layers twice, and keep only their inputs for the backward pass"
+        False,
+        description="Keep only the inputs of the layers for the backward pass and compute the rest again: "
+        "less memory for a third more work",
     )
     resident_models: int = Field(
-        0, ge=0, description="LoRA models on the trainer's devices at once, others wait on the host; 0 = all"
+        0,
+        ge=0,
+        description="LoRA models on the trainer's devices at once, the others wait on the host; 0 = all",
     )
     trainer_memory_gb: float | None = Field(
         None,
         gt=0,
-        description="what models may hold per trainer rank; above it no full-parameter model is made; "
-        "default: what the machine has",
+        description="Memory that models may take per FSDP worker; beyond it no full-parameter model is made "
+        "[default: what the machine has]",
     )
-    unit_tokens: int = Field(16384, ge=1, description="tokens that one unit of work takes from all lanes")
-    max_lora_rank: int = Field(64, ge=1, le=512)
-    context_length: int | None = Field(None, ge=2, description="default: the model's, at most 4096")
+    unit_tokens: int = Field(16384, ge=1, description="Tokens that one unit of work takes from all lanes")
+    max_lora_rank: int = Field(64, ge=1, le=512, description="Highest LoRA rank that a client may choose")
+    context_length: int | None = Field(
+        None,
+        ge=2,
+        description="Most prompt and generated tokens of a sequence [default: the model's, at most 4096]",
+    )
 
-    replicas: int = Field(1, ge=1, le=64, description="vLLM servers, each a full copy of the model")
+    replicas: int = Field(1, ge=1, le=64, description="vLLM servers, each with a full copy of the model")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs, on a CPU processes, of each replica")
     sampler_urls: tuple[str, ...] = Field(
         (),
-        description="vLLM servers that run already, in place of replicas; they see our files under our paths",
+        description="A vLLM server that runs already, in place of replicas; give it once for each. "
+        "It must see our files under our paths",
     )
-    router_url: str | None = Field(None, description="a router before sampler_urls; default: one of our own")
+    router_url: str | None = Field(
+        None, description="A router before the sampler URLs [default: one of our own]"
+    )
     router_policy: Literal[
         "consistent_hash", "sticky_least_loaded", "round_robin", "random", "cache_aware"
-    ] = Field("consistent_hash", description="of vllm-router, which runs before several replicas")
+    ] = Field("consistent_hash", description="Policy of the vllm-router, which runs before several replicas")
     placement: Literal["separate", "colocated"] = Field(
-        "separate", description="colocated: trainer and samplers take turns on the same devices"
+        "separate",
+        description="separate, or colocated: trainer and samplers take turns on the same devices",
     )
-    phase_min_s: float = Field(0.2, gt=0, description="colocated: shortest turn")
+    phase_min_s: float = Field(0.2, gt=0, description="Shortest turn when colocated")
     phase_max_s: float = Field(
-        10.0, gt=0, description="colocated: how long one side waits at most while the other is busy"
+        10.0, gt=0, description="Longest wait of one side while the other is busy when colocated"
     )
     gpu_memory_utilization: float = Field(
-        0.85, gt=0, lt=1, description="share of a GPU's memory that vLLM takes, while awake"
+        0.85, gt=0, lt=1, description="Share of a GPU's memory that vLLM takes, while awake"
     )
     weight_transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"] = Field(
-        "auto", description="how full parameters reach the samplers; auto: by device and placement"
+        "auto", description="Way of full parameters to the samplers; auto: by device and placement"
     )
-    weight_chunk_mb: int = Field(256, ge=1, description="sent at once; so much memory the sender takes")
-    max_loras: int = Field(8, ge=1)
-    max_cpu_loras: int = Field(32, ge=1)
-    sample_concurrency: int = Field(512, ge=1, description="most samples in flight per replica")
-    sampler_startup_s: float = Field(300.0, gt=0)
-    sampler_hang_s: float = Field(10.0, gt=0, description="silence after which a replica counts as dead")
-    canary: bool = True
+    weight_chunk_mb: int = Field(
+        256, ge=1, description="Weights sent at once; so much memory the sender takes"
+    )
+    max_loras: int = Field(8, ge=1, description="Adapters that a replica uses in one batch")
+    max_cpu_loras: int = Field(32, ge=1, description="Adapters that a replica holds in the host's memory")
+    sample_concurrency: int = Field(512, ge=1, description="Most samples in flight per replica")
+    sampler_startup_s: float = Field(300.0, gt=0, description="Time that a replica may take to start")
+    sampler_hang_s: float = Field(10.0, gt=0, description="Silence after which a replica counts as dead")
+    canary: bool = Field(True, description="Compare samplers and trainer at start; a mismatch is not served")
     gap_probe_tokens: int = Field(
-        32, ge=0, description="tokens on which samplers and trainer are compared after each sync; 0 = never"
+        32, ge=0, description="Tokens on which samplers and trainer are compared after each sync; 0 = never"
     )
     logprob_gap_bound: float | None = Field(
-        None, gt=0, description="above it a warning; default: 1e-3, for bfloat16 0.25"
+        None, gt=0, description="Difference that causes a warning [default: 1e-3, for bfloat16 0.25]"
     )
-    ray_address: str | None = None
+    ray_address: str | None = Field(None, description="Join a Ray cluster")
 
-    long_poll_s: float = Field(20.0, gt=0, lt=45)
-    session_timeout_s: float = Field(600.0, gt=0)
+    long_poll_s: float = Field(20.0, gt=0, lt=45, description="Longest wait of a request for a result")
+    session_timeout_s: float = Field(
+        600.0, gt=0, description="Time without a heartbeat after which a session's models are released"
+    )
     request_deadline_s: float = Field(
-        86400.0, gt=0, description="a request that has waited so long fails, and says what it waited for"
+        86400.0, gt=0, description="Time after which a waiting request fails and says what it waited for"
     )
     gap_deadline_s: float = Field(
         900.0,
         gt=0,
-        description="how long a model waits for a seq_id that is missing after the last request came; "
-        "then all its requests fail. The SDK tries to send one for 300 s",
+        description="Time that a model waits for a missing seq_id after its last request; then all its "
+        "requests fail. The SDK tries to send one for 300 s",
     )
     sample_backlog: int = Field(
-        20000, ge=1, description="samples that may wait; above it asample answers 429 and the SDK comes again"
+        20000,
+        ge=1,
+        description="Samples that may wait; beyond it asample answers 429 and the SDK tries again",
     )
     sample_use_retrieve_futures: bool = Field(
-        False, description="tell SDKs from 0.27 on to wait for all samples of a client on one connection"
+        False, description="Let SDKs from 0.27 on wait for all samples of a client on one connection"
     )
-    result_ttl_s: float = Field(86400.0, gt=0)
+    result_ttl_s: float = Field(86400.0, gt=0, description="Time that results are kept")
     stability_ttl_s: float = Field(
-        86400.0, gt=0, description="how long what was recorded of a sample lasts after its last use"
+        86400.0, gt=0, description="Time that the record of a sample is kept after its last use"
     )
     trust_forwarded: bool = Field(
         False,
-        description="make download URLs of X-Forwarded-Proto, -Host and -Prefix: where a proxy sets them",
+        description="Make download URLs from X-Forwarded-Proto, -Host and -Prefix, where a proxy sets them",
     )
-    wire_body_mb: int = Field(64, ge=1)
-    expanded_body_mb: int = Field(256, ge=1)
+    wire_body_mb: int = Field(64, ge=1, description="Largest request body as sent")
+    expanded_body_mb: int = Field(256, ge=1, description="Largest request body after decompression")
     held_bodies_mb: int = Field(
-        64, ge=1, description="large request bodies held at once, as they come; as much again expanded"
+        64, ge=1, description="Large request bodies held at once, as sent; as much again expanded"
     )
-    max_datums: int = Field(4096, ge=1)
+    max_datums: int = Field(4096, ge=1, description="Most datums of a forward_backward")
     custom_loss_server_side: bool = Field(
-        True, description="run the losses that clients make with create_custom_loss here, not on the client"
+        True, description="Run the losses of create_custom_loss on the server, not on the client"
     )
 
     @classmethod
@@ -154,22 +176,24 @@ class Settings(BaseSettings):
 
 
 def load(config: Path | None = None, **overrides: Any) -> Settings:
-    """Parse settings once. Overrides that are None count as not given.
+    """Parse the settings. Overrides that are None count as not given.
 
     Raises pydantic.ValidationError that names the unknown key or the bad value.
     """
-    given = _misspelt() | {key: value for key, value in overrides.items() if value is not None}
+    overridden = _unknown_variables() | {key: value for key, value in overrides.items() if value is not None}
 
     class _FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=config)
 
-    return Settings.model_validate(_FromFile(**given).model_dump())
+    return Settings.model_validate(_FromFile(**overridden).model_dump())
 
 
-def _misspelt() -> dict[str, str]:
-    """Variables with our prefix that are no settings; they are refused like any other unknown key."""
+def _unknown_variables() -> dict[str, str]:
+    """Return variables with our prefix that are no settings, to be refused like other unknown keys."""
     prefix = Settings.model_config["env_prefix"]
     ours = {name.removeprefix(prefix).lower(): name for name in os.environ if name.startswith(prefix)}
     return {
-        key: os.environ[name] for key, name in ours.items() if key not in {*Settings.model_fields, *_OTHERS}
+        key: os.environ[name]
+        for key, name in ours.items()
+        if key not in {*Settings.model_fields, *_SETUP_ONLY}
     }

@@ -1,4 +1,4 @@
-"""Where a server keeps what: one place for every path."""
+"""Every path of a server."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ _HOME = "home"  # a note in ephemeral_dir: the home that it belongs to
 
 
 def home_digest(home: Path) -> str:
-    """10 hex digits that name a home in shared directories, where paths must be short."""
+    """Return 10 hex digits that name a home in shared directories, where paths must be short."""
     return hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:10]
 
 
@@ -36,7 +36,7 @@ class Directories:
         )
 
     def make(self) -> None:
-        """Create every directory. StartupError when one cannot be ours alone."""
+        """Create every directory. Raises StartupError when one cannot be ours alone."""
         for directory in (self.home, self.run_dir, self.log_dir, self.models_dir, self.checkpoint_root):
             _make(directory)
         for directory in (self.bell_dir, self.ephemeral_dir):
@@ -45,17 +45,17 @@ class Directories:
             _make_private(directory)
         (self.ephemeral_dir / _HOME).write_text(str(self.home))
 
-    def forget_temporary(self) -> None:
-        """Sockets and temporary files of processes that have ended."""
+    def delete_temporary(self) -> None:
+        """Delete sockets and temporary files of processes that have ended."""
         shutil.rmtree(self.bell_dir, ignore_errors=True)
 
-    def forget_everything(self) -> None:
-        """All that lies outside the home; for a home that is deleted."""
-        self.forget_temporary()
+    def delete_outside_home(self) -> None:
+        """Delete all that lies outside the home; for a home that is itself deleted."""
+        self.delete_temporary()
         shutil.rmtree(self.ephemeral_dir, ignore_errors=True)
 
-    def sweep_forgotten(self) -> None:
-        """Free what servers left outside their homes when those have been deleted since."""
+    def delete_orphaned(self) -> None:
+        """Delete what servers left outside homes that have since been deleted."""
         for note in self.ephemeral_dir.parent.glob(f"*/{_HOME}"):
             if not _home_in(note).exists():
                 shutil.rmtree(self.bell_dir.parent / note.parent.name, ignore_errors=True)
@@ -63,7 +63,7 @@ class Directories:
 
 
 def _home_in(note: Path) -> Path:
-    """The note itself, and so nothing that exists, when another server has swept it since."""
+    """Return the home that a note names, or the note itself, which is gone, if another server deleted it."""
     try:
         return Path(note.read_text())
     except FileNotFoundError:
@@ -79,12 +79,12 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(
-            f"cannot create {directory}: {error.strerror}; choose another place with --home"
+            f"cannot create {directory}: {error.strerror}; choose another directory with --home"
         ) from error
 
 
 def _make_private(directory: Path) -> None:
-    """Others may write beside it, so a directory made by somebody else, or a link, is refused."""
+    """Create a directory in one that others can write to. Refuse another user's directory, or a link."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
     if status.st_uid != os.getuid() or directory.is_symlink():

@@ -1,22 +1,22 @@
-"""The error tree. Each class maps once to an HTTP status and to the category of a failed future.
+"""The error tree. Each class has one HTTP status and one category of a failed future.
 
 SkyrlTinkerError              500  server
 ├── UserError                 400  user     the request is wrong; the message names field, found, expected
-│   ├── UnauthenticatedError  401  user     no API key, or none that is live
-│   ├── ForbiddenError        403  user     a download URL that is changed or expired
+│   ├── UnauthenticatedError  401  user     no API key, or a revoked or unknown one
+│   ├── ForbiddenError        403  user     a download URL was changed or has expired
 │   ├── NotFoundError         404  user     no such session, model, checkpoint, future
 │   ├── GoneError             410  user     the session is finished or expired
-│   ├── SeqIdReusedError      422  user     the same seq_id came with another payload
+│   ├── SeqIdReusedError      422  user     the same seq_id was sent with another payload
 │   ├── TooLargeError         413  user     body over the cap
-│   ├── TooSlowError          408  user     the body did not come in time
-│   └── NotSupportedError     400  user     belongs to the protocol, not built yet
+│   ├── TooSlowError          408  user     the body did not arrive in time
+│   └── NotSupportedError     400  user     part of the protocol that is not implemented yet
 ├── StateLostError            500  server   the model's state died with a process
-├── TrainerError              500  server   the workers are broken for good, with all models that they had
+├── TrainerError              500  server   the workers are broken for good, with all their models
 │   └── RankDiedError         500  server   a worker's process ended
 ├── UnitFailedError           500  server   a worker died and was replaced; its unit changed nothing
 ├── SamplerError              500  server   the inference plane failed
 ├── StorageError              500  server   a disk is full or broken; models and weights are as before
-├── OverloadedError           429  server   too much waits; says when to come again
+├── OverloadedError           429  server   too many requests wait; says when to try again
 └── StartupError              500  server   the server cannot start; the message says what to change
 """
 

@@ -1,4 +1,4 @@
-"""Work that grows with a body's size, kept off the event loop where it would hold it too long."""
+"""Threads for work on large bodies, which would block the event loop for too long."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,5 +10,5 @@ T = TypeVar("T")
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Return `work()`, run in a thread when `size` bytes of input would hold the loop too long."""
+    """Return `work()`, run in a thread when `size` bytes of input would block the loop for too long."""
     return await asyncio.to_thread(work) if size > OFF_LOOP_BYTES else work()

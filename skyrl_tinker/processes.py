@@ -1,4 +1,4 @@
-"""Ends what we started: orphans come back to us, children die with us, leftovers die by pid. Linux only."""
+"""Ends of processes that we started: adopted orphans, children, leftovers by pid. Linux only."""
 
 import ctypes
 import gc
@@ -28,12 +28,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Orphaned descendants become our children instead of init's, so that we can find and reap them."""
+    """Make orphaned descendants our children instead of init's, so that we can find and reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """The kernel sends `signum` to this process when the *thread* that started it ends.
+    """Let the kernel send `signum` to this process when the *thread* that started it ends.
 
     Works as a preexec_fn (`preexec_fn=die_with_parent`) or at the start of a child's main. Start such
     children from the main thread, or they die with a worker thread.
@@ -42,16 +42,16 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
 
 
 def raise_open_files_limit() -> None:
-    """RLIMIT_NOFILE to its hard limit: hundreds of long polls and sampler connections need it."""
+    """Raise RLIMIT_NOFILE to its hard limit: hundreds of long polls and sampler connections need it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def spare_the_collector() -> None:
-    """Call it when the process has what it keeps: imports, models of messages, statements.
+def freeze_gc() -> None:
+    """Exempt all objects from garbage collection; call it once imports, schemas and statements are loaded.
 
-    The garbage collector would look through all of that again and again, which took up to 40 % of the time of
-    a sample (https://docs.python.org/3/library/gc.html#gc.freeze).
+    The collector would traverse them again and again, which took up to 40 % of the time of a sample
+    (https://docs.python.org/3/library/gc.html#gc.freeze).
     """
     gc.collect()
     gc.freeze()
@@ -59,12 +59,12 @@ def spare_the_collector() -> None:
 
 
 def descendants() -> list[psutil.Process]:
-    """All descendants, zombies included."""
+    """Return all descendants, zombies included."""
     return psutil.Process().children(recursive=True)
 
 
 def reap_orphans(known: Collection[int] = ()) -> None:
-    """Collect dead children other than `known`, whose owners wait for them themselves."""
+    """Reap dead children except `known`, whose owners wait for them."""
     for child in psutil.Process().children():
         if child.pid not in known and _is_zombie(child):
             _reap(child.pid)
@@ -80,7 +80,7 @@ def kill_descendants(grace_s: float) -> list[int]:
 
 
 def end_processes(processes: Collection[psutil.Process], grace_s: float) -> None:
-    """The same for given processes, whoever their parents are."""
+    """Send SIGTERM, then SIGKILL after `grace_s` seconds, to given processes, whoever their parents are."""
 
     def alive() -> list[psutil.Process]:
         return [process for process in processes if process.is_running()]
@@ -90,7 +90,7 @@ def end_processes(processes: Collection[psutil.Process], grace_s: float) -> None
 
 
 def _end(find: Callable[[], list[psutil.Process]], signum: int, within_s: float) -> list[int]:
-    """Signal each process that `find` returns once, until it returns none or the time is over."""
+    """Signal each process that `find` returns once, until it returns none or `within_s` has passed."""
     signalled: list[int] = []
     deadline = time.monotonic() + within_s
     while left := _alive(find()):
@@ -118,7 +118,7 @@ def _signal(processes: Iterable[psutil.Process], signum: int) -> None:
         try:
             process.send_signal(signum)
         except psutil.NoSuchProcess:
-            continue  # it ended by itself
+            continue  # it has ended
 
 
 def _is_zombie(process: psutil.Process) -> bool:
@@ -137,13 +137,13 @@ def _reap(pid: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process for longer than its pid may be reused."""
+    """Identity of a process that stays unique when its pid is reused."""
 
     pid: int
     created: float  # seconds since the epoch
 
     def find(self) -> psutil.Process | None:
-        """The process, if it still lives."""
+        """Return the process if it still runs."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.created) < _SAME_START_S
@@ -153,13 +153,13 @@ class Identity:
 
 
 def identities(processes: Iterable[psutil.Process]) -> set[Identity]:
-    found = set()
+    result = set()
     for process in processes:
         try:
-            found.add(Identity(process.pid, process.create_time()))
+            result.add(Identity(process.pid, process.create_time()))
         except psutil.NoSuchProcess:
             continue  # it ended between the listing and now
-    return found
+    return result
 
 
 def write_pid_file(path: Path, running: Iterable[Identity]) -> None:
@@ -170,14 +170,14 @@ def write_pid_file(path: Path, running: Iterable[Identity]) -> None:
 
 
 def read_pid_file(path: Path) -> list[Identity]:
-    """What the file names; empty when there is none."""
+    """Read the identities of a pid file; empty if it is missing."""
     if not path.exists():
         return []
     return [Identity(int(pid), float(created)) for pid, created in json.loads(path.read_text())]
 
 
 def end_leftovers(path: Path, grace_s: float) -> int:
-    """End what a killed predecessor left running, by its pid file; returns how many there were."""
+    """End the processes in a killed predecessor's pid file; return their number."""
     left = [process for identity in read_pid_file(path) if (process := identity.find())]
     end_processes(left, grace_s)
     path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.processes import die_with_parent, raise_open_files_limit, spare_the_collector
+from skyrl_tinker.processes import die_with_parent, freeze_gc, raise_open_files_limit
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -102,7 +102,7 @@ async def run(settings: Settings, listener: socket.socket) -> None:
         try:
             facts = await read_facts(store, bell)
             app = create_app(settings, store, facts, bell)
-            spare_the_collector()
+            freeze_gc()
             await ApiServer(app).serve([listener])
         finally:
             bell.close()

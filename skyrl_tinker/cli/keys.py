@@ -1,4 +1,4 @@
-"""`skyrl-tinker keys`: who may use a server. On its database, whether it runs or not."""
+"""`skyrl-tinker keys`: API keys, in the database of a server that may be running or not."""
 
 import sys
 from datetime import UTC, datetime
@@ -21,24 +21,26 @@ app = typer.Typer(no_args_is_help=True, help="API keys.", rich_markup_mode=None)
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Option(help="Whose key it is; `tinker auth whoami` says it")],
-    adopt: Annotated[bool, typer.Option("--adopt", help="Give it all that was made without a key")] = False,
+    name: Annotated[str, typer.Option(help="The holder's name, as `tinker auth whoami` shows it")],
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="Let it own all that was made without a key")
+    ] = False,
     home: Home = None,
     database_url: DatabaseUrl = None,
     config_file: Config = None,
 ) -> None:
-    """Make an API key and print it: this is the only time that anybody sees it.
+    """Make an API key and print it. It is shown only this once.
 
-    From the first key on, the server asks everybody for one, also when all are revoked; a server that runs
-    does so within a second. Each key sees only the sessions, training runs and checkpoints that were made
-    with it. What was made before there were keys is seen by no key but the one that adopts it.
+    From the first key on, the server requires one of every client, even when all are revoked; a running
+    server does so within a second. Each key sees only the sessions, training runs and checkpoints that were
+    made with it. Those from before the first key are visible only to a key that adopts them.
     """
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.store import api_keys, owners
     from skyrl_tinker.store.database.migrate import migrate
     from skyrl_tinker.store.store import once
 
-    async def made(conn: "AsyncConnection") -> tuple[str, int, int]:
+    async def create_key(conn: "AsyncConnection") -> tuple[str, int, int]:
         key = await api_keys.create(conn, name)
         adopted = await owners.adopt(conn, await api_keys.id_of(conn, name)) if adopt else 0
         return key, adopted, await owners.ownerless(conn)
@@ -47,25 +49,25 @@ def create(
         settings = config.load(config_file, home=home, database_url=database_url)
         Directories(settings).make()
         migrate(settings.store_url)
-        key, adopted, left = once(settings.store_url, made)
+        key, adopted, left = once(settings.store_url, create_key)
     print(key)
-    print("shown only now: keep it, as TINKER_API_KEY for example", file=sys.stderr)
+    print("shown only now: store it, for example as TINKER_API_KEY", file=sys.stderr)
     if adopt:
-        print(f"it has the {adopted} session(s) that were made without a key", file=sys.stderr)
+        print(f"it owns the {adopted} session(s) that were made without a key", file=sys.stderr)
     elif left:
         print(
-            f"no key sees the {left} session(s) that were made without one: a key made with --adopt would",
+            f"no key sees the {left} session(s) that were made without one; a key made with --adopt does",
             file=sys.stderr,
         )
 
 
 @app.command(name="list")
 def list_keys(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
-    """Id, name, when it was made and when revoked, of every key."""
+    """List every key: id, name, time of creation and of revocation."""
     from skyrl_tinker.store import api_keys
 
     with one_line_errors():
-        rows = _once(home, database_url, config_file, api_keys.listed)
+        rows = _run(home, database_url, config_file, api_keys.listed)
     for row in rows:
         ended = "live" if row.revoked_at is None else f"revoked {_utc(row.revoked_at)}"
         print(f"{row.id:>4}  {row.name:<32}  made {_utc(row.created_at)}  {ended}")
@@ -80,19 +82,19 @@ def revoke(
     database_url: DatabaseUrl = None,
     config_file: Config = None,
 ) -> None:
-    """End a key, for good, and the tokens that were got with it; what it made stays, and nobody sees it.
+    """Revoke a key and its tokens permanently. What it made is kept, but no longer visible to any client.
 
-    A server that runs refuses it within a second.
+    A running server refuses the key within a second.
     """
     from skyrl_tinker.store import api_keys
 
     with one_line_errors():
-        row = _once(home, database_url, config_file, lambda conn: api_keys.revoke(conn, key))
+        row = _run(home, database_url, config_file, lambda conn: api_keys.revoke(conn, key))
     print(f"revoked: {row.id} {row.name}")
 
 
-def _once(home: Path | None, database_url: str | None, config_file: Path | None, op: "Op[T]") -> "T":
-    """On a database that is there. StartupError."""
+def _run(home: Path | None, database_url: str | None, config_file: Path | None, op: "Op[T]") -> "T":
+    """Run an operation on a database that exists; raises StartupError when it does not."""
     from skyrl_tinker.store.database import sqlite
     from skyrl_tinker.store.database.migrate import migrate
     from skyrl_tinker.store.store import once
@@ -100,7 +102,7 @@ def _once(home: Path | None, database_url: str | None, config_file: Path | None,
     settings = config.load(config_file, home=home, database_url=database_url)
     database = sqlite.database(settings.store_url)
     if not Path(database).exists():
-        raise StartupError(f"no database {database}: nothing was served from there, and no key made")
+        raise StartupError(f"no database {database}: no server has run there, and no key was made")
     migrate(settings.store_url)
     return once(settings.store_url, op)
 

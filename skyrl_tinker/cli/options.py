@@ -1,19 +1,55 @@
-"""What the commands share: options, and how an error ends."""
+"""Options that commands share, made from the settings' fields, and the end of a command by an error."""
 
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_origin
 
 import typer
 from pydantic import ValidationError
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import SkyrlTinkerError
 
-Home = Annotated[Path | None, typer.Option(help="Database, logs and checkpoints [default: .skyrl-tinker]")]
-DatabaseUrl = Annotated[str | None, typer.Option(help="SQLAlchemy URL [default: SQLite under home]")]
+
+def option(setting: str) -> Any:
+    """Return the option of one setting: its help names the default, but an absent one counts as not given."""
+    field = Settings.model_fields[setting]
+    assert field.description is not None
+    if field.annotation is bool:
+        return typer.Option(f"--{setting.replace('_', '-')}", help=field.description)
+    default = "" if field.default in (None, ()) else f" [default: {field.default}]"
+    return typer.Option(help=field.description + default)
+
+
+def with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add one option per setting to a command that takes `config_file` and settings by name."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        annotations = {name: Annotated[_option_type(name), option(name)] for name in settings}
+        parameters = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in {**annotations, "config_file": Config}.items()
+        ]
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _option_type(setting: str) -> Any:
+    """Return the type that the command line reads; Settings refuses wrong values, as from any source."""
+    annotation = Settings.model_fields[setting].annotation
+    parsed: Any = {Literal: str, tuple: list[str]}.get(get_origin(annotation), annotation)
+    return parsed | None
+
+
+Home = Annotated[Path | None, option("home")]
+DatabaseUrl = Annotated[str | None, option("database_url")]
+Checkpoints = Annotated[Path | None, option("checkpoints")]
 Config = Annotated[
     Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
 ]
@@ -21,7 +57,7 @@ Config = Annotated[
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What we raise on purpose ends as one line on stderr and exit code 1; bugs keep their traceback."""
+    """End on an error that we raise with one line on stderr and exit code 1; bugs keep their traceback."""
     try:
         yield
     except ValidationError as error:

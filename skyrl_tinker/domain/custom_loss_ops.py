@@ -1,7 +1,7 @@
-"""What an uploaded loss may call, by the names that torch.fx records, and with which arguments.
+"""Functions that an uploaded loss may call, by the names that torch.fx records, and their arguments.
 
-What is not here is refused. Left out on purpose: whatever works in place, draws random numbers, turns tensors
-into Python values, or makes tensors whose size depends on their contents (beyond indexing with a mask).
+Every other call is refused. Left out on purpose: operations that work in place, draw random numbers, turn
+tensors into Python values, or make tensors whose size depends on their contents (except indexing by a mask).
 `training.losses.custom_ops` holds the callables; a test holds the two equal.
 """
 
@@ -13,7 +13,7 @@ MAX_INT = 2**63 - 1
 
 
 def returned(args: Sequence[Any]) -> tuple[Any, Mapping[str, Any]] | None:
-    """Loss and metrics, still encoded, out of the arguments of an output node. None if they are not there."""
+    """Return loss and metrics, still encoded, from the arguments of an output node; None if absent."""
     value = args[0] if len(args) == 1 else None
     match value.get("tuple") if isinstance(value, dict) else value:
         case [loss, {"dict": dict(metrics)}]:
@@ -23,7 +23,7 @@ def returned(args: Sequence[Any]) -> tuple[Any, Mapping[str, Any]] | None:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Names of what a call takes, in order. `variadic`: any number of positional arguments."""
+    """Parameter names of a call, in order. `variadic`: any number of positional arguments."""
 
     parameters: tuple[str, ...]
     variadic: bool = False
@@ -32,7 +32,7 @@ class Signature:
 ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device", "T", "mT", "values", "indices"})
 DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "bool"})
 STRINGS = frozenset({"sum", "mean", "none", "batchmean", "floor", "trunc", "cpu"})
-"""The only strings that arguments may be, beside the names of attributes."""
+"""The only strings allowed as arguments, beside the names of attributes."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "inplace": (False,),
     "out": (None,),
@@ -40,9 +40,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "size_average": (None,),
     "_stacklevel": (3,),
 }
-"""Keywords that torch adds to a recorded call, and the values with which they mean nothing."""
+"""Keywords that torch adds to a recorded call, and their values that have no effect."""
 ALIASES = {"axis": "dim", "keepdims": "keepdim"}
-"""Keywords that torch takes in numpy's words."""
+"""numpy's names of keywords, which torch takes too."""
 
 _PREFIXES = {
     "torch._C._nn.log_sigmoid": "torch.nn.functional.logsigmoid",
@@ -52,7 +52,7 @@ _PREFIXES = {
 
 
 def public_name(target: str) -> str:
-    """torch.fx names some functions by the module that implements them."""
+    """Return the public name of a function that torch.fx names by the module that implements it."""
     for private, public in _PREFIXES.items():
         if target.startswith(private):
             return public + target.removeprefix(private)
@@ -60,12 +60,12 @@ def public_name(target: str) -> str:
 
 
 def _table(*lines: tuple[str, str]) -> dict[str, Signature]:
-    """From (names, parameters), each separated by spaces; a star stands before what any number may be of."""
-    return {name: _signature(parameters) for names, parameters in lines for name in names.split()}
-
-
-def _signature(parameters: str) -> Signature:
-    return Signature(tuple(parameters.replace("*", "").split()), "*" in parameters)
+    """Return signatures from (names, parameters), both separated by spaces; a star marks variadic ones."""
+    return {
+        name: Signature(tuple(parameters.replace("*", "").split()), variadic="*" in parameters)
+        for names, parameters in lines
+        for name in names.split()
+    }
 
 
 _BOTH = _table(

@@ -4,8 +4,8 @@ from enum import StrEnum
 from typing import NewType
 
 OwnerId = NewType("OwnerId", int)
-"""The store's key of an API key (`api_keys.id`): what its holder makes, nobody else sees. A server without
-keys has one owner, who is None."""
+"""The store's key of an API key (`api_keys.id`); only its holder sees what was made with it. A server without
+keys has one owner, None."""
 SessionId = NewType("SessionId", str)
 ModelId = NewType("ModelId", str)
 """`<session_id>:train:<model_seq_id>`; equals the training run id."""
@@ -19,12 +19,12 @@ VersionId = NewType("VersionId", int)
 
 
 def sequence_ids(request: RequestId, count: int) -> tuple[str, ...]:
-    """Of what a sample request samples, in order."""
+    """Return the ids of the sequences that a sample request generates, in order."""
     return tuple(f"{request}-{index}" for index in range(count))
 
 
 def request_of(sequence_id: str) -> RequestId:
-    """The sample request that a sequence id belongs to; of any other text something that no request has."""
+    """Return the sample request of a sequence id; for any other text an id that no request has."""
     return RequestId(sequence_id.rpartition("-")[0])
 
 

@@ -1,4 +1,4 @@
-"""What each loss needs and accepts. Validation (API) and computation (workers) both read this one table."""
+"""Inputs and config keys of each loss: one table for validation (API) and computation (workers)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,18 +21,20 @@ class LossSpec:
     inputs: tuple[str, ...]
     config: Mapping[str, ConfigKey] = field(default_factory=dict)
     optional: Mapping[str, float] = field(default_factory=dict)
-    """Inputs that may be left out, and the number that then stands at every position."""
+    """Optional inputs, and the number that stands at every position of an absent one."""
     recorded: tuple[str, ...] = ()
-    """Inputs that the engine fills in, from what was recorded while sampling."""
+    """Inputs that the engine fills in from the record of the sample."""
     candidates: bool = False
     """Whether target_tokens may be [N, K]."""
     whole_request: bool = False
-    """Whether it needs all datums of a request at once, not one by one."""
+    """Whether the loss needs all datums of a request at once, not one by one."""
 
 
+CUSTOM = "custom"
+"""The loss of a client, which reads all inputs that are sent."""
 _RL_INPUTS = ("logprobs", "advantages")
 _MOST = 1e6
-"""The losses count on it: see FAR in training.losses.base, as for the least temperature of `sapo`."""
+"""The losses rely on this bound and on the least temperature of `sapo`: see FAR in training.losses.base."""
 
 
 def _thresholds(low: float, high: float) -> Mapping[str, ConfigKey]:
@@ -90,6 +92,6 @@ LOSSES: Mapping[str, LossSpec] = {
             {"kl_cov_ratio": ConfigKey(2e-3, 0.0, 1.0), "ppo_kl_coef": ConfigKey(1.0, 0.0, _MOST)},
             whole_request=True,
         ),
-        LossSpec("custom", (), candidates=True),
+        LossSpec(CUSTOM, (), candidates=True),
     )
 }

@@ -1,4 +1,4 @@
-"""manifest.json of a checkpoint: what it holds and the checksum of each file. Free of torch."""
+"""manifest.json of a checkpoint: its contents and the checksum of each file. Imports no torch."""
 
 import hashlib
 import json
@@ -21,8 +21,9 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`optimizer`: the family whose state is in it, None if none is. Before the first step (`step` 0) that
-    state is all zeros and has no file.
+    """`optimizer`: the family whose state the checkpoint holds, None without one.
+
+    Before the first step (`step` 0) that state is all zeros and has no file.
     """
 
     base_model: str  # directory of the base model
@@ -34,7 +35,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """A checkpoint without its tensors: the manifest, files still unknown, and JSON files by name."""
+    """A checkpoint without its tensors: the manifest, which lists no files yet, and JSON files by name."""
 
     manifest: Manifest
     texts: Mapping[str, str]
@@ -49,13 +50,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: str | Path) -> Manifest:
-    """Raises UserError when there is none, it is damaged or of another format."""
+    """Read a checkpoint's manifest. Raises UserError when it is missing, damaged or of another format."""
     path = Path(directory) / FILE_NAME
     try:
         raw = json.loads(path.read_text())
-        found = raw.get("format")
-        if found != FORMAT:
-            raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {found}: save it anew")
+        if (version := raw.get("format")) != FORMAT:
+            raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {version}: save it anew")
         return Manifest(
             base_model=raw["base_model"],
             spec=LoraSpec(**raw["spec"]),
@@ -75,9 +75,9 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raises UserError naming the first of these files whose checksum is not the manifest's."""
+    """Raise UserError naming the first of these files whose checksum is not the manifest's."""
     for name in names:
         path, expected = directory / name, manifest.files[name]
-        found = entry_of(path) if path.is_file() else None
-        if found != expected:
-            raise UserError(f"checkpoint {directory} is damaged: {name}: expected {expected}, found {found}")
+        entry = entry_of(path) if path.is_file() else None
+        if entry != expected:
+            raise UserError(f"checkpoint {directory} is damaged: {name}: expected {expected}, found {entry}")

@@ -12,7 +12,7 @@ KEY_PREFIX = "base_model.model."
 
 
 def adapter_config(names: Iterable[str], rank: int, base_model: str) -> dict[str, Any]:
-    """adapter_config.json of tensors with these names (`base_model.model.<module>.lora_A.weight`, …)."""
+    """Return adapter_config.json for tensor names (`base_model.model.<module>.lora_A.weight`, …)."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

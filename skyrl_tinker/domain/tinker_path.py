@@ -22,12 +22,12 @@ class TinkerPath:
 
     @property
     def checkpoint_id(self) -> str:
-        """`<kind>/<name>`, the part of REST routes."""
+        """`<kind>/<name>`, as in REST routes."""
         return f"{self.kind}/{self.name}"
 
 
 def parse(text: str) -> TinkerPath:
-    """Raises UserError that names the format."""
+    """Read a tinker:// path. Raises UserError that names the format."""
     run, slash, checkpoint = text.removeprefix(SCHEME).partition("/")
     if not text.startswith(SCHEME) or not run or not slash:
         raise UserError(f"{text!r} is not a checkpoint path: expected {_FORMAT}")
@@ -43,7 +43,7 @@ def parse_checkpoint_id(model_id: ModelId, checkpoint_id: str) -> TinkerPath:
 
 
 def validate_checkpoint_name(name: str) -> str:
-    """Raises UserError: names become directory entries of paths that users type and share."""
+    """Return the name, or raise UserError: names become parts of paths that users type and share."""
     if not _NAME.fullmatch(name):
         raise UserError(
             f"checkpoint name is {name!r}, expected a letter or digit, "

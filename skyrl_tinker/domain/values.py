@@ -1,4 +1,4 @@
-"""Plain values that cross module and process boundaries. No I/O, no framework types, arrays are numpy."""
+"""Plain values that cross module and process boundaries. No I/O, no framework types; arrays are numpy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ from skyrl_tinker.errors import Category
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
-
-
 Number = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class ProvenanceSpan:
-    """`length` targets of a datum are tokens [offset, offset + length) of a sequence: of those that were
-    sampled, or of its prompt."""
+    """Origin of `length` targets of a datum: tokens [offset, offset + length) of a sequence.
+
+    `sampled`: offset counts the sequence's sampled tokens, else those of its prompt.
+    """
 
     sequence_id: str
     offset: int
@@ -39,17 +39,17 @@ class Datum:
     tokens: Int32  # [N]
     target_tokens: Int64  # [N] or [N, K]
     inputs: Mapping[str, Number]
-    """By domain.loss_specs: float32, of the shape of target_tokens. For the loss `custom` as sent: float32 or
-    int64, of any shape with up to 2 dimensions."""
+    """By name in domain.loss_specs: float32, of the shape of target_tokens. Of the loss `custom` as sent:
+    float32 or int64, of any shape with up to 2 dimensions."""
     spans: tuple[ProvenanceSpan, ...] = ()
-    """Where the target tokens come from: they tile target_tokens, or there are none."""
+    """Origin of the target tokens: the spans tile target_tokens, or there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class CustomLoss:
     """A client's own loss as data: checked, never executed as code. See training.losses.custom.
 
-    `inputs`: (name, rank) of what it takes, `logprobs` first; rank 0 is a scalar, 1 [N], 2 [N, K].
+    `inputs`: (name, rank) of each input, `logprobs` first; rank 0 is a scalar, 1 [N], 2 [N, K].
     `nodes`: in execution order, as the client sent them (JSON values).
     """
 
@@ -72,7 +72,7 @@ class ForwardBackward:
 
 
 OptimizerFamily = Literal["adamw", "dimuon"]
-"""Chosen when a model is made."""
+"""Chosen at the creation of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class DimuonParams:
-    """One Dimuon step. `beta1`: of the momentum. `grad_clip_norm` as in AdamParams, off below 0 too."""
+    """One Dimuon step. `beta1` is the momentum's. `grad_clip_norm` as in AdamParams, also off below 0."""
 
     family: ClassVar[OptimizerFamily] = "dimuon"
     learning_rate: float
@@ -100,7 +100,7 @@ class DimuonParams:
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """rank 0 means full-parameter training; the other fields are then unused."""
+    """Shape of a LoRA adapter. Rank 0 means full-parameter training; the other fields are then unused."""
 
     rank: int
     seed: int
@@ -111,7 +111,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class PassItem:
-    """One forward or forward_backward as the workers see it. `custom`: the loss of that name, checked."""
+    """One forward or forward_backward as the workers see it. `custom`: the checked loss of that name."""
 
     request_id: RequestId
     model: ModelKey
@@ -139,8 +139,11 @@ class StepItem:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`error` set: the step was refused (non-finite gradients, or parameters of another optimizer than the
-    model's), weights unchanged, gradients cleared."""
+    """Result of an optimizer step.
+
+    `error` set: the step was refused (non-finite gradients, or parameters of another optimizer than the
+    model's), weights unchanged, gradients cleared.
+    """
 
     request_id: RequestId
     metrics: Mapping[str, float]
@@ -197,9 +200,11 @@ class TargetTokens:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """`prompt_logprobs_last_n`: only the last n prompt tokens are scored, by prompt_logprobs and by
-    topk_prompt_logprobs; None: all after the first. `record_stability_info`: what is sampled can be named by
-    provenance spans afterwards."""
+    """A validated asample request.
+
+    `prompt_logprobs_last_n`: prompt_logprobs and topk_prompt_logprobs score only the last n prompt tokens;
+    None: all after the first. `record_stability_info`: provenance spans may refer to the samples.
+    """
 
     prompt: tuple[int, ...]
     num_samples: int
@@ -219,8 +224,10 @@ TopkRow = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Which weights produced the tokens [start, end) of a sequence: an adapter's name, or that of the full
-    weights ("base" for the base model)."""
+    """Name of the weights that produced the tokens [start, end) of a sequence.
+
+    An adapter's name, or that of the full weights ("base" for the base model).
+    """
 
     version: str
     start: int
@@ -238,7 +245,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class TargetLogprobs:
-    """In the layout in which they were asked for."""
+    """Logprobs of target tokens, in the layout of the request."""
 
     targets: TargetTokens
     logprobs: tuple[float, ...]  # [len(targets.tokens)], 0.0 for a token of -1
@@ -265,8 +272,10 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request. Training: those of its data. Sampling: the prompt, how much of it the sampler
-    had cached, and what it generated."""
+    """Tokens of one request.
+
+    Training: those of its data. Sampling: the prompt, its cached part, and what was generated.
+    """
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -290,19 +299,19 @@ class WeightVersion:
 
     @property
     def name(self) -> str:
-        """The name under which the samplers know it; new for every version, so caches never go stale."""
+        """Name of the version on the samplers; new for every version, so caches never go stale."""
         return f"v{self.id}"
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModelFacts:
-    """What the API and the engine need to know of the base model; written to the store by `serve`."""
+    """Facts of the base model that the API and the engine need; written to the store by `serve`."""
 
     directory: str  # absolute
     names: tuple[str, ...]  # names under which clients may ask for it; names[0] is the canonical one
     architecture: str
     vocab_size: int  # rows of the embedding: token ids are in [0, vocab_size)
-    context_length: int  # most prompt + generated tokens of one sequence
+    context_length: int  # maximum of prompt + generated tokens of one sequence
     num_layers: int
     num_kv_heads: int
     head_dim: int

@@ -35,7 +35,7 @@ from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
-from skyrl_tinker.processes import spare_the_collector
+from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store import sampling_sessions, server_state
 from skyrl_tinker.store.doorbell import Doorbell
@@ -57,7 +57,7 @@ class Engine:
     def __init__(
         self,
         settings: Settings,
-        places: Directories,
+        directories: Directories,
         ray: RayCluster,
         store: Store,
         bell: Doorbell,
@@ -65,13 +65,13 @@ class Engine:
     ) -> None:
         self._settings = settings
         self._ray = ray
-        self._places = places
+        self._directories = directories
         self._store = store
         self._bell = bell
         self._status = status
         self._metrics = Metrics()
         self._outbox = Outbox(store, bell, self._metrics)
-        self._overflow = TmpfsSpill(places.ephemeral_dir, places.run_dir / "overflow")
+        self._overflow = TmpfsSpill(directories.ephemeral_dir, directories.run_dir / "overflow")
         self._ready = False
         self._waiting_for = {"trainer", "sampler"}
         self._to_end: list[Callable[[], Awaitable[None]]] = []
@@ -118,7 +118,7 @@ class Engine:
             shared = await self._shared_gpus(trainer, probe)
             servers = launch_servers(self._settings, self._sampler_spec(facts, shared), self._to_end)
             tasks.create_task(self._up("sampler", servers.ready()))
-        fleet = await assemble(self._settings, servers, placement, self._places.log_dir, self._to_end)
+        fleet = await assemble(self._settings, servers, placement, self._directories.log_dir, self._to_end)
         samplers = Samplers(fleet, self._transport(trainer), facts, self._settings.max_cpu_loras)
         if self._settings.sampler_urls:
             await fleet.adopt()
@@ -151,14 +151,14 @@ class Engine:
         await self._status.say("starting", f"waiting for {parts}")
 
     async def _compare(self, probed: startup_check.Probe, samplers: Samplers, facts: BaseModelFacts) -> None:
-        gap = await startup_check.compare(probed, samplers, facts, self._places.ephemeral_dir / "canary")
+        gap = await startup_check.compare(probed, samplers, facts, self._directories.ephemeral_dir / "canary")
         _log.info("logprobs of trainer and sampler differ by at most: %s", gap)
         startup_check.require_agreement(gap, self._settings.trainer_dtype)
 
     async def _recover(self) -> int:
         """The id of the last future that is dealt with."""
-        root = self._places.checkpoint_root
-        ephemeral = self._places.ephemeral_dir
+        root = self._directories.checkpoint_root
+        ephemeral = self._directories.ephemeral_dir
         await asyncio.to_thread(recovery.sweep_partial, [ephemeral, root, *root.glob("*/*")])
         async with self._store.read() as conn:
             versions = await sampling_sessions.ephemeral_versions(conn)
@@ -181,7 +181,7 @@ class Engine:
             resident_models=settings.resident_models,
             memory_gb=settings.trainer_memory_gb,
             gradient_checkpointing=settings.gradient_checkpointing,
-            state_dir=str(self._places.ephemeral_dir / "trainer"),
+            state_dir=str(self._directories.ephemeral_dir / "trainer"),
         )
 
     def _sampler_spec(self, facts: BaseModelFacts, shared: tuple[Gpu, ...]) -> SamplerSpec:
@@ -194,7 +194,7 @@ class Engine:
             max_lora_rank=next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank),
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
-            log_dir=str(self._places.log_dir),
+            log_dir=str(self._directories.log_dir),
             startup_s=settings.sampler_startup_s,
             replicas=settings.replicas,
             tensor_parallel_size=settings.tensor_parallel_size,
@@ -231,7 +231,7 @@ class Engine:
         self._watch_turns(placement)
         openai = OpenAIServer(store, samplers, fleet, facts, metrics)
         await self._open_gateway(openai, training, sampler)
-        spare_the_collector()
+        freeze_gc()
         await self._say_ready()
         cleaner = self._session_keeper(training, sampler, samplers)
         deadlines = self._deadlines(training, sampler)
@@ -255,7 +255,7 @@ class Engine:
         gaps: DriftMonitor,
     ) -> TrainerDriver:
         settings, store, outbox, metrics = self._settings, self._store, self._outbox, self._metrics
-        root, ephemeral = self._places.checkpoint_root, self._places.ephemeral_dir
+        root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
         saver = Saver(store, trainer, outbox, root)
         return TrainerDriver(
             store,
@@ -275,7 +275,7 @@ class Engine:
         self, openai: OpenAIServer, training: TrainerDriver, sampler: SamplerDriver
     ) -> None:
         gateway = EngineHttpServer(
-            self._places.engine_socket,
+            self._directories.engine_socket,
             openai,
             self._metrics,
             lambda: QueuesView(training.view(), sampler.view()),

@@ -32,14 +32,14 @@ def run(settings_file: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, _exit)
     settings = Settings.model_validate_json(settings_file.read_text())
-    places = Directories(settings)
-    places.make()
+    directories = Directories(settings)
+    directories.make()
     processes.become_subreaper()
     processes.raise_open_files_limit()
     if settings.ray_address is None:
         os.environ.update(_ray_environment())
     try:
-        failure = _run(settings, places)
+        failure = _run(settings, directories)
     finally:
         processes.kill_descendants(1.0)
     if failure is not None:
@@ -65,17 +65,17 @@ def _ray_environment() -> dict[str, str]:
     }
 
 
-def _run(settings: Settings, places: Directories) -> str | None:
+def _run(settings: Settings, directories: Directories) -> str | None:
     from skyrl_tinker.engine.ray_cluster import RayCluster  # not before its environment is set
 
-    ray = RayCluster(settings, places.bell_dir / "r")
+    ray = RayCluster(settings, directories.bell_dir / "r")
     try:
-        return uvloop.run(_main(settings, places, ray))
+        return uvloop.run(_main(settings, directories, ray))
     finally:
         ray.stop()
 
 
-async def _main(settings: Settings, places: Directories, ray: "RayCluster") -> str | None:
+async def _main(settings: Settings, directories: Directories, ray: "RayCluster") -> str | None:
     from skyrl_tinker.engine.engine import Engine
     from skyrl_tinker.engine.status import EngineStatus
 
@@ -83,10 +83,10 @@ async def _main(settings: Settings, places: Directories, ray: "RayCluster") -> s
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     store = await Store.open(settings.store_url)
-    bell = Doorbell.bind(places.home, "engine")
+    bell = Doorbell.bind(directories.home, "engine")
     try:
         status = await EngineStatus.open(store, bell)
-        return await Engine(settings, places, ray, store, bell, status).run(stop)
+        return await Engine(settings, directories, ray, store, bell, status).run(stop)
     finally:
         bell.close()
         await store.close()

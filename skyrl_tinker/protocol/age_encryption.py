@@ -1,4 +1,4 @@
-"""age (https://age-encryption.org/v1): whom a file is encrypted to, and encrypting it."""
+"""Encryption of files with age (https://age-encryption.org/v1), and checks of its recipients."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ _EXPECTED = "an age public key ('age1...') or an SSH public key ('ssh-ed25519 ..
 
 
 def check_recipients(recipients: Sequence[str]) -> None:
-    """Raises UserError naming the first that is none."""
+    """Raise UserError naming the first text that is not a recipient."""
     if not 1 <= len(recipients) <= MAX_RECIPIENTS:
         raise UserError(
             f"{FIELD} has {len(recipients)} entries, expected 1 to {MAX_RECIPIENTS}, "
-            "or no such field for files that are not encrypted"
+            "or no such field for unencrypted files"
         )
     for index, text in enumerate(recipients):
         _recipient(f"{FIELD}[{index}]", text)
@@ -32,10 +32,10 @@ def encrypt(file: Path, recipients: Sequence[str]) -> Path:
     encrypted = file.with_name(file.name + SUFFIX)
     readers = [_recipient(FIELD, text) for text in recipients]
     try:
-        # Not encrypt_file: it keeps the GIL to its end, and does not tell when its last write fails.
+        # Not encrypt_file: it holds the GIL until it ends, and does not report that its last write failed.
         with file.open("rb") as plain, encrypted.open("wb") as out:
             pyrage.encrypt_io(plain, out, readers)
-    except pyrage.EncryptError as error:  # the recipients are sound: it is the disk
+    except pyrage.EncryptError as error:  # the recipients are valid, so the disk failed
         raise OSError(f"{file.name} could not be encrypted: {error}") from error
     file.unlink()
     return encrypted
@@ -51,14 +51,14 @@ def _recipient(field: str, text: str) -> Any:
 
 
 def _pyrage() -> Any:
-    """Loaded only where somebody asks for it."""
+    """Import pyrage only where encryption is requested."""
     import pyrage  # type: ignore[import-untyped]
 
     return pyrage
 
 
 def _shown(text: str) -> str:
-    """A secret key that was taken for a public one must not end in a log."""
+    """Quote a text, shortened. Hide a secret key given by mistake: it must not end in a log."""
     if text.upper().startswith("AGE-SECRET-KEY") or "PRIVATE KEY" in text:
         return "a secret key"
     return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -1,7 +1,7 @@
 """Uploaded losses, checked before they are stored: only calls listed in `domain.custom_loss_ops`.
 
-Here is checked what can be told from the graph alone. What depends on data (shapes, sizes, time) is bounded
-while it runs: training.losses.custom_graph.
+These checks need the graph alone. What depends on data (shapes, sizes, time) is bounded while the loss runs:
+training.losses.custom_graph.
 """
 
 import re
@@ -21,7 +21,7 @@ MAX_INPUTS = 16
 MAX_METRICS = 64
 MAX_NAME = 128
 MAX_BYTES = 256 << 10
-"""Of the nodes as compact JSON."""
+"""Bound of the nodes as compact JSON."""
 
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _NODE = re.compile(rf"[A-Za-z_][A-Za-z0-9_]{{0,{MAX_NAME - 1}}}")
@@ -33,7 +33,7 @@ _REFUSED = {
 
 
 def check_custom_loss(request: CreateCustomLossRequest) -> CustomLoss:
-    """Raises UserError that names the node, what was found, and what is allowed."""
+    """Return the loss, or raise UserError that names the node, what was found, and what is allowed."""
     if not 0 < len(request.name) <= MAX_NAME:
         raise UserError(f"name has {len(request.name)} characters, expected 1 to {MAX_NAME}")
     _check_inputs(request.inputs)
@@ -42,18 +42,18 @@ def check_custom_loss(request: CreateCustomLossRequest) -> CustomLoss:
         raise UserError(f"graph.nodes has {len(nodes)} nodes, expected 1 to {MAX_NODES}")
     loss = CustomLoss(
         name=request.name,
-        inputs=tuple((each.name, each.rank) for each in request.inputs),
+        inputs=tuple((item.name, item.rank) for item in request.inputs),
         nodes=tuple(node.model_dump(by_alias=True) for node in nodes),
     )
     size = len(orjson.dumps(loss.nodes))
     if size > MAX_BYTES:
         raise UserError(f"graph.nodes takes {size} bytes of JSON, expected at most {MAX_BYTES}")
-    _check_nodes(nodes, [each.name for each in request.inputs])
+    _check_nodes(nodes, [item.name for item in request.inputs])
     return loss
 
 
 def check_custom_inputs(loss: CustomLoss, data: Sequence[Datum]) -> None:
-    """Raises UserError naming the first datum that lacks an input of the loss, or has it in another rank."""
+    """Raise UserError naming the first datum that lacks an input of the loss, or has it in another rank."""
     (_, rank), *others = loss.inputs
     for index, datum in enumerate(data):
         _check_rank(f"datum {index}: loss_fn_inputs['target_tokens']", datum.target_tokens.ndim, rank, loss)
@@ -67,7 +67,7 @@ def check_custom_inputs(loss: CustomLoss, data: Sequence[Datum]) -> None:
 
 
 def to_bytes(loss: CustomLoss) -> bytes:
-    """The stored form."""
+    """Return the stored form."""
     return orjson.dumps(asdict(loss), option=orjson.OPT_SORT_KEYS)
 
 
@@ -78,13 +78,13 @@ def from_bytes(stored: bytes) -> CustomLoss:
     )
 
 
-def _check_rank(field: str, found: int, expected: int, loss: CustomLoss) -> None:
-    if found != expected:
-        raise UserError(f"{field} has rank {found}, expected {expected}, as loss {loss.name!r} declares")
+def _check_rank(field: str, rank: int, expected: int, loss: CustomLoss) -> None:
+    if rank != expected:
+        raise UserError(f"{field} has rank {rank}, expected {expected}, as loss {loss.name!r} declares")
 
 
 def _check_inputs(inputs: Sequence[CustomLossInput]) -> None:
-    names = [each.name for each in inputs]
+    names = [item.name for item in inputs]
     if not 0 < len(names) <= MAX_INPUTS:
         raise UserError(f"inputs has {len(names)} entries, expected 1 to {MAX_INPUTS}")
     if names[0] != "logprobs" or inputs[0].rank == 0:
@@ -132,8 +132,8 @@ def _check_node(node: CustomLossNode, known: set[str], inputs: Iterator[str]) ->
 
 def _check_placeholder(node: CustomLossNode, expected: str | None) -> None:
     if node.target != expected or node.args or node.keywords:
-        wanted = "no more inputs" if expected is None else f"the input {expected!r}, without a default"
-        raise UserError(f"node {node.name!r}: placeholder {node.target[:MAX_NAME]!r}, expected {wanted}")
+        required = "no more inputs" if expected is None else f"the input {expected!r}, without a default"
+        raise UserError(f"node {node.name!r}: placeholder {node.target[:MAX_NAME]!r}, expected {required}")
 
 
 def _check_call(node: CustomLossNode, known: set[str]) -> None:
@@ -150,19 +150,16 @@ def _check_call(node: CustomLossNode, known: set[str]) -> None:
 
 def _check_output(node: CustomLossNode, known: set[str]) -> None:
     where = f"node {node.name!r}"
-    found = returned(node.args)
-    if found is None or node.keywords:
+    output = returned(node.args)
+    if output is None or node.keywords:
         raise UserError(f"{where}: expected the output (loss, dictionary of metrics)")
-    loss, metrics = found
+    loss, metrics = output
     if len(metrics) > MAX_METRICS:
         raise UserError(f"{where}: found {len(metrics)} metrics, expected at most {MAX_METRICS}")
     for key in metrics:
         if not _METRIC.fullmatch(key):
             raise UserError(f"{where}: metric {key[:MAX_NAME]!r}, expected a match of {_METRIC.pattern}")
     for what, value in (("the loss", loss), *metrics.items()):
-        if not _is_ref(value, known):
+        ref = value.get("ref") if isinstance(value, dict) else None
+        if not isinstance(ref, str) or ref not in known:
             raise UserError(f"{where}: {what} is not the value of an earlier node")
-
-
-def _is_ref(value: object, known: set[str]) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("ref"), str) and value["ref"] in known

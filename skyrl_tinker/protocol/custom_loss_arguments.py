@@ -13,17 +13,18 @@ from skyrl_tinker.domain.custom_loss_ops import (
     Signature,
 )
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.schemas.base import shorten
 from skyrl_tinker.protocol.schemas.losses import CustomLossNode
 
 MAX_VALUES = 256
-"""Of one call, nested ones counted."""
+"""Most values of one call, nested ones counted."""
 MAX_DEPTH = 6
 FLOATS = ("inf", "-inf", "nan")
-"""What JSON has no numbers for."""
+"""Values that JSON has no numbers for."""
 
 
 def check_arguments(node: CustomLossNode, target: str, signature: Signature, known: set[str]) -> None:
-    """`known`: names of earlier nodes. Raises UserError that names the node."""
+    """Check a call's arguments. `known`: names of earlier nodes. Raises UserError that names the node."""
     where = f"node {node.name!r} ({target})"
     if len(node.args) > len(signature.parameters) and not signature.variadic:
         raise UserError(
@@ -41,15 +42,15 @@ def check_arguments(node: CustomLossNode, target: str, signature: Signature, kno
 def _check_keyword(key: str, value: object, signature: Signature, where: str) -> None:
     if key in NEUTRAL and key not in signature.parameters:
         if not any(value is neutral or value == neutral for neutral in NEUTRAL[key]):
-            raise UserError(f"{where}: {key} is {_short(value)}, expected {NEUTRAL[key][0]}")
+            raise UserError(f"{where}: {key} is {shorten(value)}, expected {NEUTRAL[key][0]}")
     elif ALIASES.get(key, key) not in signature.parameters:
         raise UserError(
-            f"{where}: found the keyword {_short(key)}, expected one of {_listed(signature.parameters)}"
+            f"{where}: found the keyword {shorten(key)}, expected one of {_listed(signature.parameters)}"
         )
 
 
 class _Arguments:
-    """All values of one call."""
+    """Check of all values of one call, which counts them."""
 
     def __init__(self, where: str, known: set[str]) -> None:
         self._where = where
@@ -109,15 +110,10 @@ class _Arguments:
             case _:
                 self._require(False, value, "ref, tuple, slice, ellipsis, float, dtype or device")
 
-    def _require(self, good: bool, found: object, expected: str) -> None:
-        if not good:
-            raise UserError(f"{self._where}: found the argument {_short(found)}, expected {expected}")
+    def _require(self, condition: bool, value: object, expected: str) -> None:
+        if not condition:
+            raise UserError(f"{self._where}: found the argument {shorten(value)}, expected {expected}")
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(names)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,6 @@
-"""What waits in the engine, as it tells the API: enough to say to anybody what their request waits for.
+"""The engine's queues as it reports them to the API, which tells a client what its request waits for.
 
-Its size is bounded by what is shown of the samples that wait and by the sessions and models that have
-something waiting.
+The size is bounded by SHOWN samples and by the sessions and models that have waiting requests.
 """
 
 from bisect import bisect_left
@@ -16,8 +15,11 @@ SHOWN = 2000  # samples
 
 @dataclass(frozen=True, slots=True)
 class LaneView:
-    """A model with requests that have not begun. `lowest`: the first of them; beyond `next_seq` when that one
-    never came. `held`: it must wait until a save of this model is written."""
+    """A model with requests that have not begun.
+
+    `lowest`: the first of them; above `next_seq` when that one never came. `held`: it waits until a save of
+    this model is written.
+    """
 
     next_seq: int
     lowest: int
@@ -27,8 +29,11 @@ class LaneView:
 
 @dataclass(frozen=True, slots=True)
 class TrainingView:
-    """`tenants`: sessions that have something to run, in the order of their turns. `running`: models in the
-    unit of work that runs. `unit_s`: how long units took lately, None before the first."""
+    """The trainer's queue.
+
+    `tenants`: sessions with runnable work, in the order of their turns. `running`: models in the current unit
+    of work. `unit_s`: recent duration of units, None before the first.
+    """
 
     lanes: Mapping[int, LaneView]
     tenants: tuple[str, ...] = ()
@@ -39,7 +44,7 @@ class TrainingView:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """Of one session's `waiting` samples every `stride`-th future id, in their order."""
+    """One session's waiting samples: their number, and every `stride`-th future id, in order."""
 
     ids: tuple[int, ...]
     waiting: int
@@ -47,8 +52,11 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class SamplingView:
-    """`queued`: by session, in the order of their turns, which each has with one sample. `stride`: of so many
-    one is shown. `per_second`: how many ended lately. `paused`: why none gets on just now."""
+    """The samplers' queue.
+
+    `queued`: by session, in the order of their turns of one sample each. `stride`: one in so many ids is
+    listed. `per_second`: recent rate of finished samples. `paused`: why none proceeds at present.
+    """
 
     queued: Mapping[str, QueueView] = field(default_factory=dict)
     stride: int = 1
@@ -58,15 +66,15 @@ class SamplingView:
     paused: str | None = None
 
     def ahead(self, session_id: str | None, future_id: int) -> int | None:
-        """How many that wait come before this one; None when it does not wait any more."""
+        """Return how many waiting samples come before this one; None when it no longer waits."""
         if session_id is None or session_id not in self.queued:
             return None
-        place, own = list(self.queued).index(session_id), self.queued[session_id]
-        if future_id < own.ids[0]:
+        place, queue = list(self.queued).index(session_id), self.queued[session_id]
+        if future_id < queue.ids[0]:
             return None
-        before = min(bisect_left(own.ids, future_id) * self.stride, own.waiting)
+        before = min(bisect_left(queue.ids, future_id) * self.stride, queue.waiting)
         turns = (before + (number < place) for number in range(len(self.queued)))
-        return sum(min(each.waiting, turn) for each, turn in zip(self.queued.values(), turns, strict=True))
+        return sum(min(other.waiting, turn) for other, turn in zip(self.queued.values(), turns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

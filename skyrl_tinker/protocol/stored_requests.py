@@ -1,4 +1,4 @@
-"""The stored form of training requests other than forward_backward: frozen values as canonical JSON."""
+"""Stored forms of samples, and of training requests other than forward_backward: canonical JSON."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import orjson
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.values import AdamParams, DimuonParams
+from skyrl_tinker.domain.values import AdamParams, DimuonParams, SampleRequest, SamplingParams, TargetTokens
 from skyrl_tinker.errors import UserError
 
 _NOT_COMPARED = ("type", "sampling_session_seq_id")
@@ -48,7 +48,7 @@ class SaveWeightsBody(_StoredBody):
 
 @dataclass(frozen=True, slots=True)
 class SaveExternalBody(_StoredBody):
-    """`recipients`: of age, to whom every file is encrypted; with none it is not."""
+    """Save for download. `recipients`: age keys that every file is encrypted to; none: unencrypted."""
 
     name: str
     ttl_seconds: int | None = None
@@ -57,9 +57,9 @@ class SaveExternalBody(_StoredBody):
 
 @dataclass(frozen=True, slots=True)
 class SaveSamplerBody(_StoredBody):
-    """Durable with a `name`; else ephemeral, and `sampling_session_seq_id` names the session to make.
+    """Save for the samplers: durable with a `name`, else ephemeral with a `sampling_session_seq_id`.
 
-    `kind` inflight (ephemeral only): also for the sessions that the model's earlier inflight saves made.
+    `kind` inflight (ephemeral only): sessions of the model's earlier inflight saves use the new weights too.
     """
 
     name: str | None = None
@@ -71,7 +71,7 @@ class SaveSamplerBody(_StoredBody):
 
 @dataclass(frozen=True, slots=True)
 class LoadWeightsBody(_StoredBody):
-    """In place."""
+    """Load into an existing model."""
 
     path: str
     optimizer: bool
@@ -79,12 +79,12 @@ class LoadWeightsBody(_StoredBody):
 
 @dataclass(frozen=True, slots=True)
 class CreateModelBody(_StoredBody):
-    """Empty: what a model is made of lies in its own row."""
+    """Empty: the model's row holds its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreateViaLoadBody(_StoredBody):
-    """`optimizer`: with the checkpoint's own optimizer; else with a new one of `optimizer_config`."""
+    """Create from a checkpoint, with its optimizer (`optimizer`) or a new one of `optimizer_config`."""
 
     path: str
     optimizer: bool
@@ -93,8 +93,9 @@ class CreateViaLoadBody(_StoredBody):
 
 
 def payload_digest(kind: RequestKind, payload: Mapping[str, Any]) -> bytes:
-    """What makes two JSON submits of one seq_id the same request: all of it, valid or not, but for `type`
-    and for `sampling_session_seq_id`, which changes when an ephemeral save is retried. Null equals absent.
+    """Return the dedupe digest of a JSON request, valid or not. Null equals absent.
+
+    Left out are `type`, and `sampling_session_seq_id`, which changes when an ephemeral save is retried.
 
     Raises UserError for a payload that has no JSON form.
     """
@@ -106,3 +107,41 @@ def payload_digest(kind: RequestKind, payload: Mapping[str, Any]) -> bytes:
     except orjson.JSONEncodeError as error:
         raise UserError(f"the body is not JSON: {error}") from error
     return hashlib.sha256(canonical).digest()
+
+
+def body_digest(body: bytes) -> bytes:
+    """Return the dedupe digest of a stored body: canonical bytes of a pass, or those of `sample_body`.
+
+    Every other kind uses `payload_digest`.
+    """
+    return hashlib.sha256(body).digest()
+
+
+def sample_body(request: SampleRequest) -> bytes:
+    """Return the stored form of a sample; equal requests give equal bytes."""
+    return orjson.dumps(request)
+
+
+def sample_from_body(body: bytes) -> SampleRequest:
+    value = orjson.loads(body)
+    params = value.pop("params")
+    targets = value.pop("target_prompt_logprobs")
+    return SampleRequest(
+        prompt=tuple(value.pop("prompt")),
+        params=SamplingParams(stop=_tuple(params.pop("stop")), **params),
+        target_prompt_logprobs=None if targets is None else _targets(targets),
+        **value,
+    )
+
+
+def _targets(value: dict[str, Any]) -> TargetTokens:
+    return TargetTokens(
+        (value["shape"][0], value["shape"][1]),
+        tuple(value["tokens"]),
+        _tuple(value["crow"]),
+        _tuple(value["col"]),
+    )
+
+
+def _tuple(items: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if items is None else tuple(items)

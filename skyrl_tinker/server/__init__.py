@@ -1,4 +1,4 @@
-"""`serve` and what it prepares: checks before the start, the base model, supervision of all children.
+"""`serve` and its preparations: checks before the start, the base model, supervision of all children.
 
 In: settings. Out: one API and one engine process, restarted when they die, ended together.
 """

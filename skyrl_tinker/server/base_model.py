@@ -1,4 +1,4 @@
-"""From the name of a base model to what the API and the engine must know of it. Imports no transformers."""
+"""Base model: find, make or download it and read its facts. Imports no transformers."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from skyrl_tinker.server import tiny_model
 DEFAULT_CONTEXT = 4096
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What the CPU attention kernels of vLLM 0.32 take; another size fails at the first forward, not at start."""
+"""Head sizes of the CPU attention kernels of vLLM 0.32; another fails at the first forward, not at start."""
 
 
 def resolve(settings: Settings) -> BaseModelFacts:
@@ -25,25 +25,26 @@ def resolve(settings: Settings) -> BaseModelFacts:
     directory = _directory(settings)
     config = _read_json(directory / "config.json")
     facts = _facts(settings, directory, config)
-    _check_head_dim(facts, settings.device)
+    if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
+        raise StartupError(
+            f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
+            f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
     return facts
 
 
 def _directory(settings: Settings) -> Path:
     given = Path(settings.base_model).expanduser()
     if settings.base_model == "tiny":
-        return _tiny(Directories(settings).models_dir / "tiny")
+        tiny = Directories(settings).models_dir / "tiny"
+        if not (tiny / "config.json").is_file():
+            tiny_model.make_model(tiny)
+        return tiny.resolve()
     if (given / "config.json").is_file():
         return given.resolve()
     if given.is_absolute() or given.exists() or settings.base_model.startswith("."):
         raise StartupError(f"--base-model {settings.base_model}: no config.json in that directory")
     return _download(settings.base_model)
-
-
-def _tiny(directory: Path) -> Path:
-    if not (directory / "config.json").is_file():
-        tiny_model.make_model(directory)
-    return directory.resolve()
 
 
 def _download(name: str) -> Path:
@@ -54,7 +55,7 @@ def _download(name: str) -> Path:
         path = snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise StartupError(
-            f"--base-model {name}: neither a model directory nor to be had from the hub "
+            f"--base-model {name}: not a model directory, and the hub download failed "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
     return Path(path).resolve()
@@ -69,7 +70,9 @@ def _facts(settings: Settings, directory: Path, config: Mapping[str, Any]) -> Ba
         context_length=_context_length(settings, config),
         num_layers=_positive(config, "num_hidden_layers"),
         num_kv_heads=int(config.get("num_key_value_heads") or _positive(config, "num_attention_heads")),
-        head_dim=_head_dim(config),
+        head_dim=int(
+            config.get("head_dim") or config["hidden_size"] // _positive(config, "num_attention_heads")
+        ),
         hidden_size=_positive(config, "hidden_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_token_ids=_eos(directory, config),
@@ -77,7 +80,7 @@ def _facts(settings: Settings, directory: Path, config: Mapping[str, Any]) -> Ba
 
 
 def _names(settings: Settings, directory: Path) -> tuple[str, ...]:
-    """The canonical name first, then the directory; each once."""
+    """Return the canonical name first, then the directory, without duplicates."""
     tiny = ("tiny",) if settings.base_model == "tiny" else ()
     names = (settings.model_name or settings.base_model, str(directory), *tiny)
     return tuple(dict.fromkeys(names))
@@ -93,29 +96,17 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _context_length(settings: Settings, config: Mapping[str, Any]) -> int:
-    most = _positive(config, "max_position_embeddings")
-    wanted = settings.context_length or min(most, DEFAULT_CONTEXT)
-    if wanted > most:
+    positions = _positive(config, "max_position_embeddings")
+    length = settings.context_length or min(positions, DEFAULT_CONTEXT)
+    if length > positions:
         raise StartupError(
-            f"context_length is {wanted}, expected at most {most}: the model has no more positions"
+            f"context_length is {length}, expected at most {positions}: the model has no more positions"
         )
-    return wanted
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // _positive(config, "num_attention_heads"))
-
-
-def _check_head_dim(facts: BaseModelFacts, device: str) -> None:
-    if device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
-        raise StartupError(
-            f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
-            f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
-        )
+    return length
 
 
 def _eos(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """All end-of-sequence ids of generation_config.json, else of config.json."""
+    """Return all end-of-sequence ids of generation_config.json, else of config.json."""
     generation = directory / "generation_config.json"
     sources = [_read_json(generation)] if generation.is_file() else []
     for source in (*sources, config):

@@ -1,4 +1,4 @@
-"""What `serve` checks before it starts anything: each raises a StartupError that says what to change."""
+"""Checks of `serve` before it starts any process. Each raises a StartupError that says what to change."""
 
 import fcntl
 import ipaddress
@@ -19,7 +19,7 @@ _BACKLOG = 4096  # thousands of long polls may connect at once
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse what is not built yet, and what does not go together."""
+    """Refuse settings that are not implemented yet or contradict each other."""
     _check_samplers(settings)
     choose(settings.weight_transport, settings.device, settings.placement)
     if settings.placement == "colocated":
@@ -29,7 +29,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_host(settings: Settings) -> None:
-    """Refuse what would open the server to a network by mistake. The database is migrated."""
+    """Refuse to open the server to a network by mistake. The database must be migrated."""
     if settings.insecure or _is_loopback(settings.host):
         return
     if not once(settings.store_url, api_keys.counts)[0]:
@@ -40,14 +40,16 @@ def check_host(settings: Settings) -> None:
 
 
 def _check_colocated(settings: Settings) -> None:
-    """Trainer rank i and sampler GPU i are one device: with other numbers some would stand idle."""
+    """Refuse contradictions when colocated: trainer rank i and sampler GPU i are then one device."""
     if settings.phase_min_s > settings.phase_max_s:
         raise StartupError(
             f"phase_min_s {settings.phase_min_s:g} > phase_max_s {settings.phase_max_s:g}: "
-            "a turn cannot be longer than the patience of those who wait for its end"
+            "the shortest turn cannot exceed the longest wait of the other side"
         )
     if settings.sampler_urls:
-        raise StartupError("--placement colocated and sampler_urls: others start those elsewhere")
+        raise StartupError(
+            "--placement colocated and sampler_urls: this server cannot place samplers that it does not start"
+        )
     samplers, ranks = settings.replicas * settings.tensor_parallel_size, settings.trainer_ranks
     if settings.device == "cuda" and samplers != ranks:
         raise StartupError(
@@ -59,13 +61,15 @@ def _check_colocated(settings: Settings) -> None:
 def _check_samplers(settings: Settings) -> None:
     if settings.sampler_urls and settings.replicas > 1:
         raise StartupError(
-            f"--replicas {settings.replicas} and sampler_urls: either this server starts samplers, or it "
-            "uses those that run; give one of the two"
+            f"--replicas {settings.replicas} and sampler_urls: the server either starts samplers "
+            "or uses running ones; give one of the two"
         )
-    named = [("sampler_urls", url) for url in settings.sampler_urls]
-    for name, url in [*named, *([("router_url", settings.router_url)] if settings.router_url else [])]:
+    urls = [("sampler_urls", url) for url in settings.sampler_urls]
+    if settings.router_url:
+        urls.append(("router_url", settings.router_url))
+    for setting, url in urls:
         if not _is_http(url):
-            raise StartupError(f"{name}: found {url!r}, expected http://host:port")
+            raise StartupError(f"{setting}: found {url!r}, expected http://host:port")
     if len({url.rstrip("/") for url in settings.sampler_urls}) < len(settings.sampler_urls):
         raise StartupError(f"sampler_urls name a server twice: {', '.join(settings.sampler_urls)}")
     if settings.router_url is not None and not settings.sampler_urls:
@@ -76,7 +80,7 @@ def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         return False
 
 
@@ -90,35 +94,35 @@ def _is_loopback(host: str) -> bool:
 
 
 @contextmanager
-def home_lock(places: Directories) -> Iterator[None]:
-    """Hold the home for this process; the kernel lets go of it however the process ends."""
-    with places.lock_file.open("a+") as file:
+def home_lock(directories: Directories) -> Iterator[None]:
+    """Lock the home for this process; the kernel releases it however the process ends."""
+    with directories.lock_file.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StartupError(_locked(places)) from None
+            raise StartupError(_locked(directories)) from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield
 
 
-def _locked(places: Directories) -> str:
-    pid = places.lock_file.read_text() or "?"
-    return f"another server (pid {pid}) runs with --home {places.home}; stop it or choose another home"
+def _locked(directories: Directories) -> str:
+    pid = directories.lock_file.read_text() or "?"
+    return f"another server (pid {pid}) runs with --home {directories.home}; stop it or choose another home"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The listening socket of a server; port 0 is any free one.
+    """Open the listening socket of a server; port 0 is any free one.
 
-    `serve` keeps it for its life and lends it to each API process, so that nobody else can take the port, and
-    connections made while an API is started again wait instead of being refused.
+    `serve` holds it until it ends and each API process inherits it, so that no other process can take the
+    port, and connections made while an API restarts wait instead of being refused.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        why = os.strerror(error.errno or 0)
+        reason = os.strerror(error.errno or 0)
         raise StartupError(
-            f"cannot listen on {host}:{port} ({why}); choose another --port (0 = any free one)"
+            f"cannot listen on {host}:{port} ({reason}); choose another --port (0 = any free one)"
         ) from error

@@ -1,4 +1,4 @@
-"""Writes a small untrained Qwen3 with its own byte-level BPE tokenizer: a base model without a download."""
+"""Small untrained Qwen3 with its own byte-level BPE tokenizer: a base model without a download."""
 
 import json
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ def make_model(
     """Write config, weights and tokenizer to `directory`; the same arguments give the same bytes.
 
     About 1M parameters by default. config.json comes last, so that a directory that has one is complete.
-    StartupError for impossible sizes.
+    Raises StartupError for impossible sizes.
     """
     shape = Shape(hidden=hidden, layers=layers, vocab=vocab, tied=tied)
     directory.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def make_model(
 
 
 def make_tokenizer(vocab: int) -> Tokenizer:
-    """256 bytes, the special tokens, and as many merges as `vocab` and the built-in text allow."""
+    """Train a tokenizer: 256 bytes, the special tokens, and as many merges as `vocab` and the text allow."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -125,7 +125,7 @@ def make_tokenizer(vocab: int) -> Tokenizer:
 
 
 def _weights(shape: Shape, seed: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Hugging Face's Qwen3 names. Matrices normal(0, 0.02), norms one, as transformers initialises them."""
+    """Yield weights by Hugging Face's Qwen3 names: matrices normal(0, 0.02), norms 1, as in transformers."""
     generator = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
@@ -144,7 +144,7 @@ def _weights(shape: Shape, seed: int) -> Iterator[tuple[str, npt.NDArray[np.floa
 
 
 def _projections(shape: Shape) -> tuple[tuple[str, int, int], ...]:
-    """(name, outputs, inputs) of a layer's matrices."""
+    """Return (name, outputs, inputs) of a layer's matrices."""
     query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return (
         ("self_attn.q_proj", query, shape.hidden),

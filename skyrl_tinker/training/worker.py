@@ -11,7 +11,7 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.domain.values import AdapterWeights, LoraSpec, OptimizerFamily, StepItem, StepOutput
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError, UserError
-from skyrl_tinker.processes import spare_the_collector
+from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput
@@ -69,7 +69,7 @@ class Worker:
         self._ranks = ranks
         self._base = frozen_network(self.spec, ranks.mesh)
         self._runner = PassRunner(self._base, self._models, ranks)
-        spare_the_collector()
+        freeze_gc()
 
     def create_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw") -> None:
         self._require_onloaded()

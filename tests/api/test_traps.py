@@ -10,22 +10,32 @@ from pydantic import ValidationError
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.protocol import schemas as wire
-from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf import pass_results, sample_results
+from skyrl_tinker.protocol.schemas.base import Message
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossResult
+from skyrl_tinker.protocol.schemas.training import (
+    CreateModelResult,
+    LoadWeightsResult,
+    OptimStepResult,
+    SaveExternalResult,
+    SaveSamplerResult,
+    SaveWeightsResult,
+    UnloadModelResult,
+)
 from skyrl_tinker.store.futures import finish
 from tests.api.support.passes import datum, old_json, post_pass, protobuf
 from tests.api.support.world import VOCABULARY, World, pass_output, running, sample, sample_output, step
 
 PAUSES_FOR_AN_HOUR, RETRIED_FOR_MINUTES = 402, 409
 RESULTS = [
-    wire.CreateModelResult(model_id="m"),
-    wire.LoadWeightsResult(path="p", model_id="m"),
-    wire.OptimStepResult(metrics={"grad_norm": 1.0}),
-    wire.SaveWeightsResult(path="p"),
-    wire.SaveSamplerResult(path="p"),
-    wire.SaveExternalResult(path="p", size_bytes=1),
-    wire.CreateCustomLossResult(loss_id="l"),
-    wire.UnloadModelResult(model_id="m"),
+    CreateModelResult(model_id="m"),
+    LoadWeightsResult(path="p", model_id="m"),
+    OptimStepResult(metrics={"grad_norm": 1.0}),
+    SaveWeightsResult(path="p"),
+    SaveSamplerResult(path="p"),
+    SaveExternalResult(path="p", size_bytes=1),
+    CreateCustomLossResult(loss_id="l"),
+    UnloadModelResult(model_id="m"),
 ]
 
 
@@ -53,7 +63,7 @@ def test_a_long_poll_beyond_the_patience_of_old_sdks_cannot_be_set(seconds: floa
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
-def test_no_result_has_a_key_that_means_something_else_to_the_sdk(result: wire.Message) -> None:
+def test_no_result_has_a_key_that_means_something_else_to_the_sdk(result: Message) -> None:
     """Trap 21: `error`, even null; and what says that the result is not there yet."""
     fields = result.model_dump()
     assert not {"error", "status"} & set(fields)
@@ -63,8 +73,8 @@ def test_no_result_has_a_key_that_means_something_else_to_the_sdk(result: wire.M
 @pytest.mark.parametrize(
     "fields",
     [
-        pass_requests.forward_backward_output_json(pass_output([-1.0])),
-        pass_requests.sample_response_json(sample_output([1])),
+        pass_results.forward_backward_output_json(pass_output([-1.0])),
+        sample_results.sample_response_json(sample_output([1])),
     ],
 )
 def test_no_converted_result_has_one_either(fields: dict[str, object]) -> None:

@@ -1,11 +1,12 @@
-"""What a user sees who asks for help or mistypes a setting."""
+"""Output of the command line: help, and errors of mistyped settings."""
 
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from skyrl_tinker import __version__
+from skyrl_tinker import __version__, config
 from skyrl_tinker.cli.commands import app
 
 
@@ -13,6 +14,16 @@ def test_help_names_the_defaults() -> None:
     shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
     for default in ("[default: 8000]", "[default: cpu]", "[default: the model's, at most 4096]"):
         assert default in shown
+
+
+def test_every_option_of_serve_is_a_setting_with_its_description() -> None:
+    options = {option.name: option for option in get_command(app).commands["serve"].params}
+    assert options.keys() - config.Settings.model_fields.keys() == {"config_file"}
+    for name, field in config.Settings.model_fields.items():
+        assert field.description
+        if name in options:
+            assert options[name].help.startswith(field.description)
+            assert options[name].default is None
 
 
 def test_sampler_urls_are_given_one_by_one() -> None:

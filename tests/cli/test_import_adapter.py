@@ -1,4 +1,4 @@
-"""Adapters from elsewhere become checkpoints of a home, whether it was served before or not."""
+"""Foreign adapters become checkpoints of a home, served before or not."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 async def serve_once(settings: Settings, base: str) -> None:
-    """What `serve` leaves in the store."""
+    """Store the record that `serve` makes of its base model."""
     facts = base_model.resolve(settings.model_copy(update={"base_model": base, "model_name": "small"}))
     store = await Store.open(settings.store_url)
     await store.write(lambda conn: server_state.put(conn, "base_model", asdict(facts)))
@@ -73,14 +73,14 @@ async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelR
 
 
 def run(settings: Settings, *arguments: str) -> str:
-    """Its standard output."""
+    """Return its standard output."""
     result = CliRunner().invoke(app, ["import-adapter", *arguments, "--home", str(settings.root)])
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
 
 def fail(settings: Settings, *arguments: str) -> str:
-    """Its one line of standard error."""
+    """Return its one line of standard error."""
     result = CliRunner().invoke(app, ["import-adapter", *arguments, "--home", str(settings.root)])
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()

@@ -18,7 +18,7 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.protocol.stored_samples import sample_body
+from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions, stability_records
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.doorbell import Doorbell

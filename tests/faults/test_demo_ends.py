@@ -24,15 +24,15 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
         preexec_fn=heed_ctrl_c,
     ) as demo:
         started = started_processes(demo.pid)
-        places = Directories(Settings(home=next((tmp_path / "tmp").glob("skyrl-tinker-demo-*"))))
-        assert places.bell_dir.exists()
-        assert places.ephemeral_dir.exists()
+        directories = Directories(Settings(home=next((tmp_path / "tmp").glob("skyrl-tinker-demo-*"))))
+        assert directories.bell_dir.exists()
+        assert directories.ephemeral_dir.exists()
         demo.send_signal(signal.SIGINT)
         assert demo.wait(20) != 0
     assert not [each for each in started if each.is_running()]
     assert not list((tmp_path / "tmp").iterdir())
-    assert not places.bell_dir.exists()
-    assert not places.ephemeral_dir.exists()
+    assert not directories.bell_dir.exists()
+    assert not directories.ephemeral_dir.exists()
 
 
 def heed_ctrl_c() -> None:

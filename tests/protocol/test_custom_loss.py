@@ -1,4 +1,4 @@
-"""What an uploaded loss may be made of: everything else is refused, by the name of its node."""
+"""Calls allowed in an uploaded loss: all others are refused by the name of their node."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from skyrl_tinker.protocol.custom_loss import (
     from_bytes,
     to_bytes,
 )
-from skyrl_tinker.protocol.schemas import CreateCustomLossRequest, parse
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest
 
 Json = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Stored bodies and the digests that tell a retry from a misuse."""
+"""Stored bodies, and the digests that distinguish a retry from a misuse."""
 
 import pytest
 from hypothesis import given
@@ -41,7 +41,7 @@ def test_a_body_reads_back_to_an_equal_value(body) -> None:
 
 
 def test_a_retried_ephemeral_save_is_the_same_request() -> None:
-    """The SDK repeats it with the next sampling_session_seq_id."""
+    """The SDK retries an ephemeral save with the next sampling_session_seq_id."""
     first = {"model_id": "m", "seq_id": 3, "sampling_session_seq_id": 0, "kind": "snapshot", "type": KIND}
     assert payload_digest(KIND, first) == payload_digest(KIND, {**first, "sampling_session_seq_id": 1})
 

@@ -90,5 +90,5 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 
 def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(StartupError, match="neither a model directory nor to be had from the hub"):
+    with pytest.raises(StartupError, match="not a model directory, and the hub download failed"):
         base_model.resolve(config.load(base_model="nobody/nothing"))

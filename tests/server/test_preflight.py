@@ -74,31 +74,31 @@ def test_a_port_in_use_is_refused_and_port_0_finds_a_free_one() -> None:
 
 
 def test_a_home_has_one_server_at_a_time(tmp_path: Path) -> None:
-    places = Directories(config.load(home=tmp_path))
-    places.make()
+    directories = Directories(config.load(home=tmp_path))
+    directories.make()
     with (
-        preflight.home_lock(places),
+        preflight.home_lock(directories),
         pytest.raises(StartupError, match=r"another server \(pid \d+\)"),
-        preflight.home_lock(places),
+        preflight.home_lock(directories),
     ):
         pass
-    with preflight.home_lock(places):
+    with preflight.home_lock(directories):
         pass
 
 
 def test_directories_that_others_can_reach_are_ours_alone(tmp_path: Path) -> None:
-    places = Directories(config.load(home=tmp_path))
-    places.make()
-    for directory in (places.bell_dir, places.ephemeral_dir):
+    directories = Directories(config.load(home=tmp_path))
+    directories.make()
+    for directory in (directories.bell_dir, directories.ephemeral_dir):
         assert directory.stat().st_mode & 0o077 == 0
 
 
 def test_what_a_deleted_home_left_in_shared_memory_is_freed(tmp_path: Path) -> None:
     kept, deleted = (Directories(config.load(home=tmp_path / name)) for name in ("kept", "deleted"))
-    for places in (kept, deleted):
-        places.make()
+    for directories in (kept, deleted):
+        directories.make()
     shutil.rmtree(deleted.home)
-    kept.sweep_forgotten()
+    kept.delete_orphaned()
     assert kept.ephemeral_dir.exists()
     assert not deleted.ephemeral_dir.exists()
     assert not deleted.bell_dir.exists()

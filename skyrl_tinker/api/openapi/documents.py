@@ -9,20 +9,19 @@ from pydantic import TypeAdapter
 
 from skyrl_tinker.api.openapi.description import DESCRIPTION, TAGS
 from skyrl_tinker.api.openapi.examples import EXAMPLES, FORWARD_PASS, PASS, TELEMETRY
-from skyrl_tinker.protocol.schemas import (
-    CreateCustomLossResult,
+from skyrl_tinker.protocol.schemas.base import MAX_INT32, Message
+from skyrl_tinker.protocol.schemas.futures import FailedResponse
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossResult
+from skyrl_tinker.protocol.schemas.session import ErrorResponse
+from skyrl_tinker.protocol.schemas.training import (
     CreateModelResult,
-    ErrorResponse,
-    FailedResponse,
     LoadWeightsResult,
-    Message,
     OptimStepResult,
     SaveExternalResult,
     SaveSamplerResult,
     SaveWeightsResult,
     UnloadModelResult,
 )
-from skyrl_tinker.protocol.schemas.base import MAX_INT32
 
 Json = dict[str, Any]
 

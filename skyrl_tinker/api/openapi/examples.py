@@ -3,33 +3,38 @@
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tinker.protocol.schemas import (
-    AsampleRequest,
+from skyrl_tinker.protocol.schemas.base import Message
+from skyrl_tinker.protocol.schemas.futures import (
     CancelFutureRequest,
-    ClientConfigRequest,
-    CreateCustomLossRequest,
-    CreateModelRequest,
-    CreateSamplingSessionRequest,
-    CreateSessionRequest,
-    CreateViaLoadRequest,
-    FinishSessionRequest,
-    GetInfoRequest,
-    HeartbeatRequest,
-    JoinSamplingSessionRequest,
-    LoadWeightsRequest,
-    Message,
-    OptimStepRequest,
     RetrieveFutureRequest,
     RetrieveFuturesRequest,
+)
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest
+from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, CompletionRequest
+from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest, SetTtlRequest, WeightsInfoRequest
+from skyrl_tinker.protocol.schemas.sampling import (
+    AsampleRequest,
+    CreateSamplingSessionRequest,
+    JoinSamplingSessionRequest,
+)
+from skyrl_tinker.protocol.schemas.session import (
+    ClientConfigRequest,
+    CreateSessionRequest,
+    FinishSessionRequest,
+    HeartbeatRequest,
+)
+from skyrl_tinker.protocol.schemas.session_list import SessionSearchRequest, SetProjectRequest
+from skyrl_tinker.protocol.schemas.training import (
+    CreateModelRequest,
+    CreateViaLoadRequest,
+    GetInfoRequest,
+    LoadWeightsRequest,
+    OptimStepRequest,
     SaveExternalRequest,
     SaveSamplerRequest,
     SaveWeightsRequest,
     UnloadModelRequest,
-    WeightsInfoRequest,
 )
-from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, CompletionRequest
-from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest, SetTtlRequest
-from skyrl_tinker.protocol.schemas.session_list import SessionSearchRequest, SetProjectRequest
 
 Json = dict[str, Any]
 

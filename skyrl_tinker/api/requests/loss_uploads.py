@@ -10,7 +10,8 @@ from skyrl_tinker.domain.ids import OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.values import CustomLoss, Failure
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.custom_loss import check_custom_loss
-from skyrl_tinker.protocol.schemas import CreateCustomLossRequest, CreateCustomLossResult, parse
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest, CreateCustomLossResult
 from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.futures import queue

@@ -10,15 +10,11 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
-from skyrl_tinker.protocol.schemas import CreateModelRequest, CreateViaLoadRequest
+from skyrl_tinker.protocol.schemas.training import CreateModelRequest, CreateViaLoadRequest
 from skyrl_tinker.protocol.stored_requests import CreateModelBody, payload_digest
-from skyrl_tinker.protocol.validation import (
-    Limits,
-    validate_base_model,
-    validate_create_via_load,
-    validate_lora_config,
-    validate_optimizer_config,
-)
+from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
+from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
+from skyrl_tinker.protocol.validation.steps import validate_create_via_load
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures import queue

@@ -8,7 +8,7 @@ from fastapi import Request
 from skyrl_tinker.api.requests.json_bounds import parse_json
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.off_loop import off_loop
-from skyrl_tinker.protocol.schemas import Message, parse
+from skyrl_tinker.protocol.schemas.base import Message, parse
 
 M = TypeVar("M", bound=Message)
 

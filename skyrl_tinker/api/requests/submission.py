@@ -8,7 +8,9 @@ from skyrl_tinker.api.services import Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas import AcceptedFuture, TrainingEnvelope, parse
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
+from skyrl_tinker.protocol.schemas.training import TrainingEnvelope
 from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import Accepted

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.protocol.schemas import Checkpoint, TrainingRun, utc
+from skyrl_tinker.protocol.schemas.base import utc
+from skyrl_tinker.protocol.schemas.runs import Checkpoint, TrainingRun
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports.training_runs import Run
 

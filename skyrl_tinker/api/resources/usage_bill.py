@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.domain.ids import OwnerId, RequestKind
-from skyrl_tinker.protocol.schemas import utc
+from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.usage import (
     CheckpointUsage,
     EventInfo,

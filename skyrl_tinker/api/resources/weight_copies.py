@@ -17,10 +17,10 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.errors import NotFoundError, StorageError, UserError
-from skyrl_tinker.protocol.schemas import parse
+from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest
 from skyrl_tinker.protocol.stored_requests import payload_digest
-from skyrl_tinker.protocol.validation import refuse_access_token, validate_ttl
+from skyrl_tinker.protocol.validation.steps import refuse_access_token, validate_ttl
 from skyrl_tinker.store import checkpoint_copies
 from skyrl_tinker.store.checkpoint_copies import Destination, NewCopy
 from skyrl_tinker.store.checkpoint_records import CheckpointRow

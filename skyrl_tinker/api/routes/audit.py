@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from skyrl_tinker.api.requests.responses import from_rows
 from skyrl_tinker.api.services import Deps, Owner
-from skyrl_tinker.protocol.schemas import utc
+from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.usage import AuditEntry, AuditQuery, AuditResponse
 from skyrl_tinker.store import audit_log as audit
 from skyrl_tinker.store.audit_log import Event

@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 
 from skyrl_tinker.api.services import Deps
-from skyrl_tinker.protocol.schemas import ServerCapabilitiesResponse, SupportedModel
+from skyrl_tinker.protocol.schemas.session import ServerCapabilitiesResponse, SupportedModel
 
 router = APIRouter(tags=["client"])
 

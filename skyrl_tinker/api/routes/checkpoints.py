@@ -23,7 +23,7 @@ from skyrl_tinker.protocol.schemas.runs import (
     Paging,
     SetTtlRequest,
 )
-from skyrl_tinker.protocol.validation import validate_ttl
+from skyrl_tinker.protocol.validation.steps import validate_ttl
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports import checkpoint_list

@@ -4,7 +4,11 @@ from fastapi import APIRouter
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.services import Deps
-from skyrl_tinker.protocol.schemas import ClientConfigRequest, ClientConfigResponse, DynamicConfigResponse
+from skyrl_tinker.protocol.schemas.session import (
+    ClientConfigRequest,
+    ClientConfigResponse,
+    DynamicConfigResponse,
+)
 
 router = APIRouter(tags=["client"])
 

@@ -13,7 +13,8 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas import ExternalWeightsUrlsResponse, utc
+from skyrl_tinker.protocol.schemas.base import utc
+from skyrl_tinker.protocol.schemas.runs import ExternalWeightsUrlsResponse
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 

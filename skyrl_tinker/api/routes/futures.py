@@ -16,9 +16,9 @@ from skyrl_tinker.api.waiting.readiness import engine_state
 from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.off_loop import off_loop
-from skyrl_tinker.protocol.protobuf import pass_requests
-from skyrl_tinker.protocol.protobuf.pass_requests import PROTOBUF
-from skyrl_tinker.protocol.schemas import (
+from skyrl_tinker.protocol.protobuf import pass_results, sample_results
+from skyrl_tinker.protocol.protobuf.pass_results import PROTOBUF
+from skyrl_tinker.protocol.schemas.futures import (
     CancelFutureRequest,
     CompletedFuture,
     RetrieveFutureRequest,
@@ -93,9 +93,9 @@ async def _result(outcome: Outcome, takes_protobuf: bool) -> Response:
 def _as_json(kind: RequestKind, body: bytes) -> bytes:
     """For SDKs up to 0.24 and curl, which ask for no protobuf."""
     convert = (
-        pass_requests.sample_response_json
+        sample_results.sample_response_json
         if kind is RequestKind.SAMPLE
-        else pass_requests.forward_backward_output_json
+        else pass_results.forward_backward_output_json
     )
     return orjson.dumps(convert(body))
 

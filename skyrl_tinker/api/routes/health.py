@@ -5,7 +5,7 @@ from starlette.responses import JSONResponse
 
 from skyrl_tinker.api.services import Deps
 from skyrl_tinker.api.waiting.readiness import engine_state
-from skyrl_tinker.protocol.schemas import HealthResponse, ReadyResponse
+from skyrl_tinker.protocol.schemas.session import HealthResponse, ReadyResponse
 
 router = APIRouter(tags=["health"])
 root = APIRouter(tags=["health"])

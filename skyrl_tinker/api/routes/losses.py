@@ -9,7 +9,8 @@ from skyrl_tinker.api.requests.submission import announce
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.errors import NotSupportedError
 from skyrl_tinker.off_loop import off_loop
-from skyrl_tinker.protocol.schemas import AcceptedFuture, CreateCustomLossRequest
+from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest
 
 router = APIRouter(tags=["losses"])
 

@@ -14,8 +14,10 @@ from skyrl_tinker.api.services import Deps, Owner, Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.protocol.schemas import (
-    AcceptedFuture,
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
+from skyrl_tinker.protocol.schemas.runs import WeightsInfoRequest, WeightsInfoResponse
+from skyrl_tinker.protocol.schemas.training import (
     CreateModelRequest,
     CreateViaLoadRequest,
     GetInfoRequest,
@@ -23,11 +25,8 @@ from skyrl_tinker.protocol.schemas import (
     LoadWeightsRequest,
     ModelData,
     UnloadModelRequest,
-    WeightsInfoRequest,
-    WeightsInfoResponse,
-    parse,
 )
-from skyrl_tinker.protocol.validation import validate_load_weights
+from skyrl_tinker.protocol.validation.steps import validate_load_weights
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.futures.queue import Accepted

@@ -11,9 +11,9 @@ from skyrl_tinker.api.resources.run_views import training_run
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.protocol.schemas import TrainingRun
 from skyrl_tinker.protocol.schemas.runs import (
     Cursor,
+    TrainingRun,
     TrainingRunQuery,
     TrainingRunsQuery,
     TrainingRunsResponse,

@@ -14,19 +14,19 @@ from skyrl_tinker.api.services import Deps, Owner, owner_of
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.off_loop import off_loop
-from skyrl_tinker.protocol.protobuf import pass_requests
-from skyrl_tinker.protocol.schemas import (
-    AcceptedFuture,
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
+from skyrl_tinker.protocol.schemas.sampling import (
     AsampleRequest,
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     JoinSamplingSessionRequest,
     JoinSamplingSessionResponse,
-    parse,
 )
-from skyrl_tinker.protocol.stored_samples import sample_body
-from skyrl_tinker.protocol.validation import Limits, validate_base_model, validate_sample
+from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
+from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
+from skyrl_tinker.protocol.validation.sampling import validate_sample
 from skyrl_tinker.store import owners, sampling_sessions
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures import queue
@@ -142,7 +142,7 @@ class _Sample:
             self.seq_id,
             owner=owner,
             body=self.body,
-            digest=pass_requests.digest(self.body),
+            digest=body_digest(self.body),
             num_samples=self.num_samples,
         )
 

@@ -14,7 +14,7 @@ from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.protocol.schemas import utc
+from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.session_list import (
     ActiveStatus,
     FinishedReason,

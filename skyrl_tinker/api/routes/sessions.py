@@ -7,7 +7,7 @@ from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.protocol.schemas import (
+from skyrl_tinker.protocol.schemas.session import (
     CreateSessionRequest,
     CreateSessionResponse,
     FinishSessionRequest,

@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 
 from skyrl_tinker.api.openapi.documents import takes_telemetry
-from skyrl_tinker.protocol.schemas import TelemetryResponse
+from skyrl_tinker.protocol.schemas.session import TelemetryResponse
 
 router = APIRouter(tags=["client"])
 

@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request
 from skyrl_tinker.api.security.signing import expiry
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.protocol.schemas import TraceExportResponse
+from skyrl_tinker.protocol.schemas.session_list import TraceExportResponse
 from skyrl_tinker.store.owners import require_session
 
 router = APIRouter(tags=["downloads"])

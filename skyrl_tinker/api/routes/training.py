@@ -15,9 +15,13 @@ from skyrl_tinker.errors import TooLargeError, UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward
-from skyrl_tinker.protocol.schemas import AcceptedFuture, OptimStepRequest, parse
-from skyrl_tinker.protocol.stored_requests import OptimStepBody
-from skyrl_tinker.protocol.validation import Limits, validate_forward_backward, validate_optim_step
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
+from skyrl_tinker.protocol.schemas.training import OptimStepRequest
+from skyrl_tinker.protocol.stored_requests import OptimStepBody, body_digest
+from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.protocol.validation.steps import validate_optim_step
+from skyrl_tinker.protocol.validation.training import validate_forward_backward
 
 router = APIRouter(tags=["training"], route_class=FastRoute)
 
@@ -78,7 +82,7 @@ def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: str | None)
     canonical = pass_requests.canonical(raw)
     stored, failure = body_or_failure(lambda: _checked(raw, canonical, limits))
     kind = RequestKind.FORWARD if raw.forward_only else RequestKind.FORWARD_BACKWARD
-    return Submission(kind, raw.model_id, raw.seq_id, pass_requests.digest(canonical), stored, failure)
+    return Submission(kind, raw.model_id, raw.seq_id, body_digest(canonical), stored, failure)
 
 
 def _refused_pass(body: bytes, why: str) -> RawForwardBackward:

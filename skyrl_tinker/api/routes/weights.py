@@ -10,14 +10,10 @@ from skyrl_tinker.api.requests.request_body import read_json
 from skyrl_tinker.api.requests.submission import Body, from_json, submit_training
 from skyrl_tinker.api.services import Deps, Owner, Services
 from skyrl_tinker.domain.ids import OwnerId, RequestKind
-from skyrl_tinker.protocol.schemas import (
-    AcceptedFuture,
-    SaveExternalRequest,
-    SaveSamplerRequest,
-    SaveWeightsRequest,
-    parse,
-)
-from skyrl_tinker.protocol.validation import (
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
+from skyrl_tinker.protocol.schemas.training import SaveExternalRequest, SaveSamplerRequest, SaveWeightsRequest
+from skyrl_tinker.protocol.validation.steps import (
     validate_save_external,
     validate_save_sampler,
     validate_save_weights,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.queue_views import LaneView, QueuesView, SamplingView, TrainingView
-from skyrl_tinker.protocol.schemas import QueueState
+from skyrl_tinker.protocol.schemas.futures import QueueState
 from skyrl_tinker.store.futures.cancellation import QueuePosition
 
 CREATED = "the model is being created"

@@ -17,9 +17,9 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.queue_views import SamplingView
-from skyrl_tinker.protocol.stored_samples import sample_from_body
+from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -153,7 +153,7 @@ class SamplerDriver:
                 len(request.prompt), output.cached_tokens, sum(len(each.tokens) for each in output.sequences)
             )
             return FutureResult(
-                pass_requests.PROTOBUF, pass_requests.encode_sample_response(output), records, usage
+                pass_results.PROTOBUF, sample_results.encode_sample_response(output), records, usage
             )
         except Exception as error:  # becomes the result of this request
             return failure_of(error)

@@ -10,7 +10,7 @@ from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, Usage
 from skyrl_tinker.engine.outbox import FutureResult, Outcome, failure_of, persistently
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.pass_items import Known, ReadRow, attempt
-from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import queue
@@ -102,7 +102,7 @@ def _encode(output: PassOutput | Failure) -> Outcome:
         return output
     tokens = sum(len(each) for each in output.logprobs)
     return FutureResult(
-        pass_requests.PROTOBUF, pass_requests.encode_forward_backward_output(output), usage=Usage(tokens)
+        pass_results.PROTOBUF, pass_results.encode_forward_backward_output(output), usage=Usage(tokens)
     )
 
 

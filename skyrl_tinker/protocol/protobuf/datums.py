@@ -1,15 +1,13 @@
-"""Training examples out of their protobuf messages. Nothing is compared here; see validate.training."""
+"""Training examples from their protobuf messages. Shapes and ranges are checked in validation.training."""
 
 import numpy as np
 
-from skyrl_tinker.domain.loss_specs import LossSpec
+from skyrl_tinker.domain.loss_specs import CUSTOM, LossSpec
 from skyrl_tinker.domain.values import Datum, Int32, Number, ProvenanceSpan
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.tensors import Array, as_array, as_float32, as_int64, read_tensor
 
-CUSTOM = "custom"
-"""The loss that reads whatever inputs come."""
 _TARGETS = "target_tokens"
 
 
@@ -18,62 +16,58 @@ def input_field(where: str, name: str) -> str:
 
 
 def inputs_read(datum: pb.Datum, spec: LossSpec) -> tuple[str, ...]:
-    """Names of the loss_fn_inputs that the loss reads, target_tokens first; missing ones among them."""
+    """Return the names of the loss_fn_inputs that the loss reads, also missing ones; target_tokens first."""
     if spec.name == CUSTOM:
         return (_TARGETS, *sorted(set(datum.loss_fn_inputs) - {_TARGETS}))
     return (_TARGETS, *spec.inputs, *(name for name in spec.optional if name in datum.loss_fn_inputs))
 
 
 def read_datum(datum: pb.Datum, spec: LossSpec, where: str) -> Datum:
-    """Read what the loss reads, cast by name; other inputs stay unread. Spans only of losses with records.
+    """Read the inputs of the loss, cast by name; others stay unread, and so do spans that it does not need.
 
-    Raises UserError, its message beginning with `where`.
+    Raises UserError whose message begins with `where`.
     """
     fields = datum.loss_fn_inputs
     names = inputs_read(datum, spec)
     missing = [name for name in names if name not in fields]
     if missing:
         raise UserError(f"{where}: loss_fn_inputs lacks {missing[0]!r}, found {sorted(fields) or 'none'}")
-    read = _own_input if spec.name == CUSTOM else _float_input
+    read = _custom_input if spec.name == CUSTOM else _float32_input
     field = input_field(where, _TARGETS)
     return Datum(
         tokens=text_tokens(datum, where),
         target_tokens=as_int64(read_tensor(fields[_TARGETS], field), field),
         inputs={name: read(fields[name], input_field(where, name)) for name in names[1:]},
-        spans=_spans(datum, where) if spec.recorded else (),
+        spans=tuple(
+            _span(span, f"{where}: loss_fn_input_spans[{index}]")
+            for index, span in enumerate(datum.loss_fn_input_spans if spec.recorded else ())
+        ),
     )
 
 
 def text_tokens(datum: pb.Datum, where: str) -> Int32:
-    """All encoded_text chunks joined: [N]. Raises NotSupportedError for other chunks."""
+    """Join all encoded_text chunks: [N]. Raises NotSupportedError for other chunks."""
     for position, chunk in enumerate(datum.model_input):
         if chunk.WhichOneof("chunk") != "encoded_text":
             kind = chunk.WhichOneof("chunk") or "empty"
             raise NotSupportedError(
                 f"{where}: model_input chunk {position} is of kind {kind}, expected encoded_text: "
-                "images and audio are not built yet"
+                "images and audio are not supported yet"
             )
     joined = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
     return as_array(joined, np.dtype("<i4"), f"{where}: model_input")
 
 
-def _float_input(tensor: pb.Tensor, field: str) -> Number:
+def _float32_input(tensor: pb.Tensor, field: str) -> Number:
     return as_float32(read_tensor(tensor, field))
 
 
-def _own_input(tensor: pb.Tensor, field: str) -> Number:
-    """In its own dtype. The wire cannot tell a scalar from one value without a shape: it is a scalar."""
+def _custom_input(tensor: pb.Tensor, field: str) -> Number:
+    """Read an input in its own dtype. One value without a shape counts as a scalar."""
     values: Array = read_tensor(tensor, field)
     if values.dtype == np.int32:
         values = values.astype(np.int64)
     return values.reshape(()) if not tensor.shape and values.size == 1 else values
-
-
-def _spans(datum: pb.Datum, where: str) -> tuple[ProvenanceSpan, ...]:
-    return tuple(
-        _span(span, f"{where}: loss_fn_input_spans[{index}]")
-        for index, span in enumerate(datum.loss_fn_input_spans)
-    )
 
 
 def _span(span: pb.ProvenanceSpan, field: str) -> ProvenanceSpan:

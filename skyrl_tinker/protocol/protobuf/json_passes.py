@@ -1,4 +1,4 @@
-"""forward_backward as the JSON of SDKs up to 0.24, turned into the protobuf message of the newer ones."""
+"""forward_backward as JSON of SDKs up to 0.24, converted to the protobuf message of newer ones."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 def fill_from_json(message: pb.ForwardBackwardRequest, payload: Mapping[str, Any]) -> None:
-    """Raises UserError that names the field; the message is then filled up to there."""
+    """Fill the message; on UserError, which names the field, it is filled up to there."""
     key = "forward_input" if message.forward_only else "forward_backward_input"
     body = _object(payload.get(key), key)
     message.loss_fn = _text(body.get("loss_fn"), f"{key}.loss_fn")
@@ -53,7 +53,7 @@ def _fill_chunk(message: pb.Chunk, chunk: Any, where: str) -> None:
     kind = chunk_type(_object(chunk, where))
     if kind != "encoded_text":
         raise NotSupportedError(
-            f"{where} is of kind {kind}, expected encoded_text: images and audio are not built yet"
+            f"{where} is of kind {kind}, expected encoded_text: images and audio are not supported yet"
         )
     tokens = _integers(_list(chunk.get("tokens"), f"{where}.tokens"), f"{where}.tokens")
     beyond = tokens[(tokens < _INT32.min) | (tokens > _INT32.max)]
@@ -73,7 +73,9 @@ def _fill_tensor(message: pb.Tensor, tensor: Any, where: str) -> None:
     )
     data = _list(fields.get("data"), f"{where}.data")
     values = _integers(data, where) if dtype == "int64" else _numbers(data, where)
-    with np.errstate(over="ignore"):  # beyond float32 becomes infinite, to be refused with its index
+    with np.errstate(
+        over="ignore"
+    ):  # beyond float32 becomes infinite, which validation refuses with its index
         encoded = values.astype(numpy_dtype).tobytes()
     if any(fields.get(name) is not None for name in _SPARSE.values()):
         _fill_sparse(message.sparse_csr, fields, encoded, where)
@@ -89,7 +91,7 @@ def _fill_sparse(message: pb.SparseCsr, fields: Mapping[str, Any], values: bytes
 
 
 def _numbers(values: list[Any], where: str) -> npt.NDArray[Any]:
-    """Null is NaN (JSON has no other), to be refused with its index like any NaN."""
+    """Return an array of numbers. Null becomes NaN, which validation refuses with its index."""
     array = _one_dimensional(values, where)
     if array.dtype.kind == "O":
         array = _one_dimensional([np.nan if value is None else value for value in values], where)

@@ -1,10 +1,8 @@
-"""forward_backward requests: bytes or JSON → raw → canonical bytes → value. Results are in wire.results and
-wire.sample_results.
+"""forward_backward requests: bytes or JSON → raw → canonical bytes → value.
 
 The stored body is a ForwardBackwardRequest, serialized deterministically; the engine reads it back.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,44 +10,22 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from skyrl_tinker.domain.ids import ModelId
-from skyrl_tinker.domain.loss_specs import LOSSES
+from skyrl_tinker.domain.loss_specs import CUSTOM, LOSSES
 from skyrl_tinker.domain.values import ForwardBackward
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.protobuf.datums import CUSTOM, read_datum
+from skyrl_tinker.protocol.protobuf.datums import read_datum
 from skyrl_tinker.protocol.protobuf.json_passes import fill_from_json
-from skyrl_tinker.protocol.protobuf.pass_results import (
-    PROTOBUF,
-    encode_forward_backward_output,
-    forward_backward_output_json,
-)
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
-from skyrl_tinker.protocol.protobuf.sample_results import encode_sample_response, sample_response_json
 from skyrl_tinker.protocol.protobuf.size_guard import check_parts, head
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.training import TrainingEnvelope
 
-__all__ = [
-    "PROTOBUF",
-    "RawForwardBackward",
-    "canonical",
-    "decode_forward_backward",
-    "decode_forward_backward_json",
-    "digest",
-    "encode_forward_backward_output",
-    "encode_sample_response",
-    "forward_backward_output_json",
-    "from_canonical",
-    "raw_config",
-    "read_value",
-    "sample_response_json",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RawForwardBackward:
-    """A request that names its model and seq_id; nothing else is checked. The message is not to be changed.
+    """A request that names its model and seq_id; nothing else is checked. The message must not be changed.
 
-    `problem`: why there is no whole message; validation raises it.
+    `problem`: why the message is incomplete; validation raises it.
     """
 
     message: pb.ForwardBackwardRequest
@@ -69,13 +45,13 @@ class RawForwardBackward:
 
 
 def decode_forward_backward(body: bytes) -> RawForwardBackward:
-    """Raises UserError when no future could be made: without model_id or seq_id."""
+    """Decode a protobuf body. Raises UserError without model_id or seq_id, which a future needs."""
     try:
         message = _parsed(body)
     except UserError as problem:
-        if (begun := decode_head(body, problem)) is None:
+        if (partial := decode_head(body, problem)) is None:
             raise
-        return begun
+        return partial
     parse(TrainingEnvelope, {"model_id": message.model_id, "seq_id": message.seq_id})
     _fold_config(message)
     return RawForwardBackward(message)
@@ -90,23 +66,23 @@ def _parsed(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def decode_head(body: bytes, problem: UserError) -> RawForwardBackward | None:
-    """The request that a protobuf begins, of which the rest cannot be had: its seq_id is taken all the same.
+    """Decode only the beginning of an unreadable protobuf, so that its seq_id is consumed all the same.
 
-    None when no future could be made.
+    Returns None without model_id or seq_id, which a future needs.
     """
-    found = head(body)
+    fields = head(body)
     try:
-        envelope = parse(TrainingEnvelope, {"model_id": found[0], "seq_id": found[1]} if found else {})
+        envelope = parse(TrainingEnvelope, {"model_id": fields[0], "seq_id": fields[1]} if fields else {})
     except UserError:
         return None
     message = pb.ForwardBackwardRequest(model_id=envelope.model_id, seq_id=envelope.seq_id)
-    return RawForwardBackward(message, problem.with_traceback(None))  # which would hold the body
+    return RawForwardBackward(message, problem.with_traceback(None))  # the traceback would hold the body
 
 
 def decode_forward_backward_json(payload: Mapping[str, Any]) -> RawForwardBackward:
-    """The JSON of SDKs up to 0.24: `forward_backward_input`, or `forward_input` for /forward.
+    """Decode the JSON of SDKs up to 0.24: `forward_backward_input`, or `forward_input` for /forward.
 
-    Raises UserError when no future could be made: without model_id or seq_id.
+    Raises UserError without model_id or seq_id, which a future needs.
     """
     envelope = parse(TrainingEnvelope, payload)
     message = pb.ForwardBackwardRequest(
@@ -120,7 +96,7 @@ def decode_forward_backward_json(payload: Mapping[str, Any]) -> RawForwardBackwa
 
 
 def canonical(raw: RawForwardBackward) -> bytes:
-    """Equal requests give equal bytes. Those of a request with a problem only tell it from others."""
+    """Return the stored bytes, equal for equal requests. With a problem they only serve to compare them."""
     serialized = raw.message.SerializeToString(deterministic=True)
     return serialized if raw.problem is None else serialized + str(raw.problem).encode()
 
@@ -131,9 +107,9 @@ def from_canonical(body: bytes) -> ForwardBackward:
 
 
 def read_value(message: pb.ForwardBackwardRequest) -> ForwardBackward:
-    """Turn the message of a known loss with a checked config into arrays.
+    """Convert the message of a known loss with a checked config to arrays.
 
-    Raises UserError that names datum and field; shapes and ranges are not compared here.
+    Raises UserError that names datum and field; shapes and ranges are not checked.
     """
     spec, config = LOSSES[message.loss_fn], message.loss_fn_config_v2
     custom = spec.name == CUSTOM
@@ -149,23 +125,15 @@ def read_value(message: pb.ForwardBackwardRequest) -> ForwardBackward:
 
 
 def raw_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """loss_fn_config as sent."""
+    """Return loss_fn_config as sent."""
     return {
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in sorted(message.loss_fn_config_v2.items())
     }
 
 
-def digest(body: bytes) -> bytes:
-    """What is compared when a seq_id comes again: of canonical(raw), or of a sample_body.
-
-    The other kinds use wire.bodies.payload_digest.
-    """
-    return hashlib.sha256(body).digest()
-
-
 def _fold_config(message: pb.ForwardBackwardRequest) -> None:
-    """SDKs write numbers to both maps, older ones only to the legacy map: v2 counts when it is there."""
+    """Move the legacy map, the only one of older SDKs, to v2, unless v2 is set: newer SDKs write to both."""
     if not message.loss_fn_config_v2:
         for key, number in message.loss_fn_config.items():
             message.loss_fn_config_v2[key].number = number

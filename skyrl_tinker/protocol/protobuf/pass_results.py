@@ -1,4 +1,4 @@
-"""Results of passes: protobuf as stored; JSON is made from it for SDKs that ask for JSON."""
+"""Results of passes: stored as protobuf, converted to JSON for SDKs that ask for it."""
 
 import math
 from itertools import groupby, pairwise
@@ -16,7 +16,7 @@ _FLOAT32 = np.finfo(np.float32)
 
 
 def encode_forward_backward_output(output: PassOutput) -> bytes:
-    """The logprobs of all datums in order: an ArrayRecord for each run of [N], or of [N, K] of one K.
+    """Encode the logprobs of all datums in order: one ArrayRecord per run of [N], or of [N, K] of one K.
 
     Raises ValueError for a metric name that would crash the client.
     """
@@ -43,7 +43,7 @@ def _batched(arrays: tuple[Float32, ...], trailing: tuple[int, ...]) -> pb.Batch
 
 
 def forward_backward_output_json(body: bytes) -> dict[str, Any]:
-    """JSON has no NaN: only finite metrics stay, and infinite logprobs become the float32 limit."""
+    """Convert to JSON without NaN: only finite metrics stay, infinite logprobs become the float32 limit."""
     message = pb.ForwardBackwardOutput.FromString(body)
     return {
         "loss_fn_output_type": message.loss_fn_output_type,

@@ -1,4 +1,4 @@
-"""Results of samples: protobuf as stored; JSON is made from it for SDKs that ask for JSON."""
+"""Results of samples: stored as protobuf, converted to JSON for SDKs that ask for it."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -58,7 +58,7 @@ def _floats(values: Sequence[float]) -> bytes:
 
 
 def _topk(rows: Sequence[TopkRow]) -> pb.TopkLogprobs:
-    """Row-major and as wide as the longest row, but at least one cell, so that no row is lost."""
+    """Encode rows, row-major, as wide as the longest but at least one cell, so that no row is lost."""
     k = max(1, *(len(row) for row in rows))
     tokens = np.full((len(rows), k), _NO_TOKEN, "<i4")
     logprobs = np.full((len(rows), k), _NO_LOGPROB, "<f4")
@@ -69,7 +69,7 @@ def _topk(rows: Sequence[TopkRow]) -> pb.TopkLogprobs:
 
 
 def _targets(scored: TargetLogprobs) -> pb.Tensor:
-    """The layout of the request: dense, or CSR with the same indices."""
+    """Encode scores in the layout of the request: dense, or CSR with the same indices."""
     targets, values = scored.targets, _floats(scored.logprobs)
     message = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=targets.shape)
     if targets.crow is None:
@@ -93,7 +93,7 @@ def _alt_tokens(draws: AltTokens) -> pb.PromptAltTokens:
 
 
 def sample_response_json(body: bytes) -> dict[str, Any]:
-    """JSON has no NaN: null where not computed. What was not asked for is absent."""
+    """Convert to JSON, which has no NaN: null where not computed. Fields not requested are absent."""
     message = pb.SampleResponse.FromString(body)
     answer: dict[str, Any] = {
         "type": "sample",
@@ -133,7 +133,7 @@ def _sequence_json(sequence: pb.SampledSequence) -> dict[str, Any]:
 
 
 def _topk_json(topk: pb.TopkLogprobs) -> list[list[list[Any]] | None]:
-    """Per position [[token, logprob], ...], the most likely first; null where nothing was computed."""
+    """Return per position [[token, logprob], ...], the most likely first; null where nothing was computed."""
     tokens = np.frombuffer(topk.token_ids, "<i4").reshape(topk.length, topk.k).tolist()
     logprobs = _finite(topk.logprobs).reshape(topk.length, topk.k).tolist()
     return [_row_json(*row) for row in zip(tokens, logprobs, strict=True)]
@@ -160,6 +160,6 @@ def _tensor_json(tensor: pb.Tensor) -> dict[str, Any]:
 
 
 def _finite(data: bytes) -> Float32:
-    """Infinities become the float32 limits; NaN stays."""
+    """Replace infinities by the float32 limits; NaN stays."""
     values: npt.NDArray[np.float32] = np.frombuffer(data, "<f4").clip(_FLOAT32.min, _FLOAT32.max)
     return values

@@ -1,6 +1,6 @@
-"""How much a protobuf message would become, told before it is parsed.
+"""Bound on the parsed size of a protobuf message, checked before it is parsed.
 
-A message of two bytes may hold a million empty ones, each of which takes fifty bytes once it is parsed.
+A message may hold a million empty ones in two bytes each, which take fifty bytes each once parsed.
 https://protobuf.dev/programming-guides/encoding/
 """
 
@@ -11,22 +11,22 @@ from google.protobuf.descriptor import FieldDescriptor
 from skyrl_tinker.errors import TooLargeError
 
 MAX_PARTS = 500_000
-"""Fields, those of inner messages and the numbers of packed ones counted. 4096 datums have 115,000."""
+"""Most fields, including those of inner messages and each number of packed ones. 4096 datums have 115,000."""
 UNCOUNTED_BYTES = 4 << 20
-"""What so short a body can become is bearable."""
+"""Shorter bodies stay small enough whatever they hold."""
 _BYTES = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 _OTHERS = {1: 8, 3: 0, 4: 0, 5: 4}
 """Length by wire type: fixed64, start and end of a group, fixed32."""
 
 
 def check_parts(body: bytes, message: Any) -> None:
-    """Raises TooLargeError. What is malformed is counted up to there."""
+    """Raise TooLargeError for too many fields. A malformed body is counted up to its error."""
     if len(body) > UNCOUNTED_BYTES and count_parts(body, message, MAX_PARTS) > MAX_PARTS:
         raise TooLargeError(f"request body: found more than {MAX_PARTS} protobuf fields, expected fewer")
 
 
 def count_parts(body: bytes, message: Any, most: int) -> int:
-    """`message`: its descriptor. Ends soon after `most`."""
+    """Count fields. `message`: its descriptor. Stops soon after `most`."""
     parts = 0
     left: list[tuple[int, int, Any]] = [(0, len(body), message)]
     while left and parts <= most:
@@ -46,13 +46,13 @@ def count_parts(body: bytes, message: Any, most: int) -> int:
                 _, at = _varint(body, at, end)
             elif tag & 7 in _OTHERS:
                 at += _OTHERS[tag & 7]
-            else:  # there is no such type
+            else:  # an invalid wire type
                 at = end
     return parts
 
 
 def head(body: bytes) -> tuple[str, int] | None:
-    """Fields 1, a string, and 2, a number, with which a message begins; None when it begins otherwise."""
+    """Return fields 1, a string, and 2, a number, if a message begins with them; else None."""
     if body[:1] != b"\x0a":
         return None
     size, at = _varint(body, 1, len(body))
@@ -64,7 +64,7 @@ def head(body: bytes) -> tuple[str, int] | None:
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """Its value and where it ends."""
+    """Return the value of a varint and the position after it."""
     value = shift = 0
     while at < end:
         byte = body[at]

@@ -1,4 +1,4 @@
-"""Protobuf tensors as numpy arrays. Bytes on the wire are little-endian, contiguous, C order.
+"""Protobuf tensors as numpy arrays. Their bytes are little-endian, contiguous, C order.
 
 Sparse tensors are CSR: row r lists the values crow[r] to crow[r + 1], at the columns in col; the rest is 0.
 """
@@ -24,7 +24,7 @@ _INT64 = np.dtype("<i8")
 
 
 def count_values(tensor: pb.Tensor, field: str) -> int:
-    """How many numbers `read_tensor` makes of it, also of what a sparse one leaves out. Raises UserError."""
+    """Count the numbers of the dense array that `read_tensor` returns. Raises UserError."""
     if _is_sparse(tensor):
         rows, columns = _sparse_shape(tensor, field)
         return rows * columns
@@ -32,9 +32,9 @@ def count_values(tensor: pb.Tensor, field: str) -> int:
 
 
 def read_tensor(tensor: pb.Tensor, field: str) -> Array:
-    """[N] or [N, K] in its own dtype, dense; an empty shape counts as 1-D.
+    """Return [N] or [N, K] in its own dtype, dense; an empty shape counts as 1-D.
 
-    A sparse one takes the memory of its shape: ask `count_values` first. Raises UserError.
+    A sparse tensor takes the memory of its shape: call `count_values` first. Raises UserError.
     """
     if _is_sparse(tensor):
         return _densified(tensor, field)
@@ -43,7 +43,7 @@ def read_tensor(tensor: pb.Tensor, field: str) -> Array:
 
 
 def as_array(data: bytes, dtype: np.dtype[Any], field: str) -> Array:
-    """[n], read-only. Raises UserError for a part of a number at the end."""
+    """Return [n], read-only. Raises UserError for an incomplete number at the end."""
     if len(data) % dtype.itemsize:
         raise UserError(
             f"{field} has {len(data)} bytes, expected a multiple of {dtype.itemsize} ({dtype.name})"
@@ -56,7 +56,7 @@ def as_float32(values: Array) -> Float32:
 
 
 def as_int64(values: Array, field: str) -> Int64:
-    """Raises UserError for a number that is not whole."""
+    """Return int64. Raises UserError for a fraction."""
     if values.dtype.kind == "f":
         # Beyond 2**62 a float has no int64; token ids are far below.
         refuse_where(~(np.abs(values) < 2.0**62) | (np.floor(values) != values), values, field, "an integer")
@@ -64,11 +64,11 @@ def as_int64(values: Array, field: str) -> Int64:
 
 
 def refuse_where(bad: npt.NDArray[np.bool_], values: Array, field: str, expected: str) -> None:
-    """Raises UserError that names the first of `values` that is bad; both have one shape."""
+    """Raise UserError that names the first of `values` where `bad` is true; both have one shape."""
     if bad.any():
         index = np.unravel_index(bad.argmax(), bad.shape)
-        place = ", ".join(str(number) for number in index)
-        raise UserError(f"{field}[{place}] is {values[index]}, expected {expected}")
+        position = ", ".join(map(str, index))
+        raise UserError(f"{field}[{position}] is {values[index]}, expected {expected}")
 
 
 def _is_sparse(tensor: pb.Tensor) -> bool:
@@ -98,7 +98,7 @@ def _sparse_shape(tensor: pb.Tensor, field: str) -> tuple[int, int]:
 
 
 def _densified(tensor: pb.Tensor, field: str) -> Array:
-    """[N, K]."""
+    """Return a sparse tensor as a dense [N, K]."""
     rows, columns = _sparse_shape(tensor, field)
     values = as_array(tensor.sparse_csr.values, _dtype(tensor, field), f"{field} values")
     crow = as_array(tensor.sparse_csr.crow_indices, _INT64, f"{field} crow_indices")
@@ -121,7 +121,7 @@ def _check_crow(crow: Int64, rows: int, count: int, field: str) -> None:
 
 
 def _check_col(col: Int64, row: Int64, columns: int, field: str) -> None:
-    """`row`: [values], where each value belongs."""
+    """Raise UserError for a wrong column. `row`: [values], the row of each value."""
     if len(col) != len(row):
         raise UserError(f"{field} col_indices has {len(col)} numbers, expected {len(row)} (one per value)")
     outside = (col < 0) | (col >= columns)

@@ -1,4 +1,4 @@
-"""API keys and tokens. The shapes are those of the SDK, whatever of them a server of one's own can fill."""
+"""API keys and tokens: the SDK's shapes, as far as a self-hosted server can fill them."""
 
 from skyrl_tinker.protocol.schemas.base import Message
 
@@ -12,7 +12,7 @@ class KeyOrganization(Message):
 
 
 class KeyUser(Message):
-    """`email`: the key's name, as the SDK shows nothing else of whom a key belongs to."""
+    """Holder of a key. `email` is the key's name: the SDK shows no other field of a holder."""
 
     email: str
 

@@ -1,4 +1,4 @@
-"""What all messages share."""
+"""Base of all messages, and types of their fields."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
@@ -10,18 +10,19 @@ from skyrl_tinker.errors import UserError
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 
+StrictInt = Annotated[int, Strict()]
 TrainingSeqId = Annotated[int, Strict(), Field(ge=1, le=MAX_INT32)]
 """Contiguous per model from 1; int32, as the protobuf requests carry it."""
 SessionSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
 """model_seq_id and sampling_session_seq_id: per session from 0."""
 SampleSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
-"""A dedupe key; clones of a sampling client use numbers up to 1e18."""
+"""Dedupe key of a sample; clones of a sampling client use numbers up to 1e18."""
 NullableDict = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 """SDKs up to 0.16 send explicit nulls."""
 
 
 class Message(BaseModel):
-    """Unknown keys are ignored: SDKs of other versions send more or fewer."""
+    """Base of messages. Unknown keys are ignored: SDKs of other versions send more or fewer."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
@@ -41,22 +42,22 @@ def parse(model: type[M], payload: Any) -> M:
 
 
 def describe(item: Any) -> str:
-    """One of pydantic's error details as a user reads it."""
+    """Word one of pydantic's error details for a user."""
     field = ".".join(str(part) for part in item["loc"]) or "body"
     if item["type"] == "missing":
         return f"{field} is missing"
     if item["type"] == "extra_forbidden":
         return f"{field} is not supported"
     if item["type"] == "value_error":  # our own words
-        return f"{field}: {item['msg'].removeprefix('Value error, ')}, found {_short(item['input'])}"
-    return f"{field}: {item['msg']}, found {_short(item['input'])}"
+        return f"{field}: {item['msg'].removeprefix('Value error, ')}, found {shorten(item['input'])}"
+    return f"{field}: {item['msg']}, found {shorten(item['input'])}"
 
 
-def _short(value: object) -> str:
+def shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def utc(epoch: float) -> datetime:
-    """Stored times are epoch seconds; on the wire they always carry a timezone."""
+    """Convert stored epoch seconds to the wire's time, which always has a timezone."""
     return datetime.fromtimestamp(epoch, UTC)

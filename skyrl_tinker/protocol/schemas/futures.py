@@ -1,4 +1,4 @@
-"""Promises: what a submit call answers and what retrieve_future asks and answers."""
+"""Futures: responses of submit calls, requests and responses of retrieve_future."""
 
 from typing import Annotated, Literal
 
@@ -11,7 +11,7 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 class AcceptedFuture(Message):
-    """The answer to every submit call. For asample there is one sample_sequence_id per sample."""
+    """Response to every submit call. For asample there is one sample_sequence_id per sample."""
 
     request_id: str
     model_id: str | None = None
@@ -26,7 +26,7 @@ class RetrieveFutureRequest(Message):
 
 
 class TryAgainResponse(Message):
-    """Not ready yet. `queue_state` and its reason also make up the body of a 408."""
+    """A result that is not ready. `queue_state` and its reason are also the body of a 408."""
 
     request_id: str
     queue_state: QueueState = "active"
@@ -35,7 +35,7 @@ class TryAgainResponse(Message):
 
 
 class FailedResponse(Message):
-    """An accepted request that failed; answered with 200."""
+    """An accepted request that failed; sent with status 200."""
 
     error: str
     category: Category
@@ -54,9 +54,9 @@ class FuturesTarget(Message):
 
 
 class RetrieveFuturesRequest(Message):
-    """`prev_cursor`: of the answer before, 0 at first. `timeout` 0: answer at once, else a long poll.
+    """Query of finished futures. `prev_cursor`: of the last response, at first 0. `timeout` 0: no long poll.
 
-    Results that were read (`retrieved_request_ids`) stay as long as others do.
+    Results that were read (`retrieved_request_ids`) are kept as long as others.
     """
 
     target: FuturesTarget
@@ -66,7 +66,7 @@ class RetrieveFuturesRequest(Message):
 
 
 class CompletedFuture(Message):
-    """Its result is there to be fetched with retrieve_future. A size only where it has `finished`."""
+    """A future whose result can be fetched with retrieve_future. Only `finished` ones have a size."""
 
     state: Literal["finished", "failed"]
     request_id: str

@@ -8,14 +8,14 @@ from skyrl_tinker.protocol.schemas.base import Message, SessionSeqId
 
 
 class CustomLossInput(Message):
-    """`logprobs`, or a key of loss_fn_inputs; rank 0 is a scalar, 1 [N], 2 [N, K]."""
+    """Input of a loss: `logprobs` or a key of loss_fn_inputs; rank 0 is a scalar, 1 [N], 2 [N, K]."""
 
     name: str
     rank: Annotated[int, Strict(), Field(ge=0, le=2)]
 
 
 class CustomLossNode(Message):
-    """Arguments: JSON values stand for themselves, all else is an object of one key (wire.custom_loss)."""
+    """Call in the graph. Arguments: JSON values, or objects of one key (protocol.custom_loss_arguments)."""
 
     op: Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
     name: str
@@ -27,7 +27,7 @@ class CustomLossNode(Message):
 
 
 class CustomLossGraph(Message):
-    """`nodes` in execution order."""
+    """Graph of a loss; `nodes` in execution order."""
 
     format: Literal[1] = 1
     nodes: list[CustomLossNode]

@@ -1,6 +1,6 @@
 """Requests of the OpenAI-compatible routes, and the errors that OpenAI's clients read.
 
-An allow-list: what is not declared here is refused by name, never ignored. A null counts as not given.
+An allow-list: fields that are not declared here are refused by name. A null counts as not given.
 """
 
 from collections.abc import Mapping
@@ -9,24 +9,23 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, describe
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictInt, describe
 
 MAX_CHOICES = 128
 MAX_TEXTS = 1024
-"""Most answers of one request: prompts x n."""
+"""Most completions of one request: prompts x n."""
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 OWNER_HEADER = "X-Skyrl-Tinker-Owner"
-"""From the API to the engine: whose checkpoints the request may name. A client cannot set it."""
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is what is left of the context
+"""Set by the API for the engine: the owner whose checkpoints the request may name. Clients cannot set it."""
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is the rest of the context
 
-StrictInt = Annotated[int, Strict()]
 StrictBool = Annotated[bool, Strict()]
 Tokens = list[StrictInt]
 
 
 class FieldError(UserError):
-    """A refusal that names the field, and perhaps one of OpenAI's codes."""
+    """Error that names the field, and perhaps one of OpenAI's codes."""
 
     def __init__(self, message: str, field: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -35,7 +34,7 @@ class FieldError(UserError):
 
 
 def _prompt(value: Any) -> Any:
-    """One message for a wrong prompt, in place of one for each form that it might have had."""
+    """Refuse a wrong prompt with one message, not one for each possible form."""
     kinds = {type(item) for item in value} if isinstance(value, list) and value else set()
     if isinstance(value, str) or kinds in ({str}, {int}, {list}):
         return value
@@ -77,7 +76,7 @@ class ChatMessage(OpenAIMessage):
 
 
 class OpenAIRequest(OpenAIMessage):
-    """What both routes share. `user` is accepted unread: it says who asks, not what."""
+    """Fields of both routes. `user` is accepted unread: it names the requester and changes nothing."""
 
     model: str = Field(description="A base model's name, or tinker://<run>/sampler_weights/<name>")
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -147,7 +146,7 @@ class ListedModel(Message):
 
 
 class ModelList(Message):
-    """Base models. Sampler weights have too many paths to be listed; each of them works."""
+    """Base models. Sampler weights are not listed, as they may be many, but every path can be used."""
 
     data: list[ListedModel]
     object: Literal["list"] = "list"
@@ -157,7 +156,7 @@ R = TypeVar("R", bound=OpenAIRequest)
 
 
 def parse_openai(model: type[R], payload: Any) -> R:
-    """Raises FieldError that names each wrong field with what was found."""
+    """Validate a decoded JSON body. Raises FieldError that names each wrong field with what was found."""
     try:
         return model.model_validate(payload)
     except ValidationError as error:
@@ -167,7 +166,7 @@ def parse_openai(model: type[R], payload: Any) -> R:
 
 
 def error_body(error: SkyrlTinkerError) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return an error in the form that OpenAI's clients read."""
     param: str | None = None
     code: str | None = None
     if isinstance(error, FieldError):

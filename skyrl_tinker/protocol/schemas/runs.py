@@ -1,11 +1,11 @@
 """Training runs and their checkpoints."""
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field
 
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, SessionSeqId
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, SessionSeqId, StrictInt
 
 AccessScope = Literal["owned", "accessible"]
 
@@ -13,12 +13,12 @@ AccessScope = Literal["owned", "accessible"]
 class Paging(Message):
     """Query parameters of every list."""
 
-    limit: int = Field(100, ge=1, le=10_000, description="most items in the answer")
-    offset: int = Field(0, ge=0, le=MAX_INT64, description="how many to pass over")
+    limit: int = Field(100, ge=1, le=10_000, description="most items in the response")
+    offset: int = Field(0, ge=0, le=MAX_INT64, description="number of items to skip")
 
 
 class Cursor(Message):
-    """`total_count`: items over all pages."""
+    """Position in a list. `total_count`: items of all pages."""
 
     offset: int
     limit: int
@@ -26,7 +26,7 @@ class Cursor(Message):
 
 
 class Checkpoint(Message):
-    """`checkpoint_id` is `<weights|sampler_weights|external_weights>/<name>`; times carry a timezone."""
+    """A checkpoint; its id is `<weights|sampler_weights|external_weights>/<name>`, times have a timezone."""
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
@@ -39,7 +39,7 @@ class Checkpoint(Message):
 
 
 class TrainingRun(Message):
-    """`training_run_id` is the model_id. Metadata is strings here, though create_model takes any JSON."""
+    """A training run; its id is the model_id. Metadata is strings, though create_model takes any JSON."""
 
     training_run_id: str
     base_model: str
@@ -55,46 +55,53 @@ class TrainingRun(Message):
 
 class TrainingRunQuery(Message):
     access_scope: AccessScope = Field(
-        "owned", description="accessible: others' runs, too, as far as they have published checkpoints"
+        "owned", description="accessible: also others' runs with published checkpoints"
     )
 
 
 class TrainingRunsQuery(Paging):
-    limit: int = Field(20, ge=1, le=10_000, description="most runs in the answer")
+    limit: int = Field(20, ge=1, le=10_000, description="most runs in the response")
     access_scope: AccessScope = Field(
-        "owned", description="accessible: others' runs, too, as far as they have published checkpoints"
+        "owned", description="accessible: also others' runs with published checkpoints"
     )
     project_id: str | None = Field(None, description="only runs of sessions in this project")
 
 
 class TrainingRunsResponse(Message):
-    """The run that was asked something last comes first."""
+    """Training runs, the last used first."""
 
     training_runs: list[TrainingRun]
     cursor: Cursor
 
 
 class CheckpointsResponse(Message):
-    """`cursor`: None where there are no pages."""
+    """Checkpoints. `cursor` is None where the list is not paged."""
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
 
 
-class SetTtlRequest(Message):
-    """null: the checkpoint never expires."""
+class ExternalWeightsUrlsResponse(Message):
+    """URLs for a GET without headers, valid until `expires`, which has a timezone."""
 
-    ttl_seconds: Annotated[int, Strict()] | None
+    urls: dict[str, str]
+    expires: datetime
+
+
+class SetTtlRequest(Message):
+    """New time to live; null: the checkpoint never expires."""
+
+    ttl_seconds: StrictInt | None
 
 
 class CopyWeightsRequest(Message):
-    """Either a project, where a new session is made, or a live session and a number for the new run in it."""
+    """Copy to a project, where a new session is made, or to a live session as its run of this number."""
 
     source_path: str
     destination_project_id: str | None = None
     session_id: str | None = None
     model_seq_id: SessionSeqId | None = None
-    ttl_seconds: Annotated[int, Strict()] | None = None
+    ttl_seconds: StrictInt | None = None
     weights_access_token: str | None = None
 
 

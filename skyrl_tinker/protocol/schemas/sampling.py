@@ -5,11 +5,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from skyrl_tinker.protocol.schemas.base import Message, SampleSeqId, SessionSeqId
+from skyrl_tinker.protocol.schemas.base import Message, SampleSeqId, SessionSeqId, StrictInt
 
-StrictInt = Annotated[int, Strict()]
 Integers = Annotated[list[StrictInt], Field(fail_fast=True)]
-"""Long lists: the first wrong item is named, not all."""
+"""Long list of integers: only the first wrong item is reported."""
 NoneAsFalse = BeforeValidator(lambda value: False if value is None else value)
 NoneAsZero = BeforeValidator(lambda value: 0 if value is None else value)
 
@@ -32,7 +31,7 @@ class GetSamplerResponse(Message):
 
 
 class Chunk(Message):
-    """Text has `tokens`. For every other kind only its name is kept, so that it can be refused by name."""
+    """Part of a prompt. Text has `tokens`; of other kinds only the name is kept, to be refused by name."""
 
     type: str = "encoded_text"
     tokens: Integers | None = None
@@ -40,14 +39,14 @@ class Chunk(Message):
     @model_validator(mode="before")
     @classmethod
     def _name_the_kind(cls, chunk: Any) -> Any:
-        """SDKs up to 0.16 send no `type`: the keys tell."""
+        """Infer the `type`, which SDKs up to 0.16 do not send, from the keys."""
         if not isinstance(chunk, dict) or chunk.get("type") is not None:
             return chunk
         return {**chunk, "type": chunk_type(chunk)}
 
 
 def chunk_type(chunk: Mapping[str, Any]) -> str:
-    """The kind of a JSON chunk, also of one without a `type`."""
+    """Return the kind of a JSON chunk, also of one without a `type`."""
     if chunk.get("type") is not None:
         return str(chunk["type"])
     for key, kind in (("location", "image_asset_pointer"), ("data", "image"), ("dmel", "dmel")):
@@ -61,7 +60,7 @@ class ModelInput(Message):
 
 
 class WireSamplingParams(Message):
-    """`stop` absent means EOS, [] means never."""
+    """Sampling parameters. `stop` absent means EOS, [] means never."""
 
     max_tokens: StrictInt | None = None
     seed: StrictInt | None = None
@@ -72,7 +71,7 @@ class WireSamplingParams(Message):
 
 
 class TensorJson(Message):
-    """A TensorData of integers. With `sparse_crow_indices` it is CSR: `data` are the listed cells."""
+    """Tensor of integers. With `sparse_crow_indices` it is CSR: `data` are the listed cells."""
 
     data: Integers
     dtype: str
@@ -103,6 +102,6 @@ class JoinSamplingSessionRequest(Message):
 
 
 class JoinSamplingSessionResponse(Message):
-    """Nobody else of this sampling session has this number; the original client is 0."""
+    """`client_counter` is unique in the sampling session; the original client is 0."""
 
     client_counter: int

@@ -16,7 +16,7 @@ class ClientConfigRequest(Message):
 
 
 class ClientConfigResponse(Message):
-    """Flags for the SDK; what is not named here keeps the SDK's own default.
+    """Flags for the SDK; any other keeps the SDK's own default.
 
     `create_model_via_load_weights`: SDKs 0.24 to 0.36 then resume with one request, as newer ones do. Their
     other way (weights_info, create_model, load) loses the optimizer's kind and cannot name full parameters.
@@ -72,7 +72,7 @@ class FinishSessionRequest(Message):
 
 
 class TelemetryResponse(Message):
-    """The request is not modelled: it is answered unread, because events can hold the client's API key."""
+    """Response to telemetry, which stays unread because events can hold the client's API key."""
 
     status: Literal["accepted"] = "accepted"
 
@@ -82,14 +82,14 @@ class HealthResponse(Message):
 
 
 class ReadyResponse(Message):
-    """`state`: starting, ready, restarting or failed."""
+    """State of the engine: starting, ready, restarting or failed."""
 
     state: str
     detail: str
 
 
 class ErrorResponse(Message):
-    """What every refusal says."""
+    """Body of every error response."""
 
     detail: str
 

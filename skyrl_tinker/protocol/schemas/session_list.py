@@ -1,4 +1,4 @@
-"""Sessions, listed and searched."""
+"""Sessions: listed, searched, and traced."""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -13,21 +13,23 @@ ShortText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
 class SessionQuery(Message):
-    access_scope: AccessScope = Field("owned", description="the same here: nobody sees others' sessions")
+    access_scope: AccessScope = Field(
+        "owned", description="both are the same here: others' sessions are never visible"
+    )
 
 
 class SessionsQuery(Paging, SessionQuery):
-    limit: int = Field(20, ge=1, le=10_000, description="most sessions in the answer")
+    limit: int = Field(20, ge=1, le=10_000, description="most sessions in the response")
 
 
 class SessionsResponse(Message):
-    """Ids, newest first."""
+    """Session ids, newest first."""
 
     sessions: list[str]
 
 
 class SessionContents(Message):
-    """Values of the metadata are strings here, though create_session takes any JSON."""
+    """Contents of a session. Metadata values are strings, though create_session takes any JSON."""
 
     training_run_ids: list[str]
     sampler_ids: list[str]
@@ -40,14 +42,14 @@ class SetProjectRequest(Message):
 
 
 class SearchOwner(Message):
-    """`owner_urns`: of the type `user`."""
+    """Owner to search for. `owner_urns` belongs to the type `user`."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] = Field(default_factory=list, max_length=10)
 
 
 class StatusQuery(Message):
-    """`reasons`: of the type `client_finished`."""
+    """Status to search for. `reasons` belongs to the type `client_finished`."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: list[FinishedBy] | None = Field(None, min_length=1)
@@ -59,7 +61,7 @@ class SearchCursor(Message):
 
 
 class SessionSearchRequest(Message):
-    """All that is given must hold; but either of `session_id` and `display_name` will do."""
+    """Search filters. All that are given must match, but only one of `session_id` and `display_name`."""
 
     session_id: str | None = None
     project_ids: list[str] | None = Field(None, max_length=100)
@@ -86,7 +88,7 @@ class FinishedStatus(Message):
 
 
 class SessionSummary(Message):
-    """`status` is None for a session that ended, but not by its client."""
+    """Summary of a session. `status` is None for one that ended, but not by its client."""
 
     session_id: str
     created_at: datetime
@@ -100,7 +102,14 @@ class SessionSummary(Message):
 
 
 class SessionSearchResponse(Message):
-    """Newest first. `next_cursor` is None on the last page."""
+    """Sessions, newest first. `next_cursor` is None on the last page."""
 
     sessions: list[SessionSummary]
     next_cursor: SearchCursor | None = None
+
+
+class TraceExportResponse(Message):
+    """`status` is never pending: the trace is made while it is fetched."""
+
+    status: Literal["ready"] = "ready"
+    url: str

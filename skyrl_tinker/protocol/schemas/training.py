@@ -1,16 +1,14 @@
-"""Models, optimizer steps, saving, loading. forward_backward is in wire.codec: too large for objects."""
+"""Models, optimizer steps, saves, loads. forward_backward, too large for objects: protobuf."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field
 
-from skyrl_tinker.protocol.schemas.base import Message, NullableDict, SessionSeqId, TrainingSeqId
-
-StrictInt = Annotated[int, Strict()]
+from skyrl_tinker.protocol.schemas.base import Message, NullableDict, SessionSeqId, StrictInt, TrainingSeqId
 
 
 class TrainingEnvelope(Message):
-    """Enough to accept a training request and, if the rest of it is wrong, to fail its future."""
+    """Fields needed to accept a training request and, if the rest is wrong, to fail its future."""
 
     model_id: str = Field(min_length=1)
     seq_id: TrainingSeqId
@@ -39,7 +37,7 @@ class CreateModelResult(Message):
 
 
 class CreateViaLoadRequest(Message):
-    """load_weights without model_id: a new model from a checkpoint, which gives its LoRA config."""
+    """load_weights without model_id: a new model from a checkpoint, with the LoRA config of that."""
 
     session_id: str
     model_seq_id: SessionSeqId
@@ -52,7 +50,7 @@ class CreateViaLoadRequest(Message):
 
 
 class LoadWeightsRequest(TrainingEnvelope):
-    """load_weights with model_id: in place. SDKs before 0.6 send no `optimizer`."""
+    """load_weights with model_id: into that model. SDKs before 0.6 send no `optimizer`."""
 
     path: str
     optimizer: bool = False
@@ -66,7 +64,7 @@ class LoadWeightsResult(Message):
 
 
 class OptimStepRequest(TrainingEnvelope):
-    """Exactly one of the two; read by validate_step_params, which names what is wrong in them."""
+    """Optimizer step with exactly one of the two; validate_step_params checks their contents."""
 
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
@@ -101,7 +99,7 @@ class SaveExternalResult(Message):
 
 
 class SaveSamplerRequest(TrainingEnvelope):
-    """Named (`path`) or ephemeral (`sampling_session_seq_id`)."""
+    """Save for the samplers: named (`path`) or ephemeral (`sampling_session_seq_id`)."""
 
     path: str | None = None
     sampling_session_seq_id: SessionSeqId | None = None
@@ -111,7 +109,7 @@ class SaveSamplerRequest(TrainingEnvelope):
 
 
 class SaveSamplerResult(Message):
-    """A named save has `path`, an ephemeral one `sampling_session_id`; dump with exclude_none."""
+    """Result: `path` of a named save, `sampling_session_id` of an ephemeral one; dump with exclude_none."""
 
     path: str | None = None
     sampling_session_id: str | None = None
@@ -123,7 +121,7 @@ class GetInfoRequest(Message):
 
 
 class ModelData(Message):
-    """`model_name` becomes the base model of samplers; the SDK cuts `tokenizer_id` at its first colon."""
+    """Base model of a run: samplers get `model_name`; the SDK cuts `tokenizer_id` at its first colon."""
 
     model_name: str
     tokenizer_id: str

@@ -1,4 +1,4 @@
-"""What was used and what was done: the bill, which has no prices, and the audit log."""
+"""Usage reports, which have no prices, and the audit log."""
 
 from datetime import date, datetime
 from typing import Any, Literal
@@ -14,7 +14,7 @@ class AuditQuery(Message):
 
 
 class AuditEntry(Message):
-    """`event`: <resource>_<action>. Checkpoints are named outside the details, too, as older SDKs read it."""
+    """`event`: <resource>_<action>. Checkpoints are also named outside the details, for older SDKs."""
 
     timestamp: datetime
     event: str
@@ -25,7 +25,7 @@ class AuditEntry(Message):
 
 
 class AuditResponse(Message):
-    """Oldest first."""
+    """Entries of a day, oldest first."""
 
     entries: list[AuditEntry]
 
@@ -43,7 +43,7 @@ class TrainingUsage(Message):
 
 
 class PrefillUsage(Message):
-    """Prompt tokens of samples. `cached`: those that the sampler had seen before."""
+    """Prompt tokens of samples. `cached`: those that the sampler had in its cache."""
 
     type: Literal["sampling_prefill"] = "sampling_prefill"
     cached: bool
@@ -51,7 +51,7 @@ class PrefillUsage(Message):
 
 
 class SampleUsage(Message):
-    """Tokens that were generated."""
+    """Generated tokens."""
 
     type: Literal["sampling_sample"] = "sampling_sample"
     token_count: int
@@ -65,7 +65,7 @@ class CheckpointUsage(Message):
 
 
 class StorageUsage(Message):
-    """1 GB is 10^9 bytes. Without the `free` of SDK 0.38, false unless sent: those up to 0.28 refuse it."""
+    """Storage; 1 GB is 10^9 bytes. No `free` as in SDK 0.38 (default false): SDKs up to 0.28 refuse it."""
 
     type: Literal["storage"] = "storage"
     gigabyte_hours: float
@@ -75,7 +75,7 @@ EventInfo = TrainingUsage | PrefillUsage | SampleUsage | CheckpointUsage | Stora
 
 
 class UsageEvent(Message):
-    """One sort of usage in one hour. Nothing has a price here, so costs are null."""
+    """One kind of usage in one hour. Nothing has a price here, so costs are null."""
 
     bucket_start: datetime
     bucket_end: datetime
@@ -95,7 +95,7 @@ class UsageSession(Message):
 
 
 class UsageResponse(Message):
-    """By hour, then the most tokens first. `sessions`: those of `data`."""
+    """Events by hour, then by tokens, the most first. `sessions`: those of `data`."""
 
     data: list[UsageEvent]
     sessions: dict[str, UsageSession]

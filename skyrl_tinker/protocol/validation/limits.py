@@ -1,14 +1,17 @@
-"""What this server can take."""
+"""Limits of this server, and checks of names and ids against them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_tinker.errors import UserError
 
+SEEDS = 2**63
+"""Number of seeds; a larger or negative one is reduced modulo this."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`base_models`: the names under which the one base model is served, the canonical one first.
+    """Limits of requests. `base_models`: names of the one base model, the canonical one first.
 
     `max_targets`: target tokens of one forward_backward, all candidates of all datums counted.
     """
@@ -22,7 +25,7 @@ class Limits:
 
 
 def validate_base_model(name: str, limits: Limits) -> str:
-    """Returns the name. Raises UserError that lists what is served."""
+    """Return the name. Raises UserError that lists the served names."""
     if name not in limits.base_models:
         raise UserError(
             f"base_model is {name!r}, expected one that is served: {', '.join(limits.base_models)}"
@@ -31,7 +34,7 @@ def validate_base_model(name: str, limits: Limits) -> str:
 
 
 def check_ids(ids: Sequence[int], field: str, vocab_size: int, lowest: int = 0) -> None:
-    """Raises UserError that names the first id which is not in [lowest, vocab_size)."""
+    """Raise UserError that names the first id outside [lowest, vocab_size)."""
     if min(ids, default=0) < lowest or max(ids, default=0) >= vocab_size:
-        index, found = next((i, token) for i, token in enumerate(ids) if not lowest <= token < vocab_size)
-        raise UserError(f"{field}[{index}] is {found}, expected a token id in [{lowest}, {vocab_size})")
+        index, token = next((i, token) for i, token in enumerate(ids) if not lowest <= token < vocab_size)
+        raise UserError(f"{field}[{index}] is {token}, expected a token id in [{lowest}, {vocab_size})")

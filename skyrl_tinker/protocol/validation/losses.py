@@ -2,27 +2,26 @@
 
 from collections.abc import Mapping
 
-from skyrl_tinker.domain.loss_specs import LOSSES, LossSpec
+from skyrl_tinker.domain.loss_specs import CUSTOM, LOSSES, LossSpec
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.protobuf.datums import CUSTOM
 
-_OF_A_CRITIC = frozenset({"critic", "value", "value_clip"})
+_CRITIC_LOSSES = frozenset({"critic", "value", "value_clip"})
 _BOUNDS = (("clip_low_threshold", "clip_high_threshold"), ("clip_cov_lb", "clip_cov_ub"))
-"""Keys of which the first must not lie above the second."""
+"""Pairs of keys: the value of the first must not exceed that of the second."""
 
 
 def find_loss(name: str) -> LossSpec:
-    """Raises UserError that lists all losses."""
+    """Return a loss by name. Raises UserError that lists all losses."""
     if name in LOSSES:
         return LOSSES[name]
     known = ", ".join(LOSSES)
-    if name in _OF_A_CRITIC:
+    if name in _CRITIC_LOSSES:
         raise UserError(f"loss_fn is {name!r}: no critic model is built; expected one of {known}")
     raise UserError(f"loss_fn is {name!r}, expected one of {known}")
 
 
 def check_config(config: Mapping[str, float | str], spec: LossSpec) -> None:
-    """`config` as sent. Raises UserError for an unknown key or a value out of its range."""
+    """Check a config as sent. Raises UserError for an unknown key or a value out of its range."""
     if spec.name == CUSTOM:
         _check_loss_id(config)
         return
@@ -36,10 +35,10 @@ def check_config(config: Mapping[str, float | str], spec: LossSpec) -> None:
 
 
 def _check_loss_id(config: Mapping[str, float | str]) -> None:
-    found = config.get("loss_id")
-    if not isinstance(found, str) or not found:
+    loss_id = config.get("loss_id")
+    if not isinstance(loss_id, str) or not loss_id:
         raise UserError(
-            f"loss_fn_config['loss_id'] is {'missing' if found is None else repr(found)}, "
+            f"loss_fn_config['loss_id'] is {'missing' if loss_id is None else repr(loss_id)}, "
             "expected the id of a loss made with create_custom_loss: send it with forward_backward_custom"
         )
     for key in config.keys() - {"loss_id"}:

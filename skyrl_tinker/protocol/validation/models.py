@@ -1,4 +1,4 @@
-"""What a new model may be: LoRA shape and optimizer family."""
+"""LoRA shape and optimizer family of a new model."""
 
 import secrets
 from collections.abc import Mapping
@@ -7,15 +7,14 @@ from typing import Any
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.training import LoraConfig
-from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.protocol.validation.limits import SEEDS, Limits
 
-_SEEDS = 2**63
 _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {"adamw": {}, "dimuon": {"version": 1}}
-"""By family: the keys that optimizer_config may have beside `type`, each with the one value that is built."""
+"""By family: the keys of optimizer_config beside `type`, each with the one supported value."""
 
 
 def validate_lora_config(config: LoraConfig | None, limits: Limits) -> LoraSpec:
-    """An absent seed is drawn here, once; any other is reduced to 63 bits."""
+    """Return the LoRA spec. An absent seed is drawn here, once; any other is reduced to 63 bits."""
     if config is None:
         raise UserError("lora_config is missing: send a rank, where 0 means full-parameter training")
     if not 0 <= config.rank <= limits.max_lora_rank:
@@ -25,25 +24,26 @@ def validate_lora_config(config: LoraConfig | None, limits: Limits) -> LoraSpec:
         )
     if not (config.train_mlp or config.train_attn or config.train_unembed):
         raise UserError("lora_config trains nothing: set one of train_mlp, train_attn, train_unembed")
-    seed = secrets.randbelow(_SEEDS) if config.seed is None else config.seed % _SEEDS
+    seed = secrets.randbelow(SEEDS) if config.seed is None else config.seed % SEEDS
     return LoraSpec(config.rank, seed, config.train_mlp, config.train_attn, config.train_unembed)
 
 
 def validate_optimizer_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """With all its keys. Absent means AdamW."""
+    """Return the config with all its keys. Absent means AdamW."""
     given = {} if config is None else config
     family = given.get("type", "adamw")
     if family not in _OPTIMIZERS:
         raise NotSupportedError(
             f"optimizer_config.type is {family!r}, expected one of {', '.join(_OPTIMIZERS)}"
         )
-    whole = {"type": family, **_OPTIMIZERS[family]}
-    unknown = sorted(set(given) - set(whole))
+    complete = {"type": family, **_OPTIMIZERS[family]}
+    unknown = sorted(set(given) - set(complete))
     if unknown:
         raise UserError(
-            f"optimizer_config has the unknown key {unknown[0]!r}, for {family} expected {', '.join(whole)}"
+            f"optimizer_config has the unknown key {unknown[0]!r}, "
+            f"for {family} expected {', '.join(complete)}"
         )
-    for key, expected in whole.items():
+    for key, expected in complete.items():
         if given.get(key, expected) != expected:
             raise NotSupportedError(f"optimizer_config.{key} is {given[key]!r}, expected {expected!r}")
-    return whole
+    return complete

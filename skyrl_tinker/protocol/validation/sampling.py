@@ -1,9 +1,9 @@
-"""asample: refused at once with HTTP 400, because a failed future would be told to the user later."""
+"""asample: refused at once with HTTP 400, because a failed future would reach the user later."""
 
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, ModelInput, WireSamplingParams
-from skyrl_tinker.protocol.validation.limits import Limits, check_ids
+from skyrl_tinker.protocol.validation.limits import SEEDS, Limits, check_ids
 from skyrl_tinker.protocol.validation.scores import (
     check_sampled_cells,
     check_scores,
@@ -13,7 +13,6 @@ from skyrl_tinker.protocol.validation.scores import (
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM would silently sample at this one instead
 _HIGHEST_TEMPERATURE = 2.0  # vLLM refuses more
-_SEEDS = 2**63
 MAX_STOPS = 1024
 """Most stop strings or tokens: the sampler looks for each of them after every token."""
 MAX_SAMPLES = 4096
@@ -21,10 +20,10 @@ MAX_SAMPLES = 4096
 
 
 def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
-    """`max_tokens` stays None when absent: the sampler then fills the remaining context.
+    """Return the checked request. `max_tokens` absent stays None: the sampler fills the remaining context.
 
-    Seeds of any size are taken modulo 2^63, signed ones, too: -1 is 2^63 - 1. Raises UserError,
-    NotSupportedError for what is not built yet.
+    Seeds of any size are taken modulo 2^63, signed ones, too: -1 is 2^63 - 1. Raises UserError, or
+    NotSupportedError for what is not implemented yet.
     """
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise UserError(f"num_samples is {request.num_samples}, expected 1 to {MAX_SAMPLES}")
@@ -44,7 +43,7 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         record_stability_info=request.record_stability_info,
     )
-    _check_room(sample, limits.context_length)
+    _check_length(sample, limits.context_length)
     return sample
 
 
@@ -54,7 +53,7 @@ def _prompt(prompt: ModelInput, vocab_size: int) -> tuple[int, ...]:
         if chunk.type != "encoded_text":
             raise NotSupportedError(
                 f"prompt chunk {index} is of kind {chunk.type}, expected encoded_text: "
-                "images and audio are not built yet"
+                "images and audio are not supported yet"
             )
         if chunk.tokens is None:
             raise UserError(f"prompt chunk {index} has no tokens")
@@ -82,7 +81,7 @@ def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
         raise UserError(f"top_k is {params.top_k}, expected -1 (no limit) or at least 1")
     return SamplingParams(
         max_tokens=params.max_tokens,
-        seed=None if params.seed is None else params.seed % _SEEDS,
+        seed=None if params.seed is None else params.seed % SEEDS,
         stop=_stop(params.stop, vocab_size),
         temperature=params.temperature,
         top_k=params.top_k,
@@ -93,7 +92,7 @@ def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
 def _stop(
     stop: str | list[str] | list[int] | None, vocab_size: int
 ) -> tuple[str, ...] | tuple[int, ...] | None:
-    """A bare string is a single stop string; [] stays empty: never stop."""
+    """Return stop strings or ids. A bare string is one stop string; [] stays empty: never stop."""
     if stop is None:
         return None
     if not isinstance(stop, str) and len(stop) > MAX_STOPS:
@@ -109,8 +108,8 @@ def _stop(
     return tuple(ids)
 
 
-def _check_room(sample: SampleRequest, context: int) -> None:
-    """Scoring a prompt generates one token that nobody reads, so a full context can be scored."""
+def _check_length(sample: SampleRequest, context: int) -> None:
+    """Check the context length. Scoring needs one token that is never returned, so a full context fits."""
     length, max_tokens = len(sample.prompt), sample.params.max_tokens
     generated = 1 if max_tokens is None else max_tokens
     spare = 1 if scores_prompt(sample) and max_tokens == 1 else 0

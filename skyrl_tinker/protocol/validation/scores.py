@@ -1,4 +1,4 @@
-"""What an asample asks for beside its samples: scores of the prompt, and the likeliest tokens."""
+"""Scores that an asample may request: those of the prompt, and the likeliest tokens."""
 
 from itertools import pairwise
 
@@ -13,12 +13,12 @@ MAX_WIDTH = 1024
 MAX_CELLS = 1 << 20
 """Most tokens or draws of one request, over all its positions."""
 MAX_LISTED = 1 << 18
-"""The same for topk_prompt_logprobs, which come from vLLM as text and all at once."""
+"""Most tokens of topk_prompt_logprobs, which vLLM sends as text and all at once."""
 _TARGETS = "target_prompt_logprobs"
 
 
 def scores_prompt(sample: SampleRequest) -> bool:
-    """Whether the request is of use without the token that it generates."""
+    """Return whether the request is useful without the tokens that it generates."""
     return (
         sample.prompt_logprobs
         or sample.topk_prompt_logprobs > 0
@@ -28,7 +28,7 @@ def scores_prompt(sample: SampleRequest) -> bool:
 
 
 def check_scores(request: AsampleRequest, prompt: int, limits: Limits) -> None:
-    """`prompt`: its length. UserError when a width or what it comes to is out of bounds."""
+    """Raise UserError when a width or a total is out of bounds. `prompt`: its length."""
     most = min(MAX_WIDTH, limits.vocab_size - 1)
     _check_width("topk_prompt_logprobs", request.topk_prompt_logprobs, most)
     _check_width("topk_sample_logprobs", request.topk_sample_logprobs, most)
@@ -39,18 +39,18 @@ def check_scores(request: AsampleRequest, prompt: int, limits: Limits) -> None:
 
 
 def check_sampled_cells(sample: SampleRequest, tokens: int) -> None:
-    """`tokens`: the most that one sequence may get."""
-    found = sample.num_samples * tokens * sample.topk_sample_logprobs
-    if found > MAX_CELLS:
+    """Check the total of topk_sample_logprobs. `tokens`: the most of one sequence."""
+    total = sample.num_samples * tokens * sample.topk_sample_logprobs
+    if total > MAX_CELLS:
         raise UserError(
             f"topk_sample_logprobs: {sample.num_samples} samples x {tokens} tokens x "
-            f"{sample.topk_sample_logprobs} = {found}, expected at most {MAX_CELLS}: set a smaller max_tokens"
+            f"{sample.topk_sample_logprobs} = {total}, expected at most {MAX_CELLS}: set a smaller max_tokens"
         )
 
 
-def _check_width(field: str, found: int, most: int) -> None:
-    if not 0 <= found <= most:
-        raise UserError(f"{field} is {found}, expected 0 to {most}")
+def _check_width(field: str, width: int, most: int) -> None:
+    if not 0 <= width <= most:
+        raise UserError(f"{field} is {width}, expected 0 to {most}")
 
 
 def _check_cells(field: str, prompt: int, width: int, most: int) -> None:
@@ -73,7 +73,7 @@ def _check_last_n(request: AsampleRequest, prompt: int) -> None:
 
 
 def read_targets(tensor: TensorJson, prompt: int, limits: Limits) -> TargetTokens:
-    """UserError unless it is an int64 tensor [prompt - 1, K] with at least one token id."""
+    """Read an int64 tensor [prompt - 1, K] with at least one token id, or raise UserError."""
     if tensor.dtype != "int64":
         raise UserError(f"{_TARGETS}.dtype is {tensor.dtype!r}, expected 'int64'")
     rows, width = _shape(tensor, prompt)
@@ -97,13 +97,13 @@ def _shape(tensor: TensorJson, prompt: int) -> tuple[int, int]:
             f"{_TARGETS}.shape is {tensor.shape}, expected [{prompt - 1}, K]: a row per prompt token "
             "after the first, and K of at least 1"
         )
-    if shape[1] > MAX_INT64:  # of CSR, whose rows list few of their cells
+    if shape[1] > MAX_INT64:  # possible in CSR, whose rows list few of their cells
         raise UserError(f"{_TARGETS}.shape is {tensor.shape}, expected int64 numbers")
     return shape[0], shape[1]
 
 
 def _check_target_cells(rows: int, width: int) -> None:
-    """`width`: of the longest row."""
+    """Raise UserError for too many cells. `width`: of the longest row."""
     if width > MAX_WIDTH:
         raise UserError(f"{_TARGETS} has {width} tokens in a row, expected at most {MAX_WIDTH}")
     if rows * width > MAX_CELLS:

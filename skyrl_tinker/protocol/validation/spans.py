@@ -1,11 +1,11 @@
-"""Provenance spans, for the losses that look up what was recorded while sampling."""
+"""Provenance spans, for the losses that look up the record of a sample."""
 
 from skyrl_tinker.domain.values import Datum, ProvenanceSpan
 from skyrl_tinker.errors import UserError
 
 
 def check_spans(datum: Datum, loss_fn: str, where: str) -> None:
-    """Raises UserError unless the spans tile the target tokens; that their sequences exist is not checked."""
+    """Raise UserError unless the spans tile the target tokens. Their sequences may not exist."""
     if not datum.spans:
         raise UserError(
             f"{where}: loss_fn {loss_fn} needs provenance spans: "
@@ -24,6 +24,6 @@ def check_spans(datum: Datum, loss_fn: str, where: str) -> None:
 def _check_span(span: ProvenanceSpan, field: str) -> None:
     if not span.sequence_id:
         raise UserError(f"{field}.sequence_id is empty, expected the sequence_id of a sampled sequence")
-    for name, found in (("offset", span.offset), ("length", span.length)):
-        if found < 0:
-            raise UserError(f"{field}.{name} is {found}, expected at least 0")
+    for name, value in (("offset", span.offset), ("length", span.length)):
+        if value < 0:
+            raise UserError(f"{field}.{name} is {value}, expected at least 0")

@@ -29,7 +29,7 @@ from skyrl_tinker.protocol.validation.models import validate_optimizer_config
 
 _MOST = sys.float_info.max
 _LEAST_EPS = 1e-37
-"""Less is 0 in float32, and a weight that never had a gradient (A of a new adapter) would become 0 / 0."""
+"""Smaller values are 0 in float32, and a weight without a gradient (A of a new adapter) becomes 0 / 0."""
 _TTL = (3600, 10 * 365 * 86400)  # one hour to ten years
 _Ranges = Mapping[str, tuple[float, float]]
 """Key: lowest, highest (excluded)."""
@@ -50,45 +50,47 @@ _DIMUON: _Ranges = {
 
 
 def validate_optim_step(request: OptimStepRequest) -> OptimStepBody:
-    """That the model has this optimizer is for the workers to see."""
+    """Return the checked step. The workers check that the model has this optimizer."""
     return OptimStepBody(validate_step_params(request.adam_params, request.optimizer_params))
 
 
 def validate_step_params(
     adam_params: Mapping[str, Any] | None, optimizer_params: Mapping[str, Any] | None
 ) -> AdamParams | DimuonParams:
-    """Missing keys have the protocol's defaults (SDKs up to 0.16 send only what the user set)."""
+    """Return the parameters; absent keys get the protocol's defaults (SDKs up to 0.16 send only set ones)."""
     if adam_params is not None and optimizer_params is not None:
         raise UserError("adam_params and optimizer_params are both set, expected exactly one of them")
     if adam_params is not None:
         return AdamParams(**_numbers("adam_params", adam_params, _ADAM))
     if optimizer_params is None:
-        raise UserError("adam_params is missing, and so is optimizer_params: expected one of them")
+        raise UserError("adam_params and optimizer_params are both missing, expected exactly one of them")
     family = optimizer_params.get("type")
     if family != DimuonParams.family:
         raise NotSupportedError(
             f"optimizer_params.type is {family!r}, expected 'dimuon' (parameters of adamw go in adam_params)"
         )
-    found = _numbers("optimizer_params", optimizer_params, _DIMUON)
-    if "learning_rate" not in found:
+    params = _numbers("optimizer_params", optimizer_params, _DIMUON)
+    if "learning_rate" not in params:
         raise UserError("optimizer_params.learning_rate is missing")
-    return DimuonParams(**found)
+    return DimuonParams(**params)
 
 
-def _numbers(field: str, given: Mapping[str, Any], ranges: _Ranges) -> dict[str, float]:
-    unknown = sorted(set(given) - {*ranges, "type"})
+def _numbers(field: str, values: Mapping[str, Any], ranges: _Ranges) -> dict[str, float]:
+    unknown = sorted(set(values) - {*ranges, "type"})
     if unknown:
         raise UserError(f"{field} has the unknown key {unknown[0]!r}, expected {', '.join(ranges)}")
     return {
-        key: _number(f"{field}.{key}", given[key], *bounds) for key, bounds in ranges.items() if key in given
+        key: _number(f"{field}.{key}", values[key], *bounds)
+        for key, bounds in ranges.items()
+        if key in values
     }
 
 
 def _number(field: str, value: Any, low: float, high: float) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value < high:
-        found = "null (which is how the SDK sends nan and inf)" if value is None else repr(value)
-        raise UserError(f"{field} is {found}, expected {_expected(low, high)}")
+        shown = "null (which is how the SDK sends nan and inf)" if value is None else repr(value)
+        raise UserError(f"{field} is {shown}, expected {_expected(low, high)}")
     return float(value)
 
 
@@ -99,7 +101,7 @@ def _expected(low: float, high: float) -> str:
 
 
 def validate_ttl(ttl_seconds: int | None) -> int | None:
-    """None = never expires."""
+    """Return the time to live; None means unlimited."""
     if ttl_seconds is not None and not _TTL[0] <= ttl_seconds <= _TTL[1]:
         raise UserError(f"ttl_seconds is {ttl_seconds}, expected {_TTL[0]} (1 hour) to {_TTL[1]} (10 years)")
     return ttl_seconds
@@ -126,7 +128,7 @@ def validate_save_external(request: SaveExternalRequest) -> SaveExternalBody:
 
 
 def validate_save_sampler(request: SaveSamplerRequest) -> SaveSamplerBody:
-    """Named or ephemeral, never both; only what is ephemeral can be inflight."""
+    """Return the checked save: named or ephemeral, never both; only an ephemeral one can be inflight."""
     if (request.path is None) == (request.sampling_session_seq_id is None):
         raise UserError(
             "expected exactly one of path (a named save) and sampling_session_seq_id (an ephemeral one)"
@@ -150,7 +152,7 @@ def _save_kind(request: SaveSamplerRequest) -> Literal["snapshot", "inflight"]:
     if request.ttl_seconds is not None:
         raise UserError(
             f"ttl_seconds is {request.ttl_seconds}, expected none: weights of kind 'inflight' "
-            "go when they are superseded"
+            "are deleted once they are superseded"
         )
     return "inflight"
 
@@ -161,7 +163,7 @@ def validate_load_weights(request: LoadWeightsRequest) -> LoadWeightsBody:
 
 
 def validate_create_via_load(request: CreateViaLoadRequest, limits: Limits) -> CreateViaLoadBody:
-    """`optimizer_config` chooses the optimizer of a load without optimizer state."""
+    """Return the checked load; `optimizer_config` is for one without optimizer state."""
     refuse_access_token(request.weights_access_token)
     if request.base_model is not None:
         validate_base_model(request.base_model, limits)
@@ -178,7 +180,7 @@ def validate_create_via_load(request: CreateViaLoadRequest, limits: Limits) -> C
 
 
 def refuse_access_token(token: str | None) -> None:
-    """Nothing in the protocol issues one; who has one from elsewhere shall hear more than "not found"."""
+    """Refuse a token with a reason: this server issues none, and "not found" would not explain it."""
     if token is not None:
         raise NotSupportedError(
             "weights_access_token is set, expected none: this server issues no such tokens; "

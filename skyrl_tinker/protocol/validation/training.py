@@ -1,13 +1,13 @@
-"""forward_backward: every datum, before anything is accepted to run."""
+"""forward_backward: check of every datum before the request may run."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from skyrl_tinker.domain.loss_specs import LossSpec
+from skyrl_tinker.domain.loss_specs import CUSTOM, LossSpec
 from skyrl_tinker.domain.values import Datum, ForwardBackward, Int32, Int64
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.protobuf.datums import CUSTOM, input_field, inputs_read
+from skyrl_tinker.protocol.protobuf.datums import input_field, inputs_read
 from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward, raw_config, read_value
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.tensors import count_values, refuse_where
@@ -16,12 +16,13 @@ from skyrl_tinker.protocol.validation.losses import check_config, find_loss
 from skyrl_tinker.protocol.validation.spans import check_spans
 
 INPUTS_PER_TARGET = 4
-"""No loss of ours reads more numbers per target, the target counted; `custom` may read others, not more."""
+"""Most numbers that a loss reads per target, the target counted; the limit for `custom`, too."""
 
 
 def validate_forward_backward(raw: RawForwardBackward, limits: Limits) -> ForwardBackward:
-    """Raises UserError naming datum, field, found and expected; NotSupportedError for what is not built yet.
+    """Return the checked request.
 
+    Raises UserError naming datum, field, found and expected; NotSupportedError for unsupported chunks.
     Inputs and provenance spans that the loss does not read are accepted unread.
     """
     if raw.problem is not None:
@@ -44,19 +45,18 @@ def _check_count(count: int, limits: Limits) -> None:
 
 
 def _check_size(message: pb.ForwardBackwardRequest, spec: LossSpec, most: int) -> None:
-    """Of what is read, before it is: a sparse tensor of a few bytes may stand for any number of values."""
-    targets = everything = 0
+    """Check sizes before values are read: a sparse tensor of a few bytes may hold any number of them."""
+    targets = values = 0
     for name, field, count in _sizes(message, spec):
         if count > most:
             raise UserError(f"{field} has {count} values, expected at most {most}")
         targets += count if name == "target_tokens" else 0
-        everything += count
+        values += count
     if targets > most:
         raise UserError(f"data has {targets} target_tokens, expected at most {most} in one request")
-    if everything > INPUTS_PER_TARGET * most:
+    if values > INPUTS_PER_TARGET * most:
         raise UserError(
-            f"loss_fn_inputs hold {everything} values, "
-            f"expected at most {INPUTS_PER_TARGET * most} in one request"
+            f"loss_fn_inputs hold {values} values, expected at most {INPUTS_PER_TARGET * most} in one request"
         )
 
 

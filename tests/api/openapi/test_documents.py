@@ -12,8 +12,10 @@ from skyrl_tinker.api.openapi.description import TAGS
 from skyrl_tinker.api.openapi.examples import EXAMPLES, FORWARD_PASS, PASS
 from skyrl_tinker.protocol.custom_loss import check_custom_loss
 from skyrl_tinker.protocol.protobuf import pass_requests
-from skyrl_tinker.protocol.schemas import CreateCustomLossRequest, Message, parse
-from skyrl_tinker.protocol.validation import Limits, validate_forward_backward
+from skyrl_tinker.protocol.schemas.base import Message, parse
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest
+from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.protocol.validation.training import validate_forward_backward
 from tests.api.support.world import BASE, World
 
 Operation = dict[str, Any]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind
-from skyrl_tinker.protocol.stored_samples import sample_from_body
+from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store.futures import queue
 from tests.api.support.world import BASE, CONTEXT, World, sample
 

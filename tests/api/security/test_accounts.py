@@ -139,6 +139,6 @@ def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> No
     assert "no key sees the 1 session(s)" in ours(settings, "keys", "create", "--name", "alice").stderr
     with pytest.raises(NotFoundError):
         once(settings.store_url, lambda conn: owners.require_session(conn, OwnerId(2), session))
-    assert "it has the 1 session(s)" in ours(settings, "keys", "create", "--name", "carol", "--adopt").stderr
+    assert "it owns the 1 session(s)" in ours(settings, "keys", "create", "--name", "carol", "--adopt").stderr
     once(settings.store_url, owned)
     assert "session(s)" not in ours(settings, "keys", "create", "--name", "dave").stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.protocol.protobuf import pass_requests
-from skyrl_tinker.protocol.stored_samples import sample_from_body
+from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue

@@ -15,7 +15,7 @@ from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
-from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, server_state
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
@@ -173,14 +173,14 @@ async def write_facts(store: Store) -> None:
 
 def pass_output(*logprobs: Sequence[float]) -> bytes:
     arrays = tuple(np.asarray(values, np.float32) for values in logprobs)
-    return pass_requests.encode_forward_backward_output(PassOutput(RequestId("r"), arrays, {"loss:sum": 1.5}))
+    return pass_results.encode_forward_backward_output(PassOutput(RequestId("r"), arrays, {"loss:sum": 1.5}))
 
 
 def sample_output(*tokens: Sequence[int]) -> bytes:
     sequences = tuple(
         SampledSequence(tuple(values), tuple(-0.5 for _ in values), "length") for values in tokens
     )
-    return pass_requests.encode_sample_response(SampleOutput(sequences))
+    return sample_results.encode_sample_response(SampleOutput(sequences))
 
 
 def step(model_id: str, seq_id: int, **adam: Any) -> Json:

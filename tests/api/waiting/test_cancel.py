@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SamplingSessionId
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams
-from skyrl_tinker.protocol.stored_samples import sample_body
+from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.cancellation import cancel_sample
 from tests.api.support.waiting import Waiting, holds, ready_model, submit, until, waiting

@@ -11,7 +11,7 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.protocol.stored_samples import sample_body
+from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue

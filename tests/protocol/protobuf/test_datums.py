@@ -1,4 +1,4 @@
-"""What each loss reads of a datum, as the SDK sends it."""
+"""Inputs that each loss reads of a datum, as the SDK sends it."""
 
 import numpy as np
 import tinker

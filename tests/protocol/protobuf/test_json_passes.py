@@ -13,7 +13,9 @@ from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.protobuf import pass_requests
-from skyrl_tinker.protocol.validation import Limits, validate_forward_backward
+from skyrl_tinker.protocol.stored_requests import body_digest
+from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.protocol.validation.training import validate_forward_backward
 
 LIMITS = Limits(vocab_size=100, context_length=8, max_datums=4, base_models=("m",), max_lora_rank=8)
 
@@ -26,7 +28,7 @@ OLD = """{"forward_backward_input": {"data": [{"loss_fn_inputs": {
 
 
 def payload(**changes):
-    """OLD with the fields of its one datum, of its input or of its envelope replaced."""
+    """Return OLD with fields of its one datum, its input or its envelope replaced."""
     value = json.loads(OLD)
     inner = value["forward_backward_input"]
     datum = inner["data"][0]
@@ -266,7 +268,7 @@ def test_a_bad_request_and_its_good_neighbour_have_different_digests() -> None:
     bad = json.loads(OLD)
     bad["forward_backward_input"]["data"].append(None)
     digests = {
-        pass_requests.digest(pass_requests.canonical(pass_requests.decode_forward_backward_json(one)))
+        body_digest(pass_requests.canonical(pass_requests.decode_forward_backward_json(one)))
         for one in (good, bad)
     }
     assert len(digests) == 2
@@ -296,7 +298,7 @@ datums = st.fixed_dictionaries(
 @given(data=st.lists(datums | anything, max_size=3) | anything, config=anything)
 def test_any_json_is_a_value_or_a_user_error(data, config) -> None:
     raw = pass_requests.decode_forward_backward_json(payload(data=data, loss_fn_config=config))
-    assert len(pass_requests.digest(pass_requests.canonical(raw))) == 32
+    assert len(body_digest(pass_requests.canonical(raw))) == 32
     try:
         validate_forward_backward(raw, LIMITS)
     except UserError:

@@ -11,6 +11,7 @@ from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanc
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
+from skyrl_tinker.protocol.stored_requests import body_digest
 
 RL = {"target_tokens": [2, 3, 4], "logprobs": [-0.5, -0.25, -1.0], "advantages": [1.0, 0.0, -2.0]}
 
@@ -20,7 +21,7 @@ def datum(tokens: list[int], **inputs: object) -> tinker.Datum:
 
 
 def sdk_bytes(data: list[tinker.Datum], loss_fn: str = "cross_entropy", **more: object) -> bytes:
-    """What the SDK posts; `forward_only` is set by its resource layer."""
+    """Return the body that the SDK posts; `forward_only` is set by its resource layer."""
     given_input = tinker.types.ForwardBackwardInput(
         data=data, loss_fn=loss_fn, loss_fn_config=more.pop("config", None)
     )
@@ -126,7 +127,7 @@ def test_config_sent_to_one_map_or_to_both_is_the_same_request() -> None:
     assert (
         len(
             {
-                pass_requests.digest(pass_requests.canonical(pass_requests.decode_forward_backward(one)))
+                body_digest(pass_requests.canonical(pass_requests.decode_forward_backward(one)))
                 for one in bodies
             }
         )
@@ -189,7 +190,7 @@ def test_the_digest_does_not_hang_on_the_order_of_map_entries(data: list[tinker.
         pass_requests.canonical(pass_requests.decode_forward_backward(b))
         for b in (body, shuffled.SerializeToString())
     )
-    assert pass_requests.digest(first) == pass_requests.digest(second)
+    assert body_digest(first) == body_digest(second)
 
 
 @given(st.lists(datums(), min_size=1, max_size=2), st.lists(datums(), min_size=1, max_size=2))
@@ -197,7 +198,7 @@ def test_digests_are_equal_only_for_equal_requests(one: list[tinker.Datum], two:
     first, second = (
         pass_requests.canonical(pass_requests.decode_forward_backward(sdk_bytes(data))) for data in (one, two)
     )
-    assert (pass_requests.digest(first) == pass_requests.digest(second)) == (first == second)
+    assert (body_digest(first) == body_digest(second)) == (first == second)
     again = pass_requests.canonical(pass_requests.decode_forward_backward(first))
     assert again == first
 
@@ -208,4 +209,4 @@ def test_any_bytes_are_a_request_or_a_user_error(body: bytes) -> None:
         raw = pass_requests.decode_forward_backward(body)
     except UserError:
         return
-    assert len(pass_requests.digest(pass_requests.canonical(raw))) == 32
+    assert len(body_digest(pass_requests.canonical(raw))) == 32

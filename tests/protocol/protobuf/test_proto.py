@@ -26,7 +26,7 @@ def _messages(descriptor: FileDescriptor) -> dict[str, descriptor_pb2.Descriptor
 
 @pytest.mark.parametrize("name", sorted(set(_messages(sdk.DESCRIPTOR)) - _NEVER_SENT))
 def test_every_message_has_the_fields_of_the_sdk(name: str) -> None:
-    """Fields that only this server knows have numbers from 1000 on, which the SDK passes over."""
+    """Fields that only this server knows have numbers from 1000 on, which the SDK ignores."""
     theirs, mine = _messages(sdk.DESCRIPTOR)[name], _messages(ours.DESCRIPTOR)[name]
     assert sorted(str(field) for field in mine.field if field.number < 1000) == sorted(map(str, theirs.field))
     assert sorted(map(str, mine.nested_type)) == sorted(map(str, theirs.nested_type))

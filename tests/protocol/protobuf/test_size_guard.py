@@ -1,4 +1,4 @@
-"""How much a protobuf would become is told without parsing it."""
+"""The parsed size of a protobuf message is bounded without parsing it."""
 
 import random
 

@@ -5,13 +5,56 @@ from datetime import UTC, datetime
 import pytest
 import tinker.types as sdk
 from tinker.types._pydantic_types.save_weights_external_response import SaveWeightsExternalResponseInternal
-from tinker.types.try_again_response import TryAgainResponse
+from tinker.types.try_again_response import TryAgainResponse as SdkTryAgainResponse
 
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol import schemas
-from skyrl_tinker.protocol.schemas import parse
+from skyrl_tinker.protocol.schemas.base import Message, parse, utc
+from skyrl_tinker.protocol.schemas.futures import (
+    AcceptedFuture,
+    FailedResponse,
+    RetrieveFutureRequest,
+    TryAgainResponse,
+)
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossResult
+from skyrl_tinker.protocol.schemas.runs import (
+    Checkpoint,
+    TrainingRun,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from skyrl_tinker.protocol.schemas.sampling import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+)
+from skyrl_tinker.protocol.schemas.session import (
+    ClientConfigRequest,
+    ClientConfigResponse,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    DynamicConfigResponse,
+    FinishSessionRequest,
+    HealthResponse,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    ServerCapabilitiesResponse,
+    SupportedModel,
+    TelemetryResponse,
+)
+from skyrl_tinker.protocol.schemas.training import (
+    CreateModelRequest,
+    CreateModelResult,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoadWeightsResult,
+    ModelData,
+    OptimStepResult,
+    SaveExternalResult,
+    SaveSamplerResult,
+    SaveWeightsResult,
+)
 
-NOW = schemas.utc(1_700_000_000.5)
+NOW = utc(1_700_000_000.5)
 
 
 def test_times_carry_a_timezone() -> None:
@@ -19,12 +62,12 @@ def test_times_carry_a_timezone() -> None:
 
 
 def test_a_session_request_may_be_bare_or_full() -> None:
-    bare = parse(schemas.CreateSessionRequest, {"tags": None, "user_metadata": None, "project_id": None})
+    bare = parse(CreateSessionRequest, {"tags": None, "user_metadata": None, "project_id": None})
     assert (bare.tags, bare.user_metadata, bare.project_id) == ([], {}, None)
     sent = sdk.CreateSessionRequest(
         tags=["a"], user_metadata={"b": 1}, sdk_version="0.38.0", display_name="c"
     )
-    full = parse(schemas.CreateSessionRequest, sent.model_dump(exclude_none=True, mode="json"))
+    full = parse(CreateSessionRequest, sent.model_dump(exclude_none=True, mode="json"))
     assert (full.tags, full.user_metadata, full.sdk_version, full.display_name) == (
         ["a"],
         {"b": 1},
@@ -34,30 +77,30 @@ def test_a_session_request_may_be_bare_or_full() -> None:
 
 
 def test_small_requests_are_read() -> None:
-    assert parse(schemas.ClientConfigRequest, {"sdk_version": "0.38.0"}).sdk_version == "0.38.0"
-    assert parse(schemas.HeartbeatRequest, {"session_id": "s", "type": "session_heartbeat"}).session_id == "s"
-    finish = parse(schemas.FinishSessionRequest, {"reason": {"type": "errored"}, "detail": None})
+    assert parse(ClientConfigRequest, {"sdk_version": "0.38.0"}).sdk_version == "0.38.0"
+    assert parse(HeartbeatRequest, {"session_id": "s", "type": "session_heartbeat"}).session_id == "s"
+    finish = parse(FinishSessionRequest, {"reason": {"type": "errored"}, "detail": None})
     assert (finish.reason.type, finish.detail) == ("errored", None)
-    assert parse(schemas.GetInfoRequest, {"model_id": "m", "type": "get_info"}).model_id == "m"
-    assert parse(schemas.WeightsInfoRequest, {"tinker_path": "tinker://a"}).tinker_path == "tinker://a"
-    assert not parse(schemas.RetrieveFutureRequest, {"request_id": "r"}).allow_metadata_only
+    assert parse(GetInfoRequest, {"model_id": "m", "type": "get_info"}).model_id == "m"
+    assert parse(WeightsInfoRequest, {"tinker_path": "tinker://a"}).tinker_path == "tinker://a"
+    assert not parse(RetrieveFutureRequest, {"request_id": "r"}).allow_metadata_only
     session = sdk.CreateSamplingSessionRequest(session_id="s", sampling_session_seq_id=1, base_model="m")
-    assert parse(schemas.CreateSamplingSessionRequest, session.model_dump(mode="json")).base_model == "m"
+    assert parse(CreateSamplingSessionRequest, session.model_dump(mode="json")).base_model == "m"
 
 
 def test_errors_name_every_wrong_field_and_what_was_found() -> None:
     with pytest.raises(
         UserError, match=r"^session_id is missing; model_seq_id: .*found '0'; base_model is missing"
     ):
-        parse(schemas.CreateModelRequest, {"model_seq_id": "0"})
+        parse(CreateModelRequest, {"model_seq_id": "0"})
     with pytest.raises(UserError, match=r"^body: .*found \[\]"):
-        parse(schemas.CreateModelRequest, [])
+        parse(CreateModelRequest, [])
     with pytest.raises(UserError) as long:
-        parse(schemas.HeartbeatRequest, {"session_id": ["x" * 10_000]})
+        parse(HeartbeatRequest, {"session_id": ["x" * 10_000]})
     assert len(str(long.value)) < 200
 
 
-CHECKPOINT = schemas.Checkpoint(
+CHECKPOINT = Checkpoint(
     checkpoint_id="weights/a",
     checkpoint_type="training",
     time=NOW,
@@ -68,32 +111,30 @@ CHECKPOINT = schemas.Checkpoint(
 FOR_OLDER_SDKS = {"create_model_via_load_weights"}
 RESPONSES = [
     (
-        schemas.ClientConfigResponse(proto_compress_fwdbwd=True, custom_loss_server_side=True),
+        ClientConfigResponse(proto_compress_fwdbwd=True, custom_loss_server_side=True),
         sdk.ClientConfigResponse,
     ),
-    (schemas.DynamicConfigResponse(), sdk.ClientDynamicConfigResponse),
-    (schemas.CreateSessionResponse(session_id="s"), sdk.CreateSessionResponse),
-    (schemas.HeartbeatResponse(), sdk.SessionHeartbeatResponse),
-    (schemas.TelemetryResponse(), sdk.TelemetryResponse),
-    (schemas.HealthResponse(), sdk.HealthResponse),
+    (DynamicConfigResponse(), sdk.ClientDynamicConfigResponse),
+    (CreateSessionResponse(session_id="s"), sdk.CreateSessionResponse),
+    (HeartbeatResponse(), sdk.SessionHeartbeatResponse),
+    (TelemetryResponse(), sdk.TelemetryResponse),
+    (HealthResponse(), sdk.HealthResponse),
     (
-        schemas.ServerCapabilitiesResponse(
-            supported_models=[schemas.SupportedModel(model_name="m", max_context_length=8)]
-        ),
+        ServerCapabilitiesResponse(supported_models=[SupportedModel(model_name="m", max_context_length=8)]),
         sdk.GetServerCapabilitiesResponse,
     ),
-    (schemas.CreateModelResult(model_id="m"), sdk.CreateModelResponse),
-    (schemas.LoadWeightsResult(path="p", model_id="m"), sdk.LoadWeightsResponse),
-    (schemas.CreateCustomLossResult(loss_id="l"), sdk.CreateCustomLossResponse),
-    (schemas.OptimStepResult(metrics={"grad_norm": 1.0}), sdk.OptimStepResponse),
-    (schemas.SaveWeightsResult(path="p"), sdk.SaveWeightsResponse),
-    (schemas.SaveExternalResult(path="p", size_bytes=3), SaveWeightsExternalResponseInternal),
-    (schemas.CreateSamplingSessionResponse(sampling_session_id="s"), sdk.CreateSamplingSessionResponse),
-    (schemas.GetSamplerResponse(sampler_id="s", base_model="m"), sdk.GetSamplerResponse),
-    (schemas.WeightsInfoResponse(base_model="m", is_lora=True, lora_rank=4), sdk.WeightsInfoResponse),
+    (CreateModelResult(model_id="m"), sdk.CreateModelResponse),
+    (LoadWeightsResult(path="p", model_id="m"), sdk.LoadWeightsResponse),
+    (CreateCustomLossResult(loss_id="l"), sdk.CreateCustomLossResponse),
+    (OptimStepResult(metrics={"grad_norm": 1.0}), sdk.OptimStepResponse),
+    (SaveWeightsResult(path="p"), sdk.SaveWeightsResponse),
+    (SaveExternalResult(path="p", size_bytes=3), SaveWeightsExternalResponseInternal),
+    (CreateSamplingSessionResponse(sampling_session_id="s"), sdk.CreateSamplingSessionResponse),
+    (GetSamplerResponse(sampler_id="s", base_model="m"), sdk.GetSamplerResponse),
+    (WeightsInfoResponse(base_model="m", is_lora=True, lora_rank=4), sdk.WeightsInfoResponse),
     (CHECKPOINT, sdk.Checkpoint),
     (
-        schemas.TrainingRun(
+        TrainingRun(
             training_run_id="m",
             base_model="b",
             model_owner="o",
@@ -104,9 +145,9 @@ RESPONSES = [
         sdk.TrainingRun,
     ),
     (
-        schemas.GetInfoResponse(
+        GetInfoResponse(
             model_id="m",
-            model_data=schemas.ModelData(model_name="b", tokenizer_id="/t"),
+            model_data=ModelData(model_name="b", tokenizer_id="/t"),
             is_lora=True,
             lora_rank=4,
             model_name="b",
@@ -118,7 +159,7 @@ RESPONSES = [
 
 @pytest.mark.parametrize(("ours", "theirs"), RESPONSES, ids=[type(ours).__name__ for ours, _ in RESPONSES])
 @pytest.mark.parametrize("exclude_none", [False, True])
-def test_the_sdk_reads_our_response(ours: schemas.Message, theirs, exclude_none: bool) -> None:
+def test_the_sdk_reads_our_response(ours: Message, theirs, exclude_none: bool) -> None:
     sent = ours.model_dump(mode="json", exclude_none=exclude_none)
     got = theirs.model_validate(sent).model_dump(mode="json", exclude_none=True)
     expected = ours.model_dump(mode="json", exclude_none=True, exclude=FOR_OLDER_SDKS)
@@ -130,18 +171,18 @@ def test_the_sdk_reads_our_response(ours: schemas.Message, theirs, exclude_none:
 
 
 def test_sampler_saves_answer_only_the_field_of_their_form() -> None:
-    named = schemas.SaveSamplerResult(path="p").model_dump(exclude_none=True)
-    ephemeral = schemas.SaveSamplerResult(sampling_session_id="s").model_dump(exclude_none=True)
+    named = SaveSamplerResult(path="p").model_dump(exclude_none=True)
+    ephemeral = SaveSamplerResult(sampling_session_id="s").model_dump(exclude_none=True)
     assert named == {"path": "p", "type": "save_weights_for_sampler"}
     assert ephemeral == {"sampling_session_id": "s", "type": "save_weights_for_sampler"}
 
 
 def test_futures_answer_in_the_forms_the_sdk_tells_apart() -> None:
-    accepted = schemas.AcceptedFuture(request_id="r", sample_sequence_ids=["r-0"])
+    accepted = AcceptedFuture(request_id="r", sample_sequence_ids=["r-0"])
     assert sdk.UntypedAPIFuture.model_validate(accepted.model_dump()).request_id == "r"
-    waiting = schemas.TryAgainResponse(request_id="r", queue_state_reason="training")
-    assert TryAgainResponse.model_validate(waiting.model_dump()).queue_state == "active"
-    failed = schemas.FailedResponse(error="datum 3: …", category="user")
+    waiting = TryAgainResponse(request_id="r", queue_state_reason="training")
+    assert SdkTryAgainResponse.model_validate(waiting.model_dump()).queue_state == "active"
+    failed = FailedResponse(error="datum 3: …", category="user")
     assert (
         sdk.RequestFailedResponse.model_validate(failed.model_dump()).category
         == sdk.RequestErrorCategory.User

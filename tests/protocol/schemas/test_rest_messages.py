@@ -1,4 +1,4 @@
-"""Answers about sessions, runs, checkpoints and usage, as the SDK's own models read them."""
+"""Responses about sessions, runs, checkpoints and usage, as the SDK's own models read them."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import tinker.types as sdk
 
-from skyrl_tinker.protocol.schemas import Checkpoint, Message, TrainingRun, runs, session_list, usage
+from skyrl_tinker.protocol.schemas import runs, session_list, usage
+from skyrl_tinker.protocol.schemas.base import Message
+from skyrl_tinker.protocol.schemas.runs import Checkpoint, TrainingRun
 
 NOW = datetime(2026, 1, 2, 3, tzinfo=UTC)
 CURSOR = runs.Cursor(offset=0, limit=1, total_count=2)
@@ -113,7 +115,7 @@ def test_the_sdk_reads_what_we_say(ours: Message, theirs: Any) -> None:
 
 
 def within(said: Any, read: Any) -> bool:
-    """The SDK may know more fields than we send, but none may get lost."""
+    """The SDK may know more fields than we send, but must read all of those."""
     if isinstance(said, dict):
         return all(key in read and within(value, read[key]) for key, value in said.items())
     if isinstance(said, list):

@@ -8,7 +8,8 @@ from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.domain.values import ForwardBackward
 from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
-from skyrl_tinker.protocol.validation import Limits, validate_forward_backward
+from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.protocol.validation.training import validate_forward_backward
 
 LIMITS = Limits(
     vocab_size=10, context_length=4, max_datums=3, base_models=("m",), max_lora_rank=8, max_targets=16
@@ -36,7 +37,7 @@ def csr(
 
 
 def request(loss_fn: str = "cross_entropy", datums: int = 2) -> pb.ForwardBackwardRequest:
-    """With the inputs that the loss must have, in float32 tensors without a shape."""
+    """Return a request with the required inputs of the loss, in float32 tensors without a shape."""
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn=loss_fn)
     for _ in range(datums):
         datum = message.data.add()
@@ -52,7 +53,7 @@ def request(loss_fn: str = "cross_entropy", datums: int = 2) -> pb.ForwardBackwa
 
 
 def add_spans(datum: pb.Datum, spans: tuple[tuple[str, int, int, bool], ...]) -> None:
-    """(sequence_id, offset, length, sampled) each."""
+    """Add spans, each given as (sequence_id, offset, length, sampled)."""
     for sequence_id, offset, length, sampled in spans:
         span = datum.loss_fn_input_spans.add()
         part = span.sampled_tokens if sampled else span.prompt_tokens

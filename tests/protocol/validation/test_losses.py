@@ -1,4 +1,4 @@
-"""What loss_fn and loss_fn_config may get wrong, each with the message the user reads."""
+"""Errors in loss_fn and loss_fn_config, each with the message that the user reads."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""asample: what is refused at once, with which message, and what the stored value is."""
+"""asample: refusals with their messages, and the stored value."""
 
 from typing import Any
 
@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetTokens
 from skyrl_tinker.errors import NotSupportedError, UserError
-from skyrl_tinker.protocol.schemas import AsampleRequest, parse
-from skyrl_tinker.protocol.stored_samples import sample_body, sample_from_body
-from skyrl_tinker.protocol.validation import Limits, validate_sample
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.sampling import AsampleRequest
+from skyrl_tinker.protocol.stored_requests import sample_body, sample_from_body
+from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.protocol.validation.sampling import validate_sample
 
 LIMITS = Limits(vocab_size=10, context_length=8, max_datums=3, base_models=("m",), max_lora_rank=8)
 

@@ -1,4 +1,4 @@
-"""asample: scores of the prompt and likeliest tokens, what is taken and what is refused with which words."""
+"""asample: scores of the prompt and likeliest tokens, accepted or refused with a message."""
 
 from typing import Any
 
@@ -8,8 +8,10 @@ import torch
 
 from skyrl_tinker.domain.values import SampleRequest, TargetTokens
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas import AsampleRequest, parse
-from skyrl_tinker.protocol.validation import Limits, validate_sample
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.sampling import AsampleRequest
+from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.protocol.validation.sampling import validate_sample
 
 LIMITS = Limits(vocab_size=10, context_length=4000, max_datums=3, base_models=("m",), max_lora_rank=8)
 

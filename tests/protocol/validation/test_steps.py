@@ -1,4 +1,4 @@
-"""Models, optimizer steps, saves and loads: what is refused and what is stored."""
+"""Models, optimizer steps, saves and loads: refusals and stored values."""
 
 import json
 from typing import Any
@@ -8,7 +8,8 @@ import tinker
 
 from skyrl_tinker.domain.values import AdamParams, DimuonParams, LoraSpec
 from skyrl_tinker.errors import NotSupportedError, UserError
-from skyrl_tinker.protocol.schemas import (
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.training import (
     CreateModelRequest,
     CreateViaLoadRequest,
     LoadWeightsRequest,
@@ -17,7 +18,6 @@ from skyrl_tinker.protocol.schemas import (
     SaveExternalRequest,
     SaveSamplerRequest,
     SaveWeightsRequest,
-    parse,
 )
 from skyrl_tinker.protocol.stored_requests import (
     CreateViaLoadBody,
@@ -26,14 +26,12 @@ from skyrl_tinker.protocol.stored_requests import (
     SaveSamplerBody,
     SaveWeightsBody,
 )
-from skyrl_tinker.protocol.validation import (
-    Limits,
-    validate_base_model,
+from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
+from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
+from skyrl_tinker.protocol.validation.steps import (
     validate_create_via_load,
     validate_load_weights,
-    validate_lora_config,
     validate_optim_step,
-    validate_optimizer_config,
     validate_save_external,
     validate_save_sampler,
     validate_save_weights,
@@ -54,7 +52,7 @@ def test_adam_defaults_are_the_sdks() -> None:
 
 @pytest.mark.parametrize("key", ["learning_rate", "eps", "weight_decay"])
 def test_what_json_has_no_number_for_is_refused(key: str) -> None:
-    """Not taken for absent: training would go on, with the default."""
+    """Nulls are not taken for absent keys: training would continue with the defaults."""
     sent = json.loads(tinker.AdamParams(**{key: float("nan")}).model_dump_json())
     assert sent[key] is None
     with pytest.raises(UserError, match=f"adam_params.{key} is null .*expected a finite number"):
@@ -86,7 +84,7 @@ def test_an_optim_step_of_the_sdk_arrives_as_it_was_built() -> None:
         ({"weight_decay": -1}, "adam_params.weight_decay is -1"),
         ({"grad_clip_norm": -1}, "adam_params.grad_clip_norm is -1"),
         ({"lr": 1}, "adam_params has the unknown key 'lr', expected learning_rate, beta1"),
-        (None, "adam_params is missing"),
+        (None, "adam_params and optimizer_params are both missing"),
     ],
 )
 def test_wrong_adam_params_are_named(params: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What a forward_backward may get wrong, each with the message the user reads."""
+"""Errors in a forward_backward, each with the message that the user reads."""
 
 import numpy as np
 import pytest
@@ -187,7 +187,7 @@ def test_candidates_come_dense_or_sparse_and_their_weights_the_other_way_round()
 
 
 def empty(rows: int, columns: int) -> pb.Tensor:
-    """A sparse tensor that takes no more bytes than its crow_indices."""
+    """Return a sparse tensor that takes no more bytes than its crow_indices."""
     return csr([], [0] * (min(rows, 9) + 1), [], (rows, columns))
 
 

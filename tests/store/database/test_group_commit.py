@@ -287,7 +287,7 @@ async def test_other_databases_are_refused_by_name(url: str) -> None:
 
 @pytest.mark.parametrize("others", [0, 3])
 async def test_what_a_refused_write_would_have_written_is_free_at_once(store: Store, others: int) -> None:
-    """Bodies are large, and a collection may be far off: `spare_the_collector`."""
+    """Bodies are large, and a collection may be far off: `freeze_gc`."""
     body = Body()
     gone = weakref.ref(body)
 

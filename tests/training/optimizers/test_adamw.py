@@ -3,7 +3,7 @@ import torch
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, LoraSpec
-from skyrl_tinker.protocol.validation import validate_step_params
+from skyrl_tinker.protocol.validation.steps import validate_step_params
 from skyrl_tinker.training.worker import Worker
 from tests.training.support import reference
 from tests.training.support.passes import assert_close, make_data, make_item, run_one, step, weights_of

@@ -9,7 +9,8 @@ from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
 from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.protocol.custom_loss import check_custom_loss
-from skyrl_tinker.protocol.schemas import CreateCustomLossRequest, parse
+from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest
 from skyrl_tinker.training.losses.base import LossContext, LossTerms
 from skyrl_tinker.training.losses.custom import custom
 
