@@ -13,11 +13,11 @@ from typing import Any
 import orjson
 
 from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.reports import timeline
 from skyrl_tinker.store.reports.timeline import Slice, Track
 from skyrl_tinker.store.store import Store
 
-PAGE = 1000
 Event = dict[str, Any]
 
 
