@@ -34,7 +34,7 @@ router = APIRouter(tags=["training"], route_class=FastRoute)
 )
 async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     protobuf = "protobuf" in request.headers.get("content-type", "").lower()
-    async with deps.gate.through(request):
+    async with deps.gate.admit(request):
         body = await request.body()
         refused: str | None = request.scope.get("refused")
         wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits, refused))
