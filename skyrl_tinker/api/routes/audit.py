@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.protocol.schemas import utc
 from skyrl_tinker.protocol.schemas.usage import AuditEntry, AuditQuery, AuditResponse
@@ -36,7 +36,7 @@ async def audit_log(query: Annotated[AuditQuery, Query()], deps: Deps, owner: Ow
         events = await audit.between(conn, owner, start, start + _DAY_S, resource)
         return AuditResponse(entries=[_entry(event) for event in events])
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
 def _entry(event: Event) -> AuditEntry:

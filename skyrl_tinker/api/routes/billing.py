@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.usage_bill import GIGABYTE, bill
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Owner
@@ -45,7 +45,7 @@ async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, owner:
             f"ending_before: found {query.ending_before.isoformat()}, expected a time up to 14 days "
             f"after starting_on ({query.starting_on.isoformat()})"
         )
-    return await from_rows(deps.store, lambda conn: bill(conn, owner, first, end, now))
+    return await json_from_rows(deps.store, lambda conn: bill(conn, owner, first, end, now))
 
 
 def _hour(name: str, time: datetime) -> int:

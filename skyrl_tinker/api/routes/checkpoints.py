@@ -10,7 +10,7 @@ from starlette.responses import Response
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.model_requests import find_own_checkpoint
 from skyrl_tinker.api.requests.request_body import read_json, read_model
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources import weight_copies
 from skyrl_tinker.api.resources.run_views import checkpoint
 from skyrl_tinker.api.services import Deps, Owner
@@ -46,7 +46,7 @@ async def list_checkpoints(
             cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
         )
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
 @router.get(
@@ -64,7 +64,7 @@ async def list_checkpoints_of_run(run: str, request: Request, deps: Deps, owner:
         rows = await checkpoint_list.of_run(conn, owner, ModelId(run), _kinds(request))
         return CheckpointsResponse(checkpoints=[checkpoint(row) for row in rows])
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
 def _kinds(request: Request) -> list[CheckpointKind]:

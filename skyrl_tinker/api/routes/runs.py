@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.run_views import training_run
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import ModelId
@@ -36,7 +36,7 @@ async def list_training_runs(
             cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
         )
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
 @router.get("/{run}", summary="A training run (a model) and its last checkpoints")

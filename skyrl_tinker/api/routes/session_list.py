@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Owner
@@ -61,7 +61,7 @@ async def search_sessions(request: Request, deps: Deps, owner: Owner) -> Respons
         found = await session_search.search(conn, owner, _search(wanted), wanted.limit + 1)
         return _answer(found, wanted.limit, urn)
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
 @router.get("/{session_id}", summary="What a session has made")
