@@ -1,4 +1,4 @@
-"""LoRA checkpoint as one tar, built while it is sent; `tinker checkpoint download` of SDKs up to 0.35 unpacks it."""
+"""LoRA checkpoint as a tar, built while it is sent, for `tinker checkpoint download` of SDKs up to 0.35."""
 
 import json
 import tarfile

@@ -106,7 +106,7 @@ def _as_json(kind: RequestKind, body: bytes) -> bytes:
     openapi_extra=takes(RetrieveFuturesRequest),
 )
 async def retrieve_futures(request: Request, deps: Deps, owner: Owner) -> RetrieveFuturesResponse:
-    """Samples that finished after `prev_cursor`, in order of finishing; none on timeout."""
+    """Return samples that finished after `prev_cursor`, in order of finishing; none on timeout."""
     message = await read_model(request, RetrieveFuturesRequest)
     session_id = SamplingSessionId(message.target.sampling_session_id)
     async with deps.store.read() as conn:

@@ -98,7 +98,7 @@ async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerRe
     openapi_extra=takes(JoinSamplingSessionRequest),
 )
 async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> JoinSamplingSessionResponse:
-    """The client's seq_ids begin at that number times 10^9, so that no other client uses them."""
+    """Assign a number; the client's seq_ids begin at it times 10^9, so that no other client uses them."""
     message = await read_model(request, JoinSamplingSessionRequest)
     session_id = SamplingSessionId(message.sampling_session_id)
     counter = await deps.store.write(lambda conn: sampling_sessions.join(conn, owner, session_id))

@@ -1,6 +1,7 @@
 """JWTs that the SDK exchanges its API key for, and sends in its place until they expire.
 
-The SDK renews one at half its lifetime, and reads its user from it (`whoami`). Revoking a key revokes its JWTs.
+The SDK renews one at half its lifetime, and reads its user from it (`whoami`). Revoking a key revokes its
+JWTs, too.
 """
 
 from dataclasses import dataclass

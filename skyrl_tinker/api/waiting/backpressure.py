@@ -18,7 +18,7 @@ class Backpressure:
         self._backlog = backlog
 
     def admit(self, request: Request) -> None:
-        """Raises OverloadedError while too many samples wait."""
+        """Raise OverloadedError while too many samples wait."""
         if HEADER not in request.headers:
             return
         waiting = self._queues.samples_waiting()
