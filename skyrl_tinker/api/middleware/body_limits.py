@@ -146,8 +146,8 @@ def _content_length(headers: Headers) -> int | None:
     return int(length) if length.isdecimal() and len(length) <= 18 else None
 
 
-def _too_large(found: str, cap: int, headers: Headers, body: _Body) -> BodyTooLargeError:
-    message = f"request body: found {found} bytes, expected at most {cap} (the server's setting wire_body_mb)"
+def _too_large(size: str, cap: int, headers: Headers, body: _Body) -> BodyTooLargeError:
+    message = f"request body: found {size} bytes, expected at most {cap} (the server's setting wire_body_mb)"
     encoding = headers.get("content-encoding", "identity").strip().lower()
     start = body.value()[:HEAD_BYTES]
     return BodyTooLargeError(message, start if encoding == "identity" else first_bytes(start, encoding))

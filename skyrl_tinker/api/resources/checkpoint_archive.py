@@ -56,7 +56,7 @@ def require_archivable(row: CheckpointRow) -> None:
     if row.spec.rank == 0:
         raise UserError(
             f"{row.path} holds all parameters, expected a LoRA adapter: "
-            "export full parameters with save_weights_external (SDK 0.28 and newer)"
+            "export it with save_weights_external (SDK 0.28 and newer)"
         )
 
 

@@ -2,7 +2,7 @@
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 Each model and each sampler is a process. Requests overlap, so each one is a pair of async events ("b", "e")
-with its own id.
+with an id.
 """
 
 from collections.abc import AsyncIterator

@@ -12,7 +12,7 @@ from skyrl_tinker.api.openapi.documents import answers_with_result, takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.services import Deps, Owner, Services, owner_of
 from skyrl_tinker.api.waiting.engine_client import engine_state
-from skyrl_tinker.api.waiting.queue_reasons import Reason, reason
+from skyrl_tinker.api.waiting.queue_reasons import Reason, queue_reason
 from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.off_loop import off_loop
@@ -53,15 +53,15 @@ async def retrieve_future(request: Request, deps: Deps) -> Response:
 
 
 def _unknown(request_id: str, request_type: str | None) -> UserError:
-    """Return 410 for a sample, so that the SDK sends it again (after a lost database); 404 is final."""
+    """Return 410 for a sample, so that the SDK sends it again (after a lost database), else a final 404."""
     message = f"no future {request_id!r} on this server"
     return GoneError(message) if request_type == "Sample" else NotFoundError(message)
 
 
 async def _try_again(deps: Services, outcome: Outcome) -> JSONResponse:
-    why = await _reason(deps, outcome.request_id)
+    reason = await _reason(deps, outcome.request_id)
     answer = TryAgainResponse(
-        request_id=outcome.request_id, queue_state=why.state, queue_state_reason=why.text
+        request_id=outcome.request_id, queue_state=reason.state, queue_state_reason=reason.text
     )
     return JSONResponse(answer.model_dump(exclude_none=True), 408)
 
@@ -77,7 +77,7 @@ async def _reason(deps: Services, request_id: RequestId) -> Reason:
         position = await cancellation.place(conn, request_id)
     if position is None or queues is None:
         return Reason("active", None)
-    return reason(position, queues)
+    return queue_reason(position, queues)
 
 
 async def _result(outcome: Outcome, accepts_protobuf: bool) -> Response:
@@ -148,7 +148,7 @@ def _completed(completion: Completion) -> CompletedFuture:
     openapi_extra=takes(CancelFutureRequest),
 )
 async def cancel_future(request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
-    """Answers 400 for anything but a sample: later requests of a model build on its earlier ones."""
+    """Answer 400 for anything but a sample: later requests of a model build on its earlier ones."""
     message = await read_model(request, CancelFutureRequest)
     request_id = RequestId(message.request_id)
     await deps.store.write(lambda conn: cancellation.cancel_sample(conn, owner, request_id), deps.wake_engine)

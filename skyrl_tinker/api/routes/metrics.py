@@ -25,14 +25,14 @@ async def metrics(deps: Deps) -> Response:
     except EngineUnavailableError:
         text, up = b"", 0
     ready = (await engine_state(deps.store)).ready
-    own = _gauge("engine_up", "Whether the engine answers", up)
-    own += _gauge("ready", "Whether the engine processes requests", int(ready))
-    own += _gauge(
+    gauges = _gauge("engine_up", "Whether the engine answers", up)
+    gauges += _gauge("ready", "Whether the engine processes requests", int(ready))
+    gauges += _gauge(
         "api_loop_block_seconds_max",
         "Longest block of the API's event loop since the last scrape, overestimated by at most 10 ms",
         round(deps.watch.longest_s(), 4),
     )
-    return Response(own.encode() + text, media_type=CONTENT_TYPE)
+    return Response(gauges.encode() + text, media_type=CONTENT_TYPE)
 
 
 def _gauge(name: str, help_text: str, value: float) -> str:

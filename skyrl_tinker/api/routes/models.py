@@ -82,7 +82,7 @@ async def _create_via_load(
     openapi_extra=takes(UnloadModelRequest),
 )
 async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
-    """Checkpoints and sampling clients of the model stay. Later requests fail."""
+    """Keep the model's checkpoints and sampling clients; its later requests fail."""
     message = await read_model(request, UnloadModelRequest)
     model_id = ModelId(message.model_id)
     accepted = await deps.store.write(

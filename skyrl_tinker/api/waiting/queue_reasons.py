@@ -30,7 +30,7 @@ class Reason:
     text: str | None
 
 
-def reason(position: QueuePosition, queues: QueuesView) -> Reason:
+def queue_reason(position: QueuePosition, queues: QueuesView) -> Reason:
     if position.kind is RequestKind.SAMPLE:
         return _sampling(position, queues.sampling)
     return _training(position, queues.training)

@@ -230,7 +230,7 @@ async def test_a_jwt_stops_when_it_expires_though_it_was_seen_before(world: Worl
     ring = world.services.keys
     caller = ring.caller(key)
     soon = Caller(caller.owner, caller.name, until=int(time.time()) + 2)
-    token = ring.token(soon)
+    token = ring.issue_token(soon)
     assert (await ask(world, token)).status_code == 200
     await until_status(world, 401, token)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from skyrl_tinker.api.waiting.engine_queues import EVERY_S
-from skyrl_tinker.api.waiting.queue_reasons import Reason, reason
+from skyrl_tinker.api.waiting.queue_reasons import Reason, queue_reason
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.queue_views import (
@@ -187,13 +187,13 @@ LANE = LaneView(next_seq=5, lowest=5, held=False, session_id="b")
     ],
 )  # fmt: skip
 def test_what_a_training_request_waits_for(asked: QueuePosition, training: TrainingView, text: str) -> None:
-    assert reason(asked, QueuesView(training, SamplingView())).text == text
+    assert queue_reason(asked, QueuesView(training, SamplingView())).text == text
 
 
 def test_of_very_many_samples_the_engine_tells_every_so_many() -> None:
     queue = QueueView(tuple(range(100, 200, 10)), 95)
     view = SamplingView({"b": queue}, stride=10, waiting=95, per_second=2.0)
-    found = reason(place(RequestKind.SAMPLE, future_id=141), QueuesView(IDLE, view))
+    found = queue_reason(place(RequestKind.SAMPLE, future_id=141), QueuesView(IDLE, view))
     assert found == Reason("paused_capacity", "50 samples ahead of this one, about 26 s")
 
 
