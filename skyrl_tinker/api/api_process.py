@@ -32,11 +32,11 @@ _FACTS_POLL_S = 0.1
 _KEEP_ALIVE_S = 75
 _DRAIN_S = 1
 _SWITCH_S = 0.0005
-"""So soon the event loop, which gives Python's lock away with every read, gets it back from busy threads."""
+"""Delay after which busy threads return the GIL to the event loop, which releases it with every read."""
 
 
 class ApiServer(uvicorn.Server):
-    """Ends the long polls before it waits for connections to drain; signals are ours, not uvicorn's."""
+    """Uvicorn with our signal handlers; it ends the long polls before it drains connections."""
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
@@ -57,7 +57,7 @@ class ApiServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn would raise the signal again after serving, before the store is closed."""
+        """Handle signals here: uvicorn would raise them again before the store is closed."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.request_stop)
@@ -67,7 +67,7 @@ class ApiServer(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ends the process, to be started anew, when the task that wakes long polls has died."""
+        """Stop, to be restarted by `serve`, when a background task of the lifespan has died."""
         return await super().on_tick(counter) or bool(self.lifespan.error_occurred)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -76,7 +76,7 @@ class ApiServer(uvicorn.Server):
 
 
 async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHIN_S) -> BaseModelFacts:
-    """What `serve` wrote about the base model; waits for it. StartupError when it does not come."""
+    """Wait for the facts about the base model that `serve` writes. StartupError after `within_s`."""
     try:
         async with asyncio.timeout(within_s):
             while (value := await _stored_facts(store)) is None:

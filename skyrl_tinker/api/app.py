@@ -1,4 +1,4 @@
-"""The API's composition root."""
+"""Composition root of the API."""
 
 from asyncio import TaskGroup
 from collections.abc import AsyncIterator, Callable
@@ -53,7 +53,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
 LARGE_AT_ONCE = 2
-"""One is parsed while one is written down."""
+"""Large bodies at a time: one is parsed while another is stored."""
 
 RESOURCES = (
     client,
@@ -78,11 +78,11 @@ RESOURCES = (
 )
 
 NUMBERED = frozenset({"/api/v1/forward_backward"})
-"""A 4xx there would take the seq_id for the client alone: all that it sends after it would wait for that."""
+"""Paths that consume a seq_id even when the body is refused: later requests would wait for a missing one."""
 
 
 def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> FastAPI:
-    """The API over an open store and a bound doorbell; both stay the caller's to close."""
+    """Build the API on an open store and a bound doorbell, both of which the caller closes."""
     waiter = FutureWaiter(store, bell)
     engine = EngineClient(Directories(settings).engine_socket)
     watch, keys = LoopWatch(), KeyRing(store)
@@ -115,7 +115,7 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
     )
     app.add_middleware(FastPaths, routes=app.routes)
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings), numbered=NUMBERED)
-    app.add_middleware(AuthMiddleware, keys=keys)  # what is added last comes first
+    app.add_middleware(AuthMiddleware, keys=keys)  # added last, runs first
     error_responses.install(app)
     app.mount(docs.ASSETS_URL, docs.assets())
     for root in (docs.root, health.root, auth.root, metrics.router, openai.router, download.root):
@@ -141,7 +141,7 @@ def _lifespan(
         await waiter.start()
         await keys.start()
         async with TaskGroup() as tasks:
-            running = (
+            background = (
                 tasks.create_task(waiter.run(), name="future-waiter"),
                 tasks.create_task(watch.run(), name="loop-watch"),
                 tasks.create_task(keys.run(), name="key-ring"),
@@ -149,7 +149,7 @@ def _lifespan(
             )
             yield
             waiter.stop()
-            for task in running:
+            for task in background:
                 task.cancel()
             await engine.close()
 

@@ -1,6 +1,6 @@
-"""Errors on the wire: the status of their class and {"detail": message}, always with a Content-Length.
+"""Error responses: the status of the error's class and {"detail": message}, always with a Content-Length.
 
-The SDK takes a 400 without a Content-Length for a broken connection and sends the request again.
+The SDK treats a 400 without a Content-Length as a broken connection and sends the request again.
 """
 
 import logging
@@ -19,7 +19,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(SkyrlTinkerError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_parameters)
     app.add_exception_handler(404, _no_route)
-    app.add_exception_handler(Exception, _apologise)
+    app.add_exception_handler(Exception, _internal_error)
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
@@ -28,13 +28,13 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _refuse_parameters(_: Request, error: Exception) -> JSONResponse:
-    """Those of a query or a path, which FastAPI checks; bodies are read by hand."""
+    """Refuse query and path parameters, which FastAPI validates; bodies are validated by our own code."""
     assert isinstance(error, RequestValidationError)
     return JSONResponse({"detail": "; ".join(describe(item) for item in error.errors())}, 400)
 
 
 def refusal(request: Request, error: SkyrlTinkerError) -> JSONResponse:
-    """What the client is told of an error that we raised."""
+    """Return the response for an error of our own."""
     if error.status >= 500:
         _log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, OverloadedError) else None
@@ -42,7 +42,7 @@ def refusal(request: Request, error: SkyrlTinkerError) -> JSONResponse:
 
 
 async def _no_route(request: Request, _: Exception) -> JSONResponse:
-    """The router's own 404; ours are SkyrlTinkerErrors."""
+    """Answer the router's own 404; ours are SkyrlTinkerErrors."""
     return JSONResponse(
         {
             "detail": f"no route {request.method} {request.url.path}: TINKER_BASE_URL is this server's root, "
@@ -52,6 +52,6 @@ async def _no_route(request: Request, _: Exception) -> JSONResponse:
     )
 
 
-async def _apologise(request: Request, error: Exception) -> JSONResponse:
-    """A fault of ours. The server raises it again behind this answer, so that it is logged with its trace."""
+async def _internal_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer an unexpected exception, which Starlette then raises again, so that it is logged."""
     return JSONResponse({"detail": f"internal error: {type(error).__name__}; see the server's log"}, 500)

@@ -1,4 +1,4 @@
-"""How long the event loop of this process was blocked, at most."""
+"""Longest block of this process's event loop."""
 
 import asyncio
 import time
@@ -7,13 +7,13 @@ BEAT_S = 0.01
 
 
 class LoopWatch:
-    """A task that should run every 10 ms, and notes by how much it did not."""
+    """Task that wakes every BEAT_S and records the longest delay."""
 
     def __init__(self) -> None:
         self._longest = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Measure until cancelled."""
         before = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_S)
@@ -22,7 +22,6 @@ class LoopWatch:
             before = now
 
     def longest_s(self) -> float:
-        """The longest time between two beats since this was asked last. No block was longer: one that began
-        just after a beat is told up to BEAT_S too long."""
+        """Return the longest time between two beats since the last call: the block, plus at most BEAT_S."""
         longest, self._longest = self._longest, 0.0
         return longest

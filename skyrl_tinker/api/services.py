@@ -1,4 +1,4 @@
-"""What every route needs, built once in the composition root and handed in by FastAPI."""
+"""Parts that routes use, and FastAPI's dependencies on them and on the owner of a request."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -23,6 +23,8 @@ from skyrl_tinker.store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Services:
+    """Parts of one API process, built by `create_app` and passed to every route."""
+
     settings: Settings
     store: Store
     facts: BaseModelFacts
@@ -38,7 +40,7 @@ class Services:
     backpressure: Backpressure
 
     def wake_engine(self) -> None:
-        """After a commit that gives it work."""
+        """Ring the engine, after a commit that gives it work."""
         self.bell.ring("engine")
 
 
@@ -61,13 +63,13 @@ Deps = Annotated[Services, Depends(services_of)]
 
 
 def owner_of(request: Request) -> OwnerId | None:
-    """Who asks, as api.auth found out."""
+    """Return the owner that AuthMiddleware determined; None on a server without keys."""
     owner: OwnerId | None = request.scope.get("owner")
     return owner
 
 
 async def _owner(request: Request) -> OwnerId | None:
-    """FastAPI would run what is not async in a thread."""
+    """Async, because FastAPI runs other dependencies in a thread."""
     return owner_of(request)
 
 

@@ -2,10 +2,8 @@
 
 import secrets
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -20,10 +18,9 @@ from skyrl_tinker.store import api_keys, checkpoint_records, model_records, serv
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.model_records import NewModel
+from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
 from skyrl_tinker.store.store import once
 
-_OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
 _WHY_RELEASED = "imported: it has a checkpoint to create models from, and is not trained itself"
 
 
@@ -142,7 +139,7 @@ async def _record(conn: AsyncConnection, adapter: _Import) -> TinkerPath:
         sdk_version="import-adapter",
     )
     metadata = {"imported_from": str(adapter.source.absolute())}
-    run = NewModel(session, 0, adapter.base.name, adapter.spec, _OPTIMIZER, metadata)
+    run = NewModel(session, 0, adapter.base.name, adapter.spec, DEFAULT_OPTIMIZER, metadata)
     key = await model_records.add(conn, run, ModelState.RELEASED, _WHY_RELEASED)
     await session_records.finish(conn, session, "imported", None)
     kind = CheckpointKind.WEIGHTS
@@ -154,7 +151,7 @@ async def _record(conn: AsyncConnection, adapter: _Import) -> TinkerPath:
         base_model=adapter.base.name,
         spec=adapter.spec,
         size_bytes=adapter.size_bytes,
-        optimizer_config=_OPTIMIZER,
+        optimizer_config=DEFAULT_OPTIMIZER,
         user_metadata=metadata,
     )
     await checkpoint_records.add(conn, new, replace=False)

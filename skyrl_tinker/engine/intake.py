@@ -8,12 +8,12 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 
 FALLBACK_POLL_S = 1.0
-PAGE = 1000
 _SAMPLING = frozenset({RequestKind.SAMPLE, RequestKind.CANCEL_SAMPLE})
 _log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelKey, Mode
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store import checkpoint_records, model_records
+from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 
-PAGE = 1000
 PARTIAL = (".*.partial", ".*.tmp")  # directories that were being written
 SAMPLE_LOST = Failure("the engine restarted while this request was in flight; send it again", "server")
 

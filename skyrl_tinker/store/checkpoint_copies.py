@@ -26,11 +26,10 @@ from skyrl_tinker.store import (
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint, expiry
 from skyrl_tinker.store.database.tables import Future, Model, Session
 from skyrl_tinker.store.futures import finish, record
-from skyrl_tinker.store.model_records import NewModel
+from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
 from skyrl_tinker.store.owners import owned_by
 
 _WHY_RELEASED = "this run holds a copied checkpoint, it cannot be trained: make a new model from its path"
-_ADAMW = {"type": "adamw"}
 _KIND = RequestKind.COPY_WEIGHTS
 
 
@@ -119,7 +118,7 @@ async def _run(conn: AsyncConnection, new: NewCopy) -> ModelKey:
     """The run, over before it began, and in the journal the request that took its number."""
     source, where = new.source, new.destination
     metadata = await conn.scalar(select(Model.user_metadata).where(Model.key == source.model_key))
-    config = source.optimizer_config or _ADAMW
+    config = source.optimizer_config or DEFAULT_OPTIMIZER
     model = NewModel(
         where.session_id, where.model_seq_id, source.base_model, source.spec, config, metadata or {}
     )

@@ -14,6 +14,8 @@ from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.owners import owned_by
 
+DEFAULT_OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:

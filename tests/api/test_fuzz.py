@@ -132,7 +132,7 @@ def _try(target: Target, cases: Any, count: int, seen: Counter[int]) -> None:
 
 
 def _name_what_exists(case: Case, ids: Json) -> None:
-    """In two of three: else nearly all would be about what does not exist."""
+    """Use real ids in two of three requests: else nearly all would ask for unknown objects."""
     for given in (case.body, case.path_parameters, case.query):
         if isinstance(given, dict):
             given.update({name: ids[name] for name in given if name in ids})

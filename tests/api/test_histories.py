@@ -35,7 +35,7 @@ PENDING = "pending"
 
 @dataclass
 class History:
-    """What came of a plan, without what differs from run to run."""
+    """Result of a plan, without what differs from run to run."""
 
     ran: dict[int, list[Ran]] = field(default_factory=dict)  # by lane
     drawn: list[tuple[int, ...]] = field(default_factory=list)
@@ -150,13 +150,13 @@ def _one(answers: list[httpx.Response]) -> str | None:
 
 
 def _runs(plan: Plan, key: Key) -> bool:
-    """Whether nothing that never comes stands before it; what was refused has ended in any case."""
+    """True unless a request that never comes precedes it; a refused request has ended in any case."""
     number, place = key
     return place is None or place < plan.lanes[number].missing
 
 
 def _computing(ran: Ran) -> tuple[str, int | None] | None:
-    """With its seq_id, where it tells that."""
+    """Return the work with its seq_id, where it shows one."""
     what, value = ran
     if what == "pass":
         return what, value[0]

@@ -1,4 +1,4 @@
-"""What SDKs of other versions send and read otherwise, as recorded from their wheels: it means the same."""
+"""Requests and responses of other SDK versions, recorded from their wheels: they mean the same."""
 
 from collections.abc import Mapping
 
@@ -171,5 +171,5 @@ async def test_a_result_never_waits_behind_its_metadata(world: World) -> None:
 
 
 def test_storage_is_billed_in_fields_that_sdks_up_to_0_28_know() -> None:
-    """They forbid others."""
+    """SDKs up to 0.28 forbid other fields."""
     assert set(StorageUsage(gigabyte_hours=1.0).model_dump()) == {"type", "gigabyte_hours"}

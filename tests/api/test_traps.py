@@ -1,4 +1,4 @@
-"""What makes an SDK hang, spin or crash (protocol, section 12), as far as no other test holds it."""
+"""Traps that make an SDK hang, spin or crash (protocol, section 12), where no other test holds them."""
 
 import time
 from collections.abc import AsyncIterator, Iterator

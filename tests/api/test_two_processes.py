@@ -73,7 +73,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def ask(http: httpx.AsyncClient, url: str, path: str, body: Json | bytes) -> Json:
-    """As the SDK does: again and again until there is an answer."""
+    """Repeat until there is an answer, as the SDK does."""
     kind: Mapping[str, str] = {"Content-Type": "application/x-protobuf"}
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Who may ask: the first thing that a request meets, before its body is read."""
+"""Authentication of requests, before their bodies are read."""
 
 from collections.abc import Iterable
 
@@ -22,20 +22,20 @@ OPEN = frozenset(
     }
 )
 OPEN_BELOW = ("/docs/", "/download/")
-"""Pages, and downloads whose URLs are signed."""
+"""Prefixes of the documentation's assets, and of downloads, whose URLs are signed."""
 _OPENAI = "/oai/"
 _BEARER = b"bearer "
 
 
 class AuthMiddleware:
-    """Sets scope["caller"] and scope["owner"], or answers 401."""
+    """ASGI layer that sets scope["caller"] and scope["owner"], or answers 401."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_open(scope["path"]):
+        if scope["type"] == "http" and scope["path"] not in OPEN and not scope["path"].startswith(OPEN_BELOW):
             try:
                 caller = self._keys.caller(credential(scope["headers"]))
             except UnauthenticatedError as error:
@@ -45,12 +45,8 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN or path.startswith(OPEN_BELOW)
-
-
 def credential(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """X-API-Key, else what `Authorization: Bearer` says, as OpenAI's clients send it."""
+    """Return X-API-Key, else the token of `Authorization: Bearer`, which OpenAI's clients send."""
     bearer: str | None = None
     for name, value in headers:
         if name == b"x-api-key":
@@ -61,7 +57,7 @@ def credential(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def _refusal(path: str, error: UnauthenticatedError) -> JSONResponse:
-    """`invalid_token` (RFC 6750) makes the SDK trade its key for a new JWT and ask again, once."""
+    """Build the 401. `invalid_token` (RFC 6750) makes the SDK fetch a new JWT and retry once."""
     body = error_body(error) if path.startswith(_OPENAI) else {"detail": str(error)}
     challenge = 'Bearer error="invalid_token"' if isinstance(error, InvalidTokenError) else "Bearer"
     return JSONResponse(body, error.status, {"WWW-Authenticate": challenge})

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,16 +16,16 @@ from skyrl_tinker.api.middleware.compression import decompress, first_bytes, mos
 from skyrl_tinker.errors import TooLargeError, TooSlowError, UserError
 
 LARGE_BYTES = 256 * 1024
-"""Bodies up to this are not waited for: heartbeats and samples go past those that wait."""
+"""Bodies up to this size need no budget: heartbeats and samples overtake large bodies that wait for one."""
 HEAD_BYTES = 192 * 1024
-"""So much of a refused body is looked at."""
+"""Bytes of a refused body that are decoded for its model_id and seq_id."""
 SLOWEST_BYTES_PER_S = 100_000
 GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Caps in bytes of one body, and of all large ones together (`held` as they come, as much expanded)."""
+    """Caps in bytes: of one body on the wire and expanded; `held`: of all large bodies, each way."""
 
     wire: int
     expanded: int
@@ -32,26 +33,24 @@ class BodyLimits:
 
 
 class BodyTooLargeError(TooLargeError):
-    """`head`: how the body begins, expanded."""
+    """Refusal of a body over a cap. `head`: its first bytes, expanded."""
 
     def __init__(self, message: str, head: bytes) -> None:
         super().__init__(message)
         self.head = head
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection before its body was complete."""
-
-
 class BodyLimitMiddleware:
-    """Reads the whole body under the caps, decompresses it, and hands it on as one message, its length told.
+    """ASGI layer that reads a body under the caps, decompresses it, and passes it on as one message.
 
-    Large bodies wait, unread, until there is room for them beside the others.
+    It sets Content-Length. Large bodies wait, unread, until the budget that all of them share allows them.
     """
 
     def __init__(self, app: ASGIApp, limits: BodyLimits, numbered: frozenset[str] = frozenset()) -> None:
-        """`numbered`: paths whose requests count although they are refused. The app gets what such a body
-        begins with, and in scope["refused"] why."""
+        """`numbered`: paths whose requests consume a seq_id even when refused.
+
+        For these the app gets the beginning of the body, and the reason in scope["refused"].
+        """
         self._app = app
         self._limits = limits
         self._numbered = numbered
@@ -66,14 +65,14 @@ class BodyLimitMiddleware:
             headers = MutableHeaders(scope=scope)
             try:
                 body = await self._read(headers, receive, held)
-            except ClientGoneError:
+            except ClientDisconnect:
                 return
             except UserError as error:
                 if not isinstance(error, BodyTooLargeError) or scope["path"] not in self._numbered:
                     refusal = JSONResponse({"detail": str(error)}, error.status)
                     await refusal(scope, receive, send)
                     return
-                scope["refused"], body = str(error), error.head  # with its trace it would hold all that came
+                scope["refused"], body = str(error), error.head  # the error itself would keep the whole body
             headers["content-length"] = str(len(body))
             await self._app(scope, _replay(body, receive), send)
 
@@ -84,7 +83,7 @@ class BodyLimitMiddleware:
         require_known(encoding)
         async with AsyncExitStack() as compressed:
             body = await self._read_wire(headers, receive, compressed)
-            # Who holds wire bytes may wait for expanded ones, never the other way round.
+            # Holders of wire bytes may wait for expanded bytes, never the other way round (deadlock).
             size = min(most_expanded(body, encoding), self._limits.expanded)
             share = await held.enter_async_context(self._expanded.holding(size))
             body = await asyncio.to_thread(self._decompress, body, encoding)
@@ -100,7 +99,7 @@ class BodyLimitMiddleware:
 
     async def _read_wire(self, headers: Headers, receive: Receive, held: AsyncExitStack) -> bytes:
         cap = self._limits.wire
-        size = _announced(headers)
+        size = _content_length(headers)
         body = _Body(receive)
         if size is not None and size > cap:
             await body.read(HEAD_BYTES)
@@ -109,7 +108,7 @@ class BodyLimitMiddleware:
             await body.read(LARGE_BYTES)
         if body.more:
             share = await held.enter_async_context(self._wire.holding(size or cap))
-            await _in_time(body.read(cap), size or cap)
+            await _within_deadline(body.read(cap), size or cap)
             self._wire.shrink(share, body.size)
         if body.size > cap:
             raise _too_large(f"more than {cap}", cap, headers, body)
@@ -117,7 +116,7 @@ class BodyLimitMiddleware:
 
 
 class _Body:
-    """What came so far. `more`: the rest is still to come."""
+    """Received part of a body. `more`: the client has not sent the rest yet."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -132,45 +131,43 @@ class _Body:
         return self._data.getvalue()  # not copied
 
     async def read(self, most: int) -> None:
-        """Until the end, or until there are more than `most` bytes."""
+        """Receive until the body ends or has more than `most` bytes."""
         while self.more and self.size <= most:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise ClientGoneError
+                raise ClientDisconnect
             self.more = message.get("more_body", False)
             self._data.write(message.get("body", b""))
 
 
-def _announced(headers: Headers) -> int | None:
-    """Content-Length, which chunked bodies do not have."""
-    announced = headers.get("content-length", "")
-    if not announced.isdecimal() or len(announced) > 18:  # more no server lets through
-        return None
-    return int(announced)
+def _content_length(headers: Headers) -> int | None:
+    """Return Content-Length; None for a chunked body."""
+    length = headers.get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) <= 18 else None
 
 
-def _too_large(found: str, cap: int, headers: Headers, body: _Body) -> BodyTooLargeError:
-    message = f"request body: found {found} bytes, expected at most {cap} (the server's setting wire_body_mb)"
+def _too_large(size: str, cap: int, headers: Headers, body: _Body) -> BodyTooLargeError:
+    message = f"request body: found {size} bytes, expected at most {cap} (the server's setting wire_body_mb)"
     encoding = headers.get("content-encoding", "identity").strip().lower()
     start = body.value()[:HEAD_BYTES]
     return BodyTooLargeError(message, start if encoding == "identity" else first_bytes(start, encoding))
 
 
-async def _in_time(reading: Coroutine[None, None, None], size: int) -> None:
-    """Who holds room for a body must send it: others wait."""
+async def _within_deadline(reading: Coroutine[None, None, None], size: int) -> None:
+    """Await `reading`; TooSlowError when it takes too long: its share of the budget keeps others waiting."""
     within = GRACE_S + size / SLOWEST_BYTES_PER_S
     try:
         async with asyncio.timeout(within):
             await reading
     except TimeoutError:
         raise TooSlowError(
-            f"request body: {size} bytes did not come within {within:.0f} s, "
+            f"request body: {size} bytes did not arrive within {within:.0f} s, "
             f"expected at least {SLOWEST_BYTES_PER_S // 1000} kB/s"
         ) from None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receive that gives the body once and then whatever the server says (a disconnect)."""
+    """Return a `receive` that gives the body once and then the server's messages (a disconnect)."""
     given = False
 
     async def replay() -> Message:

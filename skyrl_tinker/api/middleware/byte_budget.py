@@ -1,4 +1,4 @@
-"""Memory that many requests share, in bytes."""
+"""Memory budget in bytes, shared by concurrent requests."""
 
 import asyncio
 from collections import deque
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Share:
-    """What one request holds of a budget."""
+    """Bytes of the budget that one request holds."""
 
     size: int
 
 
 class ByteBudget:
-    """At most `total` bytes are held at once. Who asks for more than is left waits, first come, first served;
-    who asks for more than there is waits until nobody else holds any."""
+    """Budget of `total` bytes, granted first come, first served.
+
+    A request for more than is left waits; one for more than `total` waits until it is the only holder.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -25,39 +27,39 @@ class ByteBudget:
 
     @asynccontextmanager
     async def holding(self, size: int) -> AsyncIterator[Share]:
-        """What of the share is given back earlier (`shrink`) others may have at once."""
+        """Hold `size` bytes inside the context; `shrink` gives a part back earlier."""
         share = Share(min(size, self._total))
-        await self._take(share.size)
+        await self._acquire(share.size)
         try:
             yield share
         finally:
             self.shrink(share, 0)
 
     def shrink(self, share: Share, size: int) -> None:
-        """Hold only `size` bytes from now on; a share never grows."""
+        """Reduce the share to `size` bytes; it never grows."""
         size = min(size, share.size)
         self._left += share.size - size
         share.size = size
-        self._serve()
+        self._grant()
 
-    async def _take(self, size: int) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, turn))
-        self._serve()
+    async def _acquire(self, size: int) -> None:
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, granted))
+        self._grant()
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had its turn already
+            if not granted.cancelled():
                 self._left += size
-            self._serve()
+            self._grant()
             raise
 
-    def _serve(self) -> None:
+    def _grant(self) -> None:
         while self._waiting:
-            size, turn = self._waiting[0]
-            if not turn.cancelled():
+            size, granted = self._waiting[0]
+            if not granted.cancelled():
                 if size > self._left:
                     return
                 self._left -= size
-                turn.set_result(None)
+                granted.set_result(None)
             self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""Compressed request bodies, expanded up to a cap."""
+"""Decompression of request bodies, up to a cap."""
 
 import io
 import zlib
@@ -12,7 +12,7 @@ import zstandard
 from skyrl_tinker.errors import TooLargeError, UserError
 
 MAX_ZSTD_WINDOW = 1 << 27
-"""What zstd's own programs take; a frame may ask for 2 GiB."""
+"""Window limit of the zstd programs; a frame may ask for 2 GiB."""
 _SMALLEST_SLICE = 64
 
 
@@ -32,7 +32,7 @@ class _Codec:
 
 
 _CODECS = {
-    # a block of 4 bytes can say "128 KiB of the same byte"
+    # a block of 4 bytes can encode 128 KiB of one byte
     "zstd": _Codec(
         "zstd", lambda: zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj(), 32768
     ),
@@ -41,11 +41,11 @@ _CODECS = {
 
 
 def require_known(encoding: str) -> None:
-    """Raises UserError."""
+    """Raise UserError for an unknown encoding."""
     _codec(encoding)
 
 
-def _codec(encoding: str) -> "_Codec":
+def _codec(encoding: str) -> _Codec:
     codec = _CODECS.get(encoding)
     if codec is None:
         raise UserError(f"Content-Encoding: found {encoding!r}, expected zstd, gzip or identity")
@@ -53,7 +53,7 @@ def _codec(encoding: str) -> "_Codec":
 
 
 def decompress(body: bytes, encoding: str, cap: int) -> bytes:
-    """The decompressed body. TooLargeError once it passes `cap` bytes, UserError when it is not intact."""
+    """Return the decompressed body. TooLargeError once it passes `cap` bytes, UserError if it is corrupt."""
     out = io.BytesIO()
     for piece in _expand(body, _codec(encoding), cap):
         if out.tell() + len(piece) > cap:
@@ -65,7 +65,7 @@ def decompress(body: bytes, encoding: str, cap: int) -> bytes:
 
 
 def first_bytes(body: bytes, encoding: str) -> bytes:
-    """What the beginning of a body that may be cut off expands to; empty when nothing can be told."""
+    """Return the expanded beginning of a possibly truncated body; empty if it cannot be decompressed."""
     with suppress(UserError):
         for piece in _expand(body, _codec(encoding), len(body)):
             if piece:
@@ -74,17 +74,17 @@ def first_bytes(body: bytes, encoding: str) -> bytes:
 
 
 def most_expanded(body: bytes, encoding: str) -> int:
-    """How many bytes it can become. UserError for an encoding that is not known."""
+    """Return an upper bound of the expanded size in bytes. UserError for an unknown encoding."""
     if encoding == "zstd":
         with suppress(zstandard.ZstdError):
-            known = zstandard.frame_content_size(body)
-            if known >= 0:
-                return known
+            content_size = zstandard.frame_content_size(body)
+            if content_size >= 0:
+                return content_size
     return len(body) * _codec(encoding).max_expansion
 
 
 def _expand(body: bytes, codec: _Codec, cap: int) -> Iterator[bytes]:
-    """Feeds slices so small that none of them can expand far beyond what is left of the cap."""
+    """Yield expanded pieces, from slices so small that none expands far beyond what is left of `cap`."""
     stream = codec.open()
     start = 0
     left = cap

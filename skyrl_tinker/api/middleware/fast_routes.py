@@ -1,7 +1,7 @@
-"""The short way of requests that come for every sample and every pass.
+"""Dispatch without FastAPI for the requests that come with every sample and every pass.
 
-What FastAPI does for any request (matching one route after another, resolving dependencies, several stacks of
-exceptions) costs more than all that the API does for these.
+FastAPI's own work per request (matching routes one by one, resolving dependencies, several exception
+stacks) costs more than everything that the API does for these.
 """
 
 from collections.abc import Callable, Coroutine, Iterable
@@ -20,7 +20,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class FastRoute(APIRoute):
-    """Its endpoint gets the request and the services. Its path has no parameters, its method is POST."""
+    """POST route without path parameters, whose endpoint takes the request and the services."""
 
     def get_route_handler(self) -> Handler:
         endpoint = self.endpoint
@@ -35,7 +35,7 @@ class FastRoute(APIRoute):
 
 
 class FastPaths:
-    """Hands requests for hot routes to their handlers, found by path; all others go on to the router."""
+    """ASGI layer that calls a FastRoute's handler, found by path; other requests go on to the router."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app

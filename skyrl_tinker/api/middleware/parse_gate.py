@@ -1,4 +1,4 @@
-"""A limit on how many large bodies are parsed at once."""
+"""Limit on how many large bodies are parsed at once."""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -9,15 +9,15 @@ from skyrl_tinker.off_loop import OFF_LOOP_BYTES
 
 
 class Gate:
-    """Lets a few large bodies at a time be parsed and written down, others wait.
+    """Semaphore for parsing and storing large bodies; small ones pass freely.
 
-    More would not be done sooner, but all else would wait for them: for Python's lock, in the store's queue.
+    More at a time would finish no sooner, and everything else would wait for the GIL and the store's queue.
     """
 
     def __init__(self, at_once: int) -> None:
-        self._turns = asyncio.Semaphore(at_once)
+        self._semaphore = asyncio.Semaphore(at_once)
 
-    def through(self, request: Request) -> AbstractAsyncContextManager[None]:
-        """Before its body, which the middleware holds and has measured, is copied from there."""
+    def admit(self, request: Request) -> AbstractAsyncContextManager[None]:
+        """Return the context in which to read and parse the body, whose Content-Length the middleware set."""
         size = int(request.headers["content-length"])
-        return self._turns if size > OFF_LOOP_BYTES else nullcontext()
+        return self._semaphore if size > OFF_LOOP_BYTES else nullcontext()

@@ -1,1 +1,1 @@
-"""The OpenAPI document, its description and its examples, served at /docs."""
+"""OpenAPI document served at /docs: schemas of bodies, description, examples."""

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says beyond FastAPI's own: the bodies, which routes read by hand, and the key."""
+"""Parts of the OpenAPI document that FastAPI does not derive: request bodies, result schemas, the API key."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,11 +26,11 @@ from skyrl_tinker.protocol.schemas.training import (
 Json = dict[str, Any]
 
 ERRORS: dict[int | str, Json] = {
-    "4XX": {"model": ErrorResponse, "description": "The request is wrong; `detail` says what was expected"}
+    "4XX": {"model": ErrorResponse, "description": "The request is invalid; `detail` says what was expected"}
 }
 OPENAI_ERRORS: dict[int | str, Json] = {
     "4XX": {
-        "description": "The request is wrong",
+        "description": "The request is invalid",
         "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
     }
 }
@@ -49,7 +49,7 @@ _RESULTS = (
 
 
 class Documented(FastAPI):
-    """Its document tells of the key; every answer of 4xx has `detail`."""
+    """FastAPI whose document describes the API key."""
 
     def openapi(self) -> Json:
         if self.openapi_schema is None:
@@ -68,18 +68,18 @@ class Documented(FastAPI):
 
 
 def takes(*models: type[Message]) -> Json:
-    """openapi_extra of a route whose JSON body is one of `models`."""
+    """Return openapi_extra for a route whose JSON body is one of `models`."""
     schema = schema_of(*models)
     return _body(schema, {model.__name__: EXAMPLES[model] for model in models})
 
 
 def takes_telemetry() -> Json:
-    """openapi_extra of the route that answers whatever comes."""
+    """Return openapi_extra for the telemetry route, which accepts any object."""
     return _body({"type": "object"}, {"events": TELEMETRY})
 
 
 def takes_pass(*, forward: bool) -> Json:
-    """openapi_extra of forward_backward and of forward. Large: no models, see wire.json_training."""
+    """Return openapi_extra for forward_backward and forward, whose bodies have no pydantic model."""
     example = FORWARD_PASS if forward else PASS
     extra = _body(_pass_schema("forward_input" if forward else "forward_backward_input"), {"pass": example})
     extra["requestBody"]["content"]["application/x-protobuf"] = {"schema": _BINARY}
@@ -87,7 +87,7 @@ def takes_pass(*, forward: bool) -> Json:
 
 
 def answers(media_type: str, schema: Json | None = None, **others: Json) -> dict[int | str, Json]:
-    """`responses` of a route that answers with bytes (no schema), text or JSON of its own."""
+    """Return `responses` for a route that answers with bytes (no schema), text or JSON of its own."""
     content = {media_type: {"schema": schema or _BINARY}}
     return {200: {"description": "OK", "content": content | others}}
 
@@ -99,14 +99,14 @@ def answers_with_result() -> dict[int | str, Json]:
 
 
 def schema_of(*models: type[Message]) -> Json:
-    """One schema, complete in itself: references from inside a larger document would not lead anywhere."""
+    """Return one schema without references: in a larger document they would not resolve."""
     schemas = [_inlined(TypeAdapter(model).json_schema()) for model in models]
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _body(schema: Json, examples: Mapping[str, Json]) -> Json:
-    shown = {name: {"value": example} for name, example in examples.items()}
-    content = {"application/json": {"schema": schema, "examples": shown}}
+    by_name = {name: {"value": example} for name, example in examples.items()}
+    content = {"application/json": {"schema": schema, "examples": by_name}}
     return {"requestBody": {"required": True, "content": content}}
 
 
@@ -148,7 +148,7 @@ def _inlined(schema: Json) -> Json:
 
     def resolve(node: Any) -> Any:
         if isinstance(node, list):
-            return [resolve(each) for each in node]
+            return [resolve(item) for item in node]
         if not isinstance(node, dict):
             return node
         if "$ref" in node:

@@ -1,4 +1,4 @@
-"""A body that works for every message a client sends, once its ids are replaced: shown in /docs."""
+"""Example bodies, one per message, shown in /docs; they are valid once their ids are replaced."""
 
 from collections.abc import Mapping
 from typing import Any

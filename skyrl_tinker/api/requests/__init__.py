@@ -1,1 +1,1 @@
-"""Request bodies, read, checked and submitted to the journal."""
+"""Request bodies: read, checked and submitted to the journal."""

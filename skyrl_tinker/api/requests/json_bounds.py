@@ -1,4 +1,4 @@
-"""JSON bodies: of a bounded number of parts and a bounded depth."""
+"""JSON parser with bounds on the number of parts and on the depth."""
 
 import re
 
@@ -8,14 +8,14 @@ from skyrl_tinker.errors import TooLargeError, UserError
 
 MAX_DEPTH = 64
 MAX_PARTS = 4_000_000
-"""Brackets, quotes and commas: a value of two bytes takes a hundred once it is parsed."""
+"""Brackets, quotes and commas: a parsed value of two bytes takes about a hundred."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 def parse_json(body: bytes) -> object:
-    """The parsed body. UserError when it is not JSON, of too many parts, or nested deeper than MAX_DEPTH."""
+    """Parse the body. UserError if it is not JSON, has more than MAX_PARTS or is deeper than MAX_DEPTH."""
     _check_parts(body)
     try:
         value: object = orjson.loads(body)
@@ -34,7 +34,7 @@ def _check_parts(body: bytes) -> None:
 
 
 def _check_depth(body: bytes) -> None:
-    """`body` is valid JSON. Each pass takes away the innermost level of brackets, at the speed of C."""
+    """Check valid JSON: each iteration removes the innermost brackets, at the speed of C."""
     brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NOT_BRACKETS)
     for _ in range(MAX_DEPTH):
         if not brackets:

@@ -1,4 +1,4 @@
-"""Losses to be kept. A wrong one becomes a promise that is born failed: its number is taken."""
+"""create_custom_loss. An invalid loss is stored as a failed future, because its number is used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,16 +31,14 @@ class Upload:
         )
 
 
-def read(payload: Mapping[str, Any]) -> Upload:
-    """create_custom_loss. Raises UserError when the request has another form, and nothing is kept of it."""
-    wanted = parse(CreateCustomLossRequest, payload)
-    loss, failure = _checked(wanted)
-    new = NewLoss(SessionId(wanted.session_id), wanted.custom_loss_seq_id, loss)
-    return Upload(new, payload_digest(RequestKind.CREATE_CUSTOM_LOSS, payload), failure)
-
-
-def _checked(wanted: CreateCustomLossRequest) -> tuple[CustomLoss | None, Failure | None]:
+def read_upload(payload: Mapping[str, Any]) -> Upload:
+    """Read and check the request. UserError if it has another form; then nothing is stored."""
+    message = parse(CreateCustomLossRequest, payload)
+    loss: CustomLoss | None = None
+    failure: Failure | None = None
     try:
-        return check_custom_loss(wanted), None
+        loss = check_custom_loss(message)
     except UserError as error:
-        return None, Failure(str(error), error.category)
+        failure = Failure(str(error), error.category)
+    new = NewLoss(SessionId(message.session_id), message.custom_loss_seq_id, loss)
+    return Upload(new, payload_digest(RequestKind.CREATE_CUSTOM_LOSS, payload), failure)

@@ -1,4 +1,4 @@
-"""Models to be: made anew, or from a checkpoint. A wrong wish becomes a model that is born failed."""
+"""create_model and load_weights without model_id. An invalid request is stored as a failed model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,27 +7,26 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain import tinker_path
-from skyrl_tinker.domain.ids import CheckpointKind, OwnerId, RequestKind, SessionId
+from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.values import Failure, LoraSpec
-from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.training import CreateModelRequest, CreateViaLoadRequest
 from skyrl_tinker.protocol.stored_requests import CreateModelBody, payload_digest
 from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
 from skyrl_tinker.protocol.validation.steps import validate_create_via_load
-from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store import checkpoint_records, checkpoint_rules
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import Accepted
-from skyrl_tinker.store.model_records import NewModel
+from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
 
-_ADAMW = {"type": "adamw"}
-_NO_SPEC = LoraSpec(rank=0, seed=0)  # of a model that will never be
+_NO_SPEC = LoraSpec(rank=0, seed=0)  # for a model that failed
 
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """A model to be made by the engine, or with `failure` one that never will be."""
+    """Model for the engine to create, or with `failure` one that is stored as failed."""
 
     kind: RequestKind
     model: NewModel
@@ -47,83 +46,77 @@ class Creation:
         )
 
 
-def anew(wanted: CreateModelRequest, payload: Mapping[str, Any], limits: Limits) -> Creation:
-    """create_model."""
+def new_model(message: CreateModelRequest, payload: Mapping[str, Any], limits: Limits) -> Creation:
+    """Check create_model."""
     digest = payload_digest(RequestKind.CREATE_MODEL, payload)
     try:
-        validate_base_model(wanted.base_model, limits)
-        spec = validate_lora_config(wanted.lora_config, limits)
-        model = _model(wanted, wanted.base_model, spec, validate_optimizer_config(wanted.optimizer_config))
+        validate_base_model(message.base_model, limits)
+        spec = validate_lora_config(message.lora_config, limits)
+        model = _model(message, message.base_model, spec, validate_optimizer_config(message.optimizer_config))
     except UserError as error:
-        return _failed(RequestKind.CREATE_MODEL, _model(wanted, wanted.base_model), digest, error)
+        return _failed(RequestKind.CREATE_MODEL, _model(message, message.base_model), digest, error)
     return Creation(RequestKind.CREATE_MODEL, model, digest, CreateModelBody().to_bytes())
 
 
-async def from_checkpoint(
+async def model_from_checkpoint(
     conn: AsyncConnection,
     owner: OwnerId | None,
-    wanted: CreateViaLoadRequest,
+    message: CreateViaLoadRequest,
     payload: Mapping[str, Any],
     limits: Limits,
 ) -> Creation:
-    """load_weights without a model_id. The checkpoint tells base model and LoRA config."""
+    """Check load_weights without a model_id. The checkpoint determines base model and LoRA config."""
     digest = payload_digest(RequestKind.LOAD_WEIGHTS, payload)
     try:
-        body = validate_create_via_load(wanted, limits)
-        row = await find_checkpoint(conn, owner, wanted.path)
-        _check_resumable(row, wanted.optimizer, limits)
+        body = validate_create_via_load(message, limits)
+        row = await find_checkpoint(conn, owner, message.path)
+        checkpoint_rules.require_resumable(
+            row,
+            optimizer=message.optimizer,
+            base_models=limits.base_models,
+            max_lora_rank=limits.max_lora_rank,
+        )
     except UserError as error:
-        base_model = wanted.base_model or limits.base_models[0]
-        return _failed(RequestKind.LOAD_WEIGHTS, _model(wanted, base_model), digest, error)
-    optimizer = row.optimizer_config if wanted.optimizer else body.optimizer_config
-    model = _model(wanted, wanted.base_model or row.base_model, row.spec, optimizer)
+        base_model = message.base_model or limits.base_models[0]
+        return _failed(RequestKind.LOAD_WEIGHTS, _model(message, base_model), digest, error)
+    optimizer = row.optimizer_config if message.optimizer else body.optimizer_config
+    model = _model(message, message.base_model or row.base_model, row.spec, optimizer)
     return Creation(RequestKind.LOAD_WEIGHTS, model, digest, body.to_bytes())
 
 
 async def find_checkpoint(conn: AsyncConnection, owner: OwnerId | None, path: str) -> CheckpointRow:
-    """This owner's, or a published one. UserError for a malformed path, NotFoundError when there is none."""
-    where = tinker_path.parse(path)
-    row = await checkpoint_records.find(conn, owner, where.model_id, where.kind, where.name)
+    """Return the owner's checkpoint, or a published one.
+
+    Raises UserError for a malformed path, NotFoundError when there is none.
+    """
+    parsed = tinker_path.parse(path)
+    row = await checkpoint_records.find(conn, owner, parsed.model_id, parsed.kind, parsed.name)
     if row is None:
-        raise NotFoundError(f"path: found {path!r}, expected a checkpoint that exists and has not expired")
+        raise checkpoint_rules.not_found(path)
     return row
 
 
-def _check_resumable(row: CheckpointRow, optimizer: bool, limits: Limits) -> None:
-    if row.kind is not CheckpointKind.WEIGHTS:
-        raise UserError(
-            f"path: found a checkpoint of kind {row.kind}, expected weights (made by save_weights)"
-        )
-    if row.base_model not in limits.base_models:
-        raise UserError(
-            f"path: found a checkpoint of base model {row.base_model!r}, "
-            f"expected one of {', '.join(limits.base_models)}"
-        )
-    if row.spec.rank > limits.max_lora_rank:
-        raise UserError(
-            f"path: found a checkpoint of LoRA rank {row.spec.rank}, "
-            f"expected at most {limits.max_lora_rank} (the server's setting max_lora_rank)"
-        )
-    if optimizer and not row.has_optimizer:
-        raise UserError(
-            "optimizer: found true, expected false: the checkpoint holds no optimizer state "
-            "(create_training_client_from_state loads it)"
-        )
+async def find_own_checkpoint(
+    conn: AsyncConnection, owner: OwnerId | None, run: str, checkpoint_id: str
+) -> CheckpointRow:
+    """Return the owner's checkpoint `<kind>/<name>`. Raises UserError (malformed id), NotFoundError."""
+    path = tinker_path.parse_checkpoint_id(ModelId(run), checkpoint_id)
+    return await checkpoint_records.own(conn, owner, path.model_id, path.kind, path.name)
 
 
 def _model(
-    wanted: CreateModelRequest | CreateViaLoadRequest,
+    message: CreateModelRequest | CreateViaLoadRequest,
     base_model: str,
     spec: LoraSpec = _NO_SPEC,
     optimizer_config: Mapping[str, Any] | None = None,
 ) -> NewModel:
     return NewModel(
-        session_id=SessionId(wanted.session_id),
-        model_seq_id=wanted.model_seq_id,
+        session_id=SessionId(message.session_id),
+        model_seq_id=message.model_seq_id,
         base_model=base_model,
         spec=spec,
-        optimizer_config=optimizer_config or _ADAMW,
-        user_metadata=wanted.user_metadata,
+        optimizer_config=optimizer_config or DEFAULT_OPTIMIZER,
+        user_metadata=message.user_metadata,
     )
 
 

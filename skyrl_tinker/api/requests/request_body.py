@@ -1,4 +1,4 @@
-"""Request bodies, read and checked. What is large is parsed off the loop."""
+"""Request bodies, read and checked; large ones are parsed off the event loop."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -14,13 +14,13 @@ M = TypeVar("M", bound=Message)
 
 
 async def read_json(request: Request) -> Mapping[str, Any]:
-    """The body as a JSON object. UserError when it is not one."""
+    """Return the body as a JSON object. UserError if it is none."""
     body = await request.body()
     return await off_loop(len(body), lambda: json_object(body))
 
 
 async def read_model(request: Request, model: type[M]) -> M:
-    """The body as `model`. UserError that names the field."""
+    """Return the body as `model`. UserError that names the invalid field."""
     body = await request.body()
     return await off_loop(len(body), lambda: parse(model, json_object(body)))
 

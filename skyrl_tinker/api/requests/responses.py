@@ -1,4 +1,4 @@
-"""Answers that may be long."""
+"""Responses that may be long."""
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
@@ -8,8 +8,8 @@ from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.store import Store
 
 
-async def from_rows(store: Store, read: Op[Message]) -> Response:
-    """What `read` makes of rows, as JSON: all of it in a thread, while the loop serves others."""
+async def json_from_rows(store: Store, read: Op[Message]) -> Response:
+    """Return the message that `read` builds, as JSON; reading and encoding run in a thread."""
 
     async def as_json(conn: AsyncConnection) -> str:
         return (await read(conn)).model_dump_json()

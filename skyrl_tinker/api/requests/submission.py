@@ -1,4 +1,4 @@
-"""How a training request enters the journal. A wrong one enters too, as failed: its seq_id is taken."""
+"""Submission of training requests. An invalid one is stored as failed, because its seq_id is used."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Body(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One training request, checked. `failure` set: `body` is empty and never read."""
+    """Checked training request. With `failure`, `body` is empty and never read."""
 
     kind: RequestKind
     model_id: ModelId
@@ -35,7 +35,7 @@ class Submission:
 def from_json(
     kind: RequestKind, payload: Mapping[str, Any], check: Callable[[Mapping[str, Any]], Body]
 ) -> Submission:
-    """Check a JSON request by `check`, whose UserError becomes the failure of the future.
+    """Read a JSON request; a UserError of `check` becomes the failure of its future.
 
     Raises UserError only when model_id or seq_id cannot be read.
     """
@@ -52,28 +52,30 @@ def body_or_failure(make: Callable[[], bytes]) -> tuple[bytes, Failure | None]:
         return b"", Failure(str(error), error.category)
 
 
-async def submit_training(services: Services, owner: OwnerId | None, wanted: Submission) -> AcceptedFuture:
-    """Write it down and wake the engine; answers the first promise when it was here before."""
+async def submit_training(
+    services: Services, owner: OwnerId | None, submission: Submission
+) -> AcceptedFuture:
+    """Store the request and wake the engine; a repeated request gets the future of the first one."""
     accepted = await services.store.write(
         lambda conn: queue.submit_training(
             conn,
-            wanted.kind,
-            wanted.model_id,
-            wanted.seq_id,
+            submission.kind,
+            submission.model_id,
+            submission.seq_id,
             owner=owner,
-            body=wanted.body,
-            digest=wanted.digest,
-            failure=wanted.failure,
+            body=submission.body,
+            digest=submission.digest,
+            failure=submission.failure,
         ),
         services.wake_engine,
     )
-    return announce(services, owner, accepted, pending=wanted.failure is None)
+    return announce(services, owner, accepted, pending=submission.failure is None)
 
 
 def announce(
     services: Services, owner: OwnerId | None, accepted: Accepted, *, pending: bool
 ) -> AcceptedFuture:
-    """What the client is told; the API processes are rung when the result is there already."""
+    """Return the client's answer; if the result is stored already, ring the API processes."""
     if not pending:
         services.bell.ring("api")
     elif accepted.created:

@@ -1,1 +1,1 @@
-"""Bodies of REST answers, built from rows: runs, bills, traces, archives, copies."""
+"""Bodies of REST responses, built from rows: runs, bills, traces, archives, copies."""

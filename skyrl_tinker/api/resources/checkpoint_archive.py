@@ -1,5 +1,4 @@
-"""A LoRA checkpoint as one tar, made while it is sent: what `tinker checkpoint download` of SDKs up to 0.35
-unpacks."""
+"""LoRA checkpoint as a tar, built while it is sent, for `tinker checkpoint download` of SDKs up to 0.35."""
 
 import json
 import tarfile
@@ -15,14 +14,14 @@ from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 COMPLETE_FILE = "checkpoint_complete"
-"""`tinker checkpoint push-hf` of those SDKs refuses an archive without it."""
+"""Marker without which `tinker checkpoint push-hf` of those SDKs refuses an archive."""
 _CHUNK = 1 << 20
 _END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """`weights` has `weights_size` bytes and comes last; `texts` are small files by name."""
+    """Contents of a tar: `texts`, small files by name, then `weights` of `weights_size` bytes."""
 
     texts: Mapping[str, bytes]
     weights: Path
@@ -31,7 +30,7 @@ class Archive:
 
     @property
     def size(self) -> int:
-        """Of the tar, in bytes."""
+        """Size of the tar in bytes."""
         sizes = [*map(len, self.texts.values()), self.weights_size]
         return sum(tarfile.BLOCKSIZE + size + len(_padding(size)) for size in sizes) + len(_END)
 
@@ -51,25 +50,25 @@ class Archive:
 
 
 def require_archivable(row: CheckpointRow) -> None:
-    """Raises UserError that says what to do instead."""
+    """Raise UserError, which names the alternative, unless the checkpoint is a LoRA adapter."""
     if row.kind is CheckpointKind.EXTERNAL_WEIGHTS:
         raise UserError(f"{row.path} has no archive: its files have URLs (external_weights_urls)")
     if row.spec.rank == 0:
         raise UserError(
-            f"{row.path} has all parameters, expected a LoRA adapter: archives hold nothing else; "
+            f"{row.path} holds all parameters, expected a LoRA adapter: "
             "export it with save_weights_external (SDK 0.28 and newer)"
         )
 
 
 async def archive_of(row: CheckpointRow) -> Archive:
-    """Raises NotFoundError when the files were removed a moment ago."""
+    """Return the archive of a LoRA checkpoint. NotFoundError if its files were just removed."""
     directory = anyio.Path(row.directory)
     try:
         config = json.loads(await (directory / ADAPTER_CONFIG_FILE).read_text())
         size = (await (directory / ADAPTER_FILE).stat()).st_size
     except FileNotFoundError:
         raise NotFoundError(f"no checkpoint {row.path}: its files are gone") from None
-    config["base_model_name_or_path"] = row.base_model  # the file has a directory of this server's
+    config["base_model_name_or_path"] = row.base_model  # the file names a local directory
     texts = {ADAPTER_CONFIG_FILE: json.dumps(config, indent=2).encode(), COMPLETE_FILE: b""}
     return Archive(texts, Path(row.directory) / ADAPTER_FILE, size, row.created_at)
 

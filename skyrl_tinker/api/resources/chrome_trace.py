@@ -1,8 +1,8 @@
-"""A session's requests as a trace, in the JSON array of the Trace Event Format, which Perfetto reads:
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""Trace of a session's requests, as a JSON array of the Trace Event Format, which Perfetto reads.
 
-Each model and each sampler is a process there. Requests overlap, so each is a pair of async events
-("b" and "e") of its own id.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Each model and each sampler is a process. Requests overlap, so each one is a pair of async events ("b", "e")
+with an id.
 """
 
 from collections.abc import AsyncIterator
@@ -13,18 +13,18 @@ from typing import Any
 import orjson
 
 from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.reports import timeline
 from skyrl_tinker.store.reports.timeline import Slice, Track
 from skyrl_tinker.store.store import Store
 
-PAGE = 1000
 Event = dict[str, Any]
 
 
 async def chrome_trace(store: Store, session: SessionId) -> AsyncIterator[bytes]:
-    """JSON, in pieces: a page of requests at a time is in memory.
+    """Yield the JSON in pieces, with one page of requests in memory at a time.
 
-    Each is read in a thread: reads on the loop never wait, and so would hold it until the end.
+    Pages are read in a thread: reads on the event loop never yield, so a long session would block it.
     """
     separator = b"["
     async for events in _pages(store, session):
@@ -34,16 +34,16 @@ async def chrome_trace(store: Store, session: SessionId) -> AsyncIterator[bytes]
 
 
 async def _pages(store: Store, session: SessionId) -> AsyncIterator[list[Event]]:
-    numbers = count(1)
+    process_ids = count(1)
     async for track in _tracks(store, session):
-        number = next(numbers)
-        yield [{"ph": "M", "pid": number, "name": "process_name", "args": {"name": track.label}}]
+        pid = next(process_ids)
+        yield [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": track.label}}]
         async for slices in _slices(store, track):
-            yield [event for each in slices for event in _events(each, number)]
+            yield [event for request in slices for event in _events(request, pid)]
 
 
 async def _tracks(store: Store, session: SessionId) -> AsyncIterator[Track]:
-    """Models first, then samplers, in the order in which they were made."""
+    """Yield models, then samplers, each in order of creation."""
     for query in (timeline.models, timeline.samplers):
         after = -1
         while True:
@@ -66,14 +66,14 @@ async def _slices(store: Store, track: Track) -> AsyncIterator[list[Slice]]:
             break
 
 
-def _events(each: Slice, process: int) -> list[Event]:
-    """Of what is pending only the begin: Perfetto draws it to the end of the trace."""
-    common = {"cat": "request", "id": each.id, "pid": process, "tid": 0, "name": each.kind}
-    told = {"seq_id": each.seq_id, "status": each.status, "request_id": each.request_id}
-    begin = {**common, "ph": "b", "ts": _microseconds(each.created_at), "args": told}
-    if each.finished_at is None:
+def _events(request: Slice, pid: int) -> list[Event]:
+    """Return begin and end; a pending request has no end, and Perfetto draws it to the end of the trace."""
+    common = {"cat": "request", "id": request.id, "pid": pid, "tid": 0, "name": request.kind}
+    args = {"seq_id": request.seq_id, "status": request.status, "request_id": request.request_id}
+    begin = {**common, "ph": "b", "ts": _microseconds(request.created_at), "args": args}
+    if request.finished_at is None:
         return [begin]
-    return [begin, {**common, "ph": "e", "ts": _microseconds(each.finished_at)}]
+    return [begin, {**common, "ph": "e", "ts": _microseconds(request.finished_at)}]
 
 
 def _microseconds(seconds: float) -> int:

@@ -1,4 +1,4 @@
-"""Training runs and checkpoints, from rows to the wire."""
+"""Training runs and checkpoints: rows to schemas."""
 
 import json
 from collections.abc import Mapping
@@ -50,5 +50,5 @@ def checkpoint(row: CheckpointRow) -> Checkpoint:
 
 
 def as_strings(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """create_model takes any JSON as values; the SDK crashes on reading anything but strings."""
+    """Turn values into strings: create_model accepts any JSON, the SDK reads strings only."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}

@@ -1,4 +1,4 @@
-"""The bill of a stretch of hours: tokens, checkpoints and what they took, without prices."""
+"""Usage of a range of hours: tokens, checkpoints and their storage, without prices."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -42,58 +42,57 @@ class Line:
 async def bill(
     conn: AsyncConnection, owner: OwnerId | None, first: int, end: int, now: float
 ) -> UsageResponse:
-    """This owner's, of the hours [first, end) since the epoch. May read and count much: for a thread."""
+    """Return the owner's usage in the hours [first, end) since the epoch. May be slow: for a thread."""
     hourly = await usage_records.between(conn, owner, first, end)
     stored = await storage.between(conn, owner, first * HOUR_S, min(end * HOUR_S, now))
-    labels = await session_summaries.labels(
-        conn, owner, {each.session_id for each in hourly} | {each.session_id for each in stored}
-    )
+    sessions = {usage.session_id for usage in hourly} | {period.session_id for period in stored}
+    labels = await session_summaries.labels(conn, owner, sessions)
     lines = [
-        *(line for each in hourly for line in _tokens(each, labels[each.session_id].project_id)),
-        *_saved(stored, first, end),
-        *_kept(stored, first, end, now),
+        *(line for usage in hourly for line in _tokens(usage, labels[usage.session_id].project_id)),
+        *_saves(stored, first, end),
+        *_storage(stored, first, end, now),
     ]
     lines.sort(key=lambda line: (line.hour, -_token_count(line.info)))
     return _response(lines, labels, await api_keys.name_of(conn, owner))
 
 
-def _tokens(each: Hourly, project_id: str | None) -> Iterator[Line]:
-    for info in _infos(each):
+def _tokens(hourly: Hourly, project_id: str | None) -> Iterator[Line]:
+    for info in _token_usages(hourly):
         if info.token_count:
-            yield Line(each.hour, each.base_model, each.session_id, project_id, info)
+            yield Line(hourly.hour, hourly.base_model, hourly.session_id, project_id, info)
 
 
-def _infos(each: Hourly) -> tuple[TrainingUsage | PrefillUsage | SampleUsage, ...]:
-    used = each.usage
-    if each.kind is not RequestKind.SAMPLE:
-        return (TrainingUsage(token_count=used.input_tokens),)
+def _token_usages(hourly: Hourly) -> tuple[TrainingUsage | PrefillUsage | SampleUsage, ...]:
+    usage = hourly.usage
+    if hourly.kind is not RequestKind.SAMPLE:
+        return (TrainingUsage(token_count=usage.input_tokens),)
     return (
-        PrefillUsage(cached=False, token_count=used.input_tokens - used.cached_tokens),
-        PrefillUsage(cached=True, token_count=used.cached_tokens),
-        SampleUsage(token_count=used.output_tokens),
+        PrefillUsage(cached=False, token_count=usage.input_tokens - usage.cached_tokens),
+        PrefillUsage(cached=True, token_count=usage.cached_tokens),
+        SampleUsage(token_count=usage.output_tokens),
     )
 
 
-def _saved(stored: Sequence[StoredPeriod], first: int, end: int) -> Iterator[Line]:
-    """Checkpoints by the hour in which they were made."""
+def _saves(stored: Sequence[StoredPeriod], first: int, end: int) -> Iterator[Line]:
+    """Count checkpoints by the hour of their creation."""
     counts: Counter[tuple[int, str, str, str | None]] = Counter()
-    for each in stored:
-        hour = int(each.created_at // HOUR_S)
+    for period in stored:
+        hour = int(period.created_at // HOUR_S)
         if first <= hour < end:
-            counts[hour, each.base_model, each.session_id, each.project_id] += 1
+            counts[hour, period.base_model, period.session_id, period.project_id] += 1
     for key, count in counts.items():
         yield Line(*key, CheckpointUsage(count=count))
 
 
-def _kept(stored: Sequence[StoredPeriod], first: int, end: int, now: float) -> Iterator[Line]:
-    """What they took: bytes, hour by hour, as long as they lived."""
-    taken: Counter[tuple[int, str, str | None]] = Counter()  # byte seconds
-    for each in stored:
-        ended = min(now, each.ended_at or now)
-        for hour in range(max(first, int(each.created_at // HOUR_S)), min(end, int(ended // HOUR_S) + 1)):
-            lived = min(ended, (hour + 1) * HOUR_S) - max(each.created_at, hour * HOUR_S)
-            taken[hour, each.base_model, each.project_id] += round(each.size_bytes * lived)
-    for (hour, base_model, project), byte_seconds in (+taken).items():
+def _storage(stored: Sequence[StoredPeriod], first: int, end: int, now: float) -> Iterator[Line]:
+    """Sum the checkpoints' bytes over the time that they existed, by the hour."""
+    totals: Counter[tuple[int, str, str | None]] = Counter()  # byte seconds
+    for period in stored:
+        ended = min(now, period.ended_at or now)
+        for hour in range(max(first, int(period.created_at // HOUR_S)), min(end, int(ended // HOUR_S) + 1)):
+            seconds = min(ended, (hour + 1) * HOUR_S) - max(period.created_at, hour * HOUR_S)
+            totals[hour, period.base_model, period.project_id] += round(period.size_bytes * seconds)
+    for (hour, base_model, project), byte_seconds in (+totals).items():
         info = StorageUsage(gigabyte_hours=byte_seconds / HOUR_S / GIGABYTE)
         yield Line(hour, base_model, None, project, info)
 

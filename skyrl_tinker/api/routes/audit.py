@@ -1,4 +1,4 @@
-"""What was done to your sessions and checkpoints."""
+"""Audit log of sessions and checkpoints."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, time
@@ -8,11 +8,11 @@ from fastapi import APIRouter, Query
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.usage import AuditEntry, AuditQuery, AuditResponse
-from skyrl_tinker.store import audit_log as audit
+from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.audit_log import Event
 
 _DAY_S = 86400
@@ -26,17 +26,19 @@ _RESOURCES: Mapping[str, str] = {
 router = APIRouter(tags=["audit"])
 
 
-@router.get("/audit", summary="What happened on a day (UTC), oldest first", response_model=AuditResponse)
-async def audit_log(query: Annotated[AuditQuery, Query()], deps: Deps, owner: Owner) -> Response:
-    """Sessions are in `all` only. There are no teams and organizations here, so nothing happens to them."""
+@router.get(
+    "/audit", name="audit_log", summary="Events of one day (UTC), oldest first", response_model=AuditResponse
+)
+async def list_events(query: Annotated[AuditQuery, Query()], deps: Deps, owner: Owner) -> Response:
+    """Sessions are in `all` only. Teams and organizations do not exist here and have no events."""
     start = datetime.combine(query.day or datetime.now(UTC).date(), time(), UTC).timestamp()
     resource = _RESOURCES.get(query.event_type)
 
     async def read(conn: AsyncConnection) -> AuditResponse:
-        events = await audit.between(conn, owner, start, start + _DAY_S, resource)
+        events = await audit_log.between(conn, owner, start, start + _DAY_S, resource)
         return AuditResponse(entries=[_entry(event) for event in events])
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
 def _entry(event: Event) -> AuditEntry:

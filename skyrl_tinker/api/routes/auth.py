@@ -1,4 +1,4 @@
-"""What a client may learn and do about its own API key."""
+"""A client's own API key: exchange for a JWT, description, revocation."""
 
 from typing import Annotated
 
@@ -16,8 +16,8 @@ from skyrl_tinker.protocol.schemas.auth import (
 )
 from skyrl_tinker.store import api_keys
 
-_HOW = "ask whoever runs this server for a key (`skyrl-tinker keys create`) and set TINKER_API_KEY to it"
-_NO_KEYS = "this server has no API keys: it takes any"
+_HOW = "get a key from this server's operator (`skyrl-tinker keys create`) and set TINKER_API_KEY to it"
+_NO_KEYS = "this server has no API keys: it accepts any"
 
 router = APIRouter(tags=["auth"], prefix="/auth")
 root = APIRouter(tags=["auth"])
@@ -28,17 +28,17 @@ async def _caller_of(request: Request) -> Caller:
     return caller
 
 
-Who = Annotated[Caller, Depends(_caller_of)]
+CallerDep = Annotated[Caller, Depends(_caller_of)]
 
 
-@router.post("/token", summary="Trade the API key for a JWT, which also tells who you are")
-async def auth_token(deps: Deps, caller: Who) -> AuthTokenResponse:
-    return AuthTokenResponse(jwt=deps.keys.token(caller))
+@router.post("/token", summary="Exchange the API key for a JWT, which also names its user")
+async def auth_token(deps: Deps, caller: CallerDep) -> AuthTokenResponse:
+    return AuthTokenResponse(jwt=deps.keys.issue_token(caller))
 
 
-@router.get("/apikey/me", summary="What is known of the API key that asks")
-async def api_key(caller: Who) -> ApiKeyResponse:
-    """Without keys, too, so that `tinker auth login` works with any."""
+@router.get("/apikey/me", summary="Describe the API key of this request")
+async def api_key(caller: CallerDep) -> ApiKeyResponse:
+    """Answered on a server without keys, too, so that `tinker auth login` works with any key."""
     return ApiKeyResponse(
         key_id=caller.owner or 0,
         name=caller.name,
@@ -49,8 +49,8 @@ async def api_key(caller: Who) -> ApiKeyResponse:
     )
 
 
-@router.delete("/apikey/me", summary="Revoke the API key that asks; what it made stays")
-async def revoke_api_key(deps: Deps, caller: Who) -> dict[str, str]:
+@router.delete("/apikey/me", summary="Revoke the API key of this request; what it made stays")
+async def revoke_api_key(deps: Deps, caller: CallerDep) -> dict[str, str]:
     owner = caller.owner
     if owner is None:
         raise NotSupportedError(f"{_NO_KEYS}, so there is none to revoke")
@@ -59,9 +59,9 @@ async def revoke_api_key(deps: Deps, caller: Who) -> dict[str, str]:
     return {}
 
 
-@router.post("/apikey", summary="Refused: keys are made on the server's command line")
+@router.post("/apikey", summary="Refused: keys are created on the server's command line")
 async def mint_api_key() -> dict[str, str]:
-    raise NotSupportedError(f"an API key cannot make API keys: {_HOW}")
+    raise NotSupportedError(f"an API key cannot create API keys: {_HOW}")
 
 
 @root.get("/api/unauthed/auth-config", summary="Refused: there is no browser login (SDK 0.26 - 0.28 asks)")

@@ -1,4 +1,4 @@
-"""What was used. Nothing has a price here: costs are null."""
+"""Usage, without prices: costs are null."""
 
 import time
 from datetime import datetime
@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.usage_bill import GIGABYTE, bill
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Owner
@@ -35,43 +35,43 @@ router = APIRouter(tags=["billing"], prefix="/billing/usage")
     response_model=UsageResponse,
 )
 async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, owner: Owner) -> Response:
-    """Up to the last answer. The OpenAI-compatible routes know no sessions, so what they use is not in it."""
+    """Usage up to the last answer, without the OpenAI-compatible routes, which belong to no session."""
     now = time.time()
     first, end = _hour("starting_on", query.starting_on), _hour("ending_before", query.ending_before)
     if first * HOUR_S > now:
-        raise UserError(f"starting_on: found {query.starting_on.isoformat()}, expected a time that has come")
+        raise UserError(f"starting_on: found {query.starting_on.isoformat()}, expected a time in the past")
     if not 0 < end - first <= _MOST_HOURS:
         raise UserError(
-            f"ending_before: found {query.ending_before.isoformat()}, expected a time up to 14 days "
+            f"ending_before: found {query.ending_before.isoformat()}, expected a time at most 14 days "
             f"after starting_on ({query.starting_on.isoformat()})"
         )
-    return await from_rows(deps.store, lambda conn: bill(conn, owner, first, end, now))
+    return await json_from_rows(deps.store, lambda conn: bill(conn, owner, first, end, now))
 
 
-def _hour(name: str, time: datetime) -> int:
-    """Since the epoch. UserError for anything between two hours."""
-    hour, rest = divmod(time.timestamp(), HOUR_S)
+def _hour(name: str, value: datetime) -> int:
+    """Return the hour since the epoch. UserError unless it is a full hour."""
+    hour, rest = divmod(value.timestamp(), HOUR_S)
     if rest:
-        raise UserError(f"{name}: found {time.isoformat()}, expected a full hour in UTC")
+        raise UserError(f"{name}: found {value.isoformat()}, expected a full hour in UTC")
     return int(hour)
 
 
-@router.get("/checkpoints/current", summary="How many checkpoints there are, and what they take")
+@router.get("/checkpoints/current", summary="Number and size of the checkpoints, by project")
 async def current_storage(
     query: Annotated[StorageQuery, Query()], deps: Deps, owner: Owner
 ) -> StorageResponse:
     async with deps.store.read() as conn:
         name = await api_keys.name_of(conn, owner)
-        found = await storage.current(conn, owner, query.project_id)
-    return StorageResponse(data=[_item(each, name) for each in found])
+        totals = await storage.current(conn, owner, query.project_id)
+    return StorageResponse(data=[_item(total, name) for total in totals])
 
 
-def _item(kept: StorageTotal, name: str) -> StorageItem:
+def _item(total: StorageTotal, name: str) -> StorageItem:
     return StorageItem(
-        project_id=kept.project_id,
+        project_id=total.project_id,
         org_user_urn=user_urn(name),
         user_name=name,
-        checkpoint_count=kept.count,
-        size_bytes=kept.size_bytes,
-        size_gigabytes=kept.size_bytes / GIGABYTE,
+        checkpoint_count=total.count,
+        size_bytes=total.size_bytes,
+        size_gigabytes=total.size_bytes / GIGABYTE,
     )

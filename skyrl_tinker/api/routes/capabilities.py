@@ -1,4 +1,4 @@
-"""What this server offers."""
+"""Capabilities of this server: its base models."""
 
 from fastapi import APIRouter
 

@@ -1,4 +1,4 @@
-"""Checkpoints: listed, published, copied, deleted."""
+"""Checkpoints: lists, publication, time to live, deletion, copies."""
 
 import re
 from typing import Annotated
@@ -8,12 +8,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
 from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.requests.model_requests import find_own_checkpoint
 from skyrl_tinker.api.requests.request_body import read_json, read_model
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources import weight_copies
 from skyrl_tinker.api.resources.run_views import checkpoint
 from skyrl_tinker.api.services import Deps, Owner
-from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.protocol.schemas.runs import (
     CheckpointsResponse,
@@ -25,12 +25,11 @@ from skyrl_tinker.protocol.schemas.runs import (
 )
 from skyrl_tinker.protocol.validation.steps import validate_ttl
 from skyrl_tinker.store import checkpoint_records
-from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports import checkpoint_list
 
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})", re.ASCII)
 _KNOWS_EXTERNAL = (0, 28)
-"""The first SDK that does."""
+"""First SDK version that reads checkpoints of kind external_weights."""
 
 router = APIRouter(tags=["checkpoints"])
 _OF_RUN = "/training_runs/{run}/checkpoints"
@@ -47,7 +46,7 @@ async def list_checkpoints(
             cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
         )
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
 @router.get(
@@ -55,54 +54,54 @@ async def list_checkpoints(
 )
 @router.get(
     "/models/{run}/checkpoints",
-    summary="The same, as SDK 0.3 calls it",
+    summary="The same list under the path of SDK 0.3",
     response_model=CheckpointsResponse,
 )
 async def list_checkpoints_of_run(run: str, request: Request, deps: Deps, owner: Owner) -> Response:
-    """Of somebody else's run those that are published."""
+    """Another owner's run shows its published checkpoints only."""
 
     async def read(conn: AsyncConnection) -> CheckpointsResponse:
         rows = await checkpoint_list.of_run(conn, owner, ModelId(run), _kinds(request))
         return CheckpointsResponse(checkpoints=[checkpoint(row) for row in rows])
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
 def _kinds(request: Request) -> list[CheckpointKind]:
-    """Older SDKs crash when they read of a kind that they do not know."""
+    """Return the kinds that the client's SDK knows: older ones crash on an unknown kind."""
     version = _VERSION.match(request.headers.get("x-stainless-package-version", ""))
     if version is not None and (int(version[1]), int(version[2])) < _KNOWS_EXTERNAL:
         return [CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS]
     return list(CheckpointKind)
 
 
-@router.post(_OF_RUN + "/{kind}/{name}/publish", summary="Let everybody load and sample a checkpoint")
+@router.post(_OF_RUN + "/{kind}/{name}/publish", summary="Let every owner load and sample a checkpoint")
 async def publish(run: str, kind: str, name: str, deps: Deps, owner: Owner) -> dict[str, str]:
-    """Done already is done: the SDK would repeat a request that is answered with 409 for minutes."""
+    """Idempotent: a 409 would make the SDK repeat the request for minutes."""
     await _set_public(deps, owner, run, f"{kind}/{name}", True)
     return {}
 
 
-@router.delete(_OF_RUN + "/{kind}/{name}/publish", summary="Keep a checkpoint to yourself again")
+@router.delete(_OF_RUN + "/{kind}/{name}/publish", summary="Make a checkpoint private again")
 async def unpublish(run: str, kind: str, name: str, deps: Deps, owner: Owner) -> dict[str, str]:
-    """Whoever samples from it goes on. Done already is done."""
+    """Idempotent. Sampling sessions that use the checkpoint go on."""
     await _set_public(deps, owner, run, f"{kind}/{name}", False)
     return {}
 
 
 @router.put(
     _OF_RUN + "/{kind}/{name}/ttl",
-    summary="When a checkpoint expires, counted from now",
+    summary="Set when a checkpoint expires, counted from now",
     openapi_extra=takes(SetTtlRequest),
 )
 async def set_ttl(
     run: str, kind: str, name: str, request: Request, deps: Deps, owner: Owner
 ) -> dict[str, str]:
-    wanted = await read_model(request, SetTtlRequest)
-    ttl_seconds = validate_ttl(wanted.ttl_seconds)
+    ttl_seconds = validate_ttl((await read_model(request, SetTtlRequest)).ttl_seconds)
 
     async def change(conn: AsyncConnection) -> None:
-        await checkpoint_records.set_ttl(conn, await _own(conn, owner, run, f"{kind}/{name}"), ttl_seconds)
+        row = await find_own_checkpoint(conn, owner, run, f"{kind}/{name}")
+        await checkpoint_records.set_ttl(conn, row, ttl_seconds)
 
     await deps.store.write(change)
     return {}
@@ -111,7 +110,7 @@ async def set_ttl(
 @router.delete(_OF_RUN + "/{checkpoint_id:path}", summary="Delete a checkpoint")
 async def delete_checkpoint(run: str, checkpoint_id: str, deps: Deps, owner: Owner) -> dict[str, str]:
     async def delete(conn: AsyncConnection) -> None:
-        await checkpoint_records.delete(conn, await _own(conn, owner, run, checkpoint_id))
+        await checkpoint_records.delete(conn, await find_own_checkpoint(conn, owner, run, checkpoint_id))
 
     await deps.store.write(delete)
     deps.bell.ring("engine")  # which removes the directory
@@ -120,15 +119,10 @@ async def delete_checkpoint(run: str, checkpoint_id: str, deps: Deps, owner: Own
 
 async def _set_public(deps: Deps, owner: OwnerId | None, run: str, checkpoint_id: str, public: bool) -> None:
     async def change(conn: AsyncConnection) -> None:
-        await checkpoint_records.publish(conn, await _own(conn, owner, run, checkpoint_id), public)
+        row = await find_own_checkpoint(conn, owner, run, checkpoint_id)
+        await checkpoint_records.publish(conn, row, public)
 
     await deps.store.write(change)
-
-
-async def _own(conn: AsyncConnection, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
-    """UserError for a malformed id, NotFoundError."""
-    where = tinker_path.parse_checkpoint_id(ModelId(run), checkpoint_id)
-    return await checkpoint_records.own(conn, owner, where.model_id, where.kind, where.name)
 
 
 @router.post(
@@ -143,7 +137,7 @@ async def copy_weights(
     x_idempotency_key: Annotated[str | None, Header()] = None,
     x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
 ) -> CopyWeightsResponse:
-    """Answers when the copy is there. It shares its files with the original and outlives it."""
+    """Answered once the copy is complete. It shares its files with the original and outlives it."""
     payload = await read_json(request)
     path = await weight_copies.copy_weights(
         deps, owner, payload, x_idempotency_key, x_tinker_weights_access_token

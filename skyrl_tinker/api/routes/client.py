@@ -1,4 +1,4 @@
-"""What the SDK asks before anything else."""
+"""Configuration flags that the SDK reads."""
 
 from fastapi import APIRouter
 
@@ -19,7 +19,7 @@ router = APIRouter(tags=["client"])
     openapi_extra=takes(ClientConfigRequest),
 )
 async def client_config(deps: Deps) -> ClientConfigResponse:
-    """The request names the SDK's version; every version gets the same answer."""
+    """Every SDK version, which the request names, gets the same answer."""
     return ClientConfigResponse(
         custom_loss_server_side=deps.settings.custom_loss_server_side,
         sample_use_retrieve_futures=deps.settings.sample_use_retrieve_futures,

@@ -1,4 +1,4 @@
-"""Pages for people. Their scripts come from a package, so that they work without the internet."""
+"""Documentation page /docs. Its scripts come from a package, so that it works offline."""
 
 from importlib.resources import files
 
@@ -14,11 +14,11 @@ root = APIRouter(tags=["health"], include_in_schema=False)
 
 
 def assets() -> StaticFiles:
-    """To be mounted at ASSETS_URL."""
+    """Return the files to mount at ASSETS_URL."""
     return StaticFiles(directory=str(files("fastapi_offline") / "static"))
 
 
-@root.get("/docs", summary="This API, to be read and tried")
+@root.get("/docs", summary="Interactive documentation of this API")
 async def docs() -> HTMLResponse:
     return get_swagger_ui_html(
         openapi_url=OPENAPI_URL,

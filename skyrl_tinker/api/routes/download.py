@@ -1,4 +1,4 @@
-"""What signed URLs serve: files as they are read from disk, none of them whole in memory."""
+"""Downloads by signed URLs, streamed from disk."""
 
 import asyncio
 import os
@@ -22,9 +22,9 @@ root = APIRouter(prefix="/download", tags=["downloads"])
 
 
 class LargeFile(FileResponse):
-    """Ranges and HEAD are Starlette's. Who deletes the checkpoint meanwhile takes nothing away."""
+    """Response with ranges and HEAD by Starlette. A deletion meanwhile does not interrupt it."""
 
-    chunk_size = 1 << 20  # each is a trip to another thread
+    chunk_size = 1 << 20  # each chunk is read in another thread
 
 
 @root.get(
@@ -35,7 +35,7 @@ class LargeFile(FileResponse):
 )
 @root.head(
     "/checkpoint/{number}/{name}",
-    summary="Its size, by the same URL",
+    summary="The file's size, by the same URL",
     response_class=Response,
     responses=answers(BINARY),
 )
@@ -57,9 +57,9 @@ async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) 
 )
 async def archive(number: str, name: str, request: Request, deps: Deps) -> StreamingResponse:
     await deps.signer.require(request)
-    made = await archive_of(await _checkpoint(deps, int(number)))
-    headers = {"Content-Length": str(made.size), "Content-Disposition": f'attachment; filename="{name}"'}
-    return StreamingResponse(made.stream(), headers=headers, media_type="application/x-tar")
+    tar = await archive_of(await _checkpoint(deps, int(number)))
+    headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(tar.stream(), headers=headers, media_type="application/x-tar")
 
 
 @root.get(
@@ -77,7 +77,7 @@ async def trace(session_id: str, request: Request, deps: Deps) -> StreamingRespo
 
 
 async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
-    """By the number that its URL was signed for: another one of its name is none of that client's."""
+    """Return the checkpoint that the URL was signed for, never a later one of the same name."""
     async with deps.store.read() as conn:
         row = await checkpoint_records.by_number(conn, number)
     if row is None:
@@ -86,7 +86,7 @@ async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
 
 
 def _stat(row: CheckpointRow, name: str) -> os.stat_result:
-    """Raises FileNotFoundError, NotFoundError for what is none of its files."""
+    """Stat a file of the checkpoint. Raises FileNotFoundError; NotFoundError for an unknown name."""
     if name not in read_manifest(row.directory).files:
         raise NotFoundError(f"{row.path} has no file {name!r}")
     return (Path(row.directory) / name).stat()

@@ -1,25 +1,25 @@
-"""Whether the process lives and whether the engine can take work."""
+"""Liveness of this process and readiness of the engine."""
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
 from skyrl_tinker.api.services import Deps
-from skyrl_tinker.api.waiting.readiness import engine_state
+from skyrl_tinker.api.waiting.engine_client import engine_state
 from skyrl_tinker.protocol.schemas.session import HealthResponse, ReadyResponse
 
 router = APIRouter(tags=["health"])
 root = APIRouter(tags=["health"])
 
 
-@router.get("/healthz", summary="The process lives")
-@root.get("/healthz", summary="The process lives")
+@router.get("/healthz", summary="200 while this process runs")
+@root.get("/healthz", summary="200 while this process runs")
 async def healthz() -> HealthResponse:
     return HealthResponse()
 
 
 @root.get(
     "/readyz",
-    summary="200 once the engine takes work, else 503",
+    summary="200 once the engine accepts work, else 503 with the reason",
     response_model=ReadyResponse,
     responses={503: {"model": ReadyResponse}},
 )

@@ -1,9 +1,9 @@
-"""Losses that clients upload: kept here, carried out by the trainer."""
+"""Custom losses: uploaded here, executed by the trainer."""
 
 from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.openapi.documents import takes
-from skyrl_tinker.api.requests import loss_uploads
+from skyrl_tinker.api.requests.loss_uploads import read_upload
 from skyrl_tinker.api.requests.request_body import json_object
 from skyrl_tinker.api.requests.submission import announce
 from skyrl_tinker.api.services import Deps, Owner
@@ -17,15 +17,15 @@ router = APIRouter(tags=["losses"])
 
 @router.post(
     "/create_custom_loss",
-    summary="A loss as torch.fx recorded it, for passes of the same session",
+    summary="Upload a loss recorded by torch.fx, for passes of the same session",
     openapi_extra=takes(CreateCustomLossRequest),
 )
 async def create_custom_loss(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     if not deps.settings.custom_loss_server_side:
         raise NotSupportedError(
-            "custom losses run on the client here (the server's setting custom_loss_server_side is off)"
+            "custom losses run on the client (the server's setting custom_loss_server_side is off)"
         )
     body = await request.body()
-    upload = await off_loop(len(body), lambda: loss_uploads.read(json_object(body)))
+    upload = await off_loop(len(body), lambda: read_upload(json_object(body)))
     accepted = await deps.store.write(lambda conn: upload.submit(conn, owner))
     return announce(deps, owner, accepted, pending=False)

@@ -1,4 +1,4 @@
-"""Models: made anew or from a checkpoint, loaded in place, and what they are."""
+"""Models: creation, creation from a checkpoint, loads in place, release, description."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,6 @@ from skyrl_tinker.api.requests.request_body import read_json, read_model
 from skyrl_tinker.api.requests.submission import announce, from_json, submit_training
 from skyrl_tinker.api.services import Deps, Owner, Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
-from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
@@ -30,7 +29,6 @@ from skyrl_tinker.protocol.validation.steps import validate_load_weights
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.futures.queue import Accepted
-from skyrl_tinker.store.model_records import ModelRow
 
 router = APIRouter(tags=["models"])
 
@@ -42,9 +40,9 @@ router = APIRouter(tags=["models"])
 )
 async def create_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     payload = await read_json(request)
-    made = model_requests.anew(parse(CreateModelRequest, payload), payload, deps.limits)
-    accepted = await deps.store.write(lambda conn: made.submit(conn, owner), deps.wake_engine)
-    return announce(deps, owner, accepted, pending=made.failure is None)
+    creation = model_requests.new_model(parse(CreateModelRequest, payload), payload, deps.limits)
+    accepted = await deps.store.write(lambda conn: creation.submit(conn, owner), deps.wake_engine)
+    return announce(deps, owner, accepted, pending=creation.failure is None)
 
 
 @router.post(
@@ -56,36 +54,36 @@ async def load_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
     payload = await read_json(request)
     if payload.get("model_id") is None:
         return await _create_via_load(deps, owner, payload)
-    wanted = from_json(
+    submission = from_json(
         RequestKind.LOAD_WEIGHTS,
         payload,
         lambda payload: validate_load_weights(parse(LoadWeightsRequest, payload)),
     )
-    return await submit_training(deps, owner, wanted)
+    return await submit_training(deps, owner, submission)
 
 
 async def _create_via_load(
     deps: Services, owner: OwnerId | None, payload: Mapping[str, Any]
 ) -> AcceptedFuture:
-    wanted = parse(CreateViaLoadRequest, payload)
+    message = parse(CreateViaLoadRequest, payload)
 
     async def create(conn: AsyncConnection) -> tuple[model_requests.Creation, Accepted]:
-        made = await model_requests.from_checkpoint(conn, owner, wanted, payload, deps.limits)
-        return made, await made.submit(conn, owner)
+        creation = await model_requests.model_from_checkpoint(conn, owner, message, payload, deps.limits)
+        return creation, await creation.submit(conn, owner)
 
-    made, accepted = await deps.store.write(create, deps.wake_engine)
-    return announce(deps, owner, accepted, pending=made.failure is None)
+    creation, accepted = await deps.store.write(create, deps.wake_engine)
+    return announce(deps, owner, accepted, pending=creation.failure is None)
 
 
 @router.post(
     "/unload_model",
-    summary="Release a model, behind all requests of it that came before",
+    summary="Release a model after all its earlier requests",
     openapi_extra=takes(UnloadModelRequest),
 )
 async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
-    """Its checkpoints and sampling clients stay. Requests that come later fail."""
-    wanted = await read_model(request, UnloadModelRequest)
-    model_id = ModelId(wanted.model_id)
+    """Keep the model's checkpoints and sampling clients; its later requests fail."""
+    message = await read_model(request, UnloadModelRequest)
+    model_id = ModelId(message.model_id)
     accepted = await deps.store.write(
         lambda conn: cancellation.submit_unload(conn, owner, model_id), deps.wake_engine
     )
@@ -94,23 +92,19 @@ async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
 
 @router.post(
     "/get_info",
-    summary="What a model is made of; works from its creation on",
+    summary="Describe a model, from create_model on",
     openapi_extra=takes(GetInfoRequest),
 )
 async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoResponse:
-    wanted = await read_model(request, GetInfoRequest)
+    message = await read_model(request, GetInfoRequest)
     async with deps.store.read() as conn:
-        row = await model_records.find(conn, owner, ModelId(wanted.model_id))
+        row = await model_records.find(conn, owner, ModelId(message.model_id))
     if row is None:
-        raise NotFoundError(f"no model {wanted.model_id}")
-    return _info(row, deps.facts)
-
-
-def _info(row: ModelRow, facts: BaseModelFacts) -> GetInfoResponse:
+        raise NotFoundError(f"no model {message.model_id}")
     return GetInfoResponse(
         model_id=row.model_id,
         model_data=ModelData(
-            model_name=row.base_model, tokenizer_id=facts.directory, arch=facts.architecture
+            model_name=row.base_model, tokenizer_id=deps.facts.directory, arch=deps.facts.architecture
         ),
         is_lora=row.spec.rank > 0,
         lora_rank=row.spec.rank or None,
@@ -119,11 +113,11 @@ def _info(row: ModelRow, facts: BaseModelFacts) -> GetInfoResponse:
     )
 
 
-@router.post("/weights_info", summary="What a checkpoint holds", openapi_extra=takes(WeightsInfoRequest))
+@router.post("/weights_info", summary="Describe a checkpoint", openapi_extra=takes(WeightsInfoRequest))
 async def weights_info(request: Request, deps: Deps, owner: Owner) -> WeightsInfoResponse:
-    wanted = await read_model(request, WeightsInfoRequest)
+    message = await read_model(request, WeightsInfoRequest)
     async with deps.store.read() as conn:
-        row = await model_requests.find_checkpoint(conn, owner, wanted.tinker_path)
+        row = await model_requests.find_checkpoint(conn, owner, message.tinker_path)
     return WeightsInfoResponse(
         base_model=row.base_model,
         is_lora=row.spec.rank > 0,

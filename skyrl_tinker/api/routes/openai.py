@@ -1,13 +1,13 @@
-"""OpenAI-compatible routes. The engine answers; what is wrong with a request is said here already."""
+"""OpenAI-compatible routes: requests are validated here and answered by the engine."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
 from skyrl_tinker.api.openapi.documents import OPENAI_ERRORS, answers, takes
 from skyrl_tinker.api.requests.request_body import json_object
 from skyrl_tinker.api.services import Deps, Services
-from skyrl_tinker.api.waiting.engine_client import ClientGoneError, EngineUnavailableError
-from skyrl_tinker.api.waiting.readiness import engine_state
+from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError, engine_state
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
@@ -21,10 +21,9 @@ from skyrl_tinker.protocol.schemas.openai import (
 )
 
 RETRY_AFTER_S = 5
-CLIENT_GONE = 499  # nobody reads it
+CLIENT_GONE = 499  # nginx's status for a closed connection
 
 router = APIRouter(tags=["openai"], prefix="/oai/api/v1", responses=OPENAI_ERRORS)
-
 
 _ANSWER = answers(
     "application/json", {"type": "object"}, **{"text/event-stream": {"schema": {"type": "string"}}}
@@ -49,7 +48,7 @@ async def completions(request: Request, deps: Deps) -> Response:
 
 @router.post(
     "/chat/completions",
-    summary="OpenAI's chat completions, streamed or not; the model's own chat template",
+    summary="OpenAI's chat completions, streamed or not, by the model's own chat template",
     response_class=Response,
     responses=_ANSWER,
     openapi_extra=takes(ChatCompletionRequest),
@@ -67,7 +66,7 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
         return JSONResponse(error_body(error), error.status)
     except EngineUnavailableError:
         engine = await engine_state(deps.store)
-        away = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
-        return JSONResponse(error_body(away), 503, headers={"Retry-After": str(RETRY_AFTER_S)})
-    except ClientGoneError:
+        unavailable = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
+        return JSONResponse(error_body(unavailable), 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+    except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)

@@ -1,4 +1,4 @@
-"""Training runs: one for each model that was ever made."""
+"""Training runs: one for each model ever created."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.run_views import training_run
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import ModelId
@@ -23,7 +23,7 @@ from skyrl_tinker.store.reports import training_runs
 router = APIRouter(tags=["runs"], prefix="/training_runs")
 
 
-@router.get("", summary="Your training runs, the last used first", response_model=TrainingRunsResponse)
+@router.get("", summary="Your training runs, most recently used first", response_model=TrainingRunsResponse)
 async def list_training_runs(
     query: Annotated[TrainingRunsQuery, Query()], deps: Deps, owner: Owner
 ) -> Response:
@@ -36,7 +36,7 @@ async def list_training_runs(
             cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
         )
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
 @router.get("/{run}", summary="A training run (a model) and its last checkpoints")
@@ -44,7 +44,7 @@ async def get_training_run(
     run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, owner: Owner
 ) -> TrainingRun:
     async with deps.store.read() as conn:
-        found = await training_runs.find(conn, owner, ModelId(run), query.access_scope)
-    if found is None:
+        row = await training_runs.find(conn, owner, ModelId(run), query.access_scope)
+    if row is None:
         raise NotFoundError(f"no training run {run}")
-    return training_run(found)
+    return training_run(row)

@@ -1,4 +1,4 @@
-"""Sampling sessions and samples. What is wrong is refused at once: a failed future would be told too late."""
+"""Sampling sessions and samples. An invalid request is refused at once, not stored as a failed future."""
 
 from dataclasses import dataclass
 
@@ -27,13 +27,12 @@ from skyrl_tinker.protocol.schemas.sampling import (
 from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
 from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.sampling import validate_sample
-from skyrl_tinker.store import owners, sampling_sessions
-from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store import checkpoint_rules, owners, sampling_sessions
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import Accepted
 
 router = APIRouter(tags=["sampling"])
-hot = APIRouter(tags=["sampling"], route_class=FastRoute)
+fast = APIRouter(tags=["sampling"], route_class=FastRoute)
 
 
 @router.post(
@@ -44,21 +43,21 @@ hot = APIRouter(tags=["sampling"], route_class=FastRoute)
 async def create_sampling_session(
     request: Request, deps: Deps, owner: Owner
 ) -> CreateSamplingSessionResponse:
-    wanted = await read_model(request, CreateSamplingSessionRequest)
+    message = await read_model(request, CreateSamplingSessionRequest)
 
     async def create(conn: AsyncConnection) -> SamplingSessionId:
-        session_id, number = SessionId(wanted.session_id), wanted.sampling_session_seq_id
+        session_id, number = SessionId(message.session_id), message.sampling_session_seq_id
         await owners.require_session(conn, owner, session_id)
-        path = wanted.model_path
+        path = message.model_path
         if path is not None and (first := await sampling_sessions.made_of(conn, session_id, number, path)):
             return first
-        base_model, version_id = await _target(conn, owner, wanted, deps.limits)
+        base_model, version_id = await _target(conn, owner, message, deps.limits)
         return await sampling_sessions.create(
             conn,
             session_id,
             number,
             base_model=base_model,
-            model_path=wanted.model_path,
+            model_path=path,
             version_id=version_id,
         )
 
@@ -66,30 +65,23 @@ async def create_sampling_session(
 
 
 async def _target(
-    conn: AsyncConnection, owner: OwnerId | None, wanted: CreateSamplingSessionRequest, limits: Limits
+    conn: AsyncConnection, owner: OwnerId | None, message: CreateSamplingSessionRequest, limits: Limits
 ) -> tuple[str, VersionId | None]:
-    """Base model and weight version. `model_path` decides; a `base_model` beside it must be served, too."""
-    if wanted.base_model is not None:
-        validate_base_model(wanted.base_model, limits)
-    if wanted.model_path is not None:
-        row = await find_checkpoint(conn, owner, wanted.model_path)
-        return row.base_model, _version_of(row, limits)
-    if wanted.base_model is None:
+    """Return base model and weight version. `model_path` wins over `base_model`; both must be served."""
+    if message.base_model is not None:
+        validate_base_model(message.base_model, limits)
+    if message.model_path is not None:
+        row = await find_checkpoint(conn, owner, message.model_path)
+        checkpoint_rules.require_served(row, limits.base_models)
+        if row.version_id is None:
+            raise checkpoint_rules.no_sampler_weights(row.path)
+        return row.base_model, row.version_id
+    if message.base_model is None:
         raise UserError("base_model and model_path are missing: expected one of them")
-    return wanted.base_model, None
+    return message.base_model, None
 
 
-def _version_of(row: CheckpointRow, limits: Limits) -> VersionId:
-    validate_base_model(row.base_model, limits)
-    if row.version_id is None:
-        raise NotSupportedError(
-            f"model_path: found a checkpoint of kind {row.kind} without sampler weights, "
-            "expected one made by save_weights_for_sampler"
-        )
-    return row.version_id
-
-
-@router.get("/samplers/{sampler_id}", summary="What a sampling session samples from")
+@router.get("/samplers/{sampler_id}", summary="Describe a sampling session: base model and checkpoint path")
 async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerResponse:
     async with deps.store.read() as conn:
         row = await sampling_sessions.find(conn, owner, SamplingSessionId(sampler_id))
@@ -106,24 +98,24 @@ async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerRe
     openapi_extra=takes(JoinSamplingSessionRequest),
 )
 async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> JoinSamplingSessionResponse:
-    """Its seq_ids begin at that number times 10^9, so that they are nobody else's."""
-    wanted = await read_model(request, JoinSamplingSessionRequest)
-    session_id = SamplingSessionId(wanted.sampling_session_id)
+    """Assign a number; the client's seq_ids begin at it times 10^9, so that no other client uses them."""
+    message = await read_model(request, JoinSamplingSessionRequest)
+    session_id = SamplingSessionId(message.sampling_session_id)
     counter = await deps.store.write(lambda conn: sampling_sessions.join(conn, owner, session_id))
     return JoinSamplingSessionResponse(client_counter=counter)
 
 
-@hot.post(
+@fast.post(
     "/asample",
-    summary="Samples for one prompt; 400 names what is wrong with it",
+    summary="Sample from one prompt; a 400 names the invalid field",
     openapi_extra=takes(AsampleRequest),
 )
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     deps.backpressure.admit(request)
     body = await request.body()
-    wanted = await off_loop(len(body), lambda: _read_sample(body, deps.limits))
+    sample = await off_loop(len(body), lambda: _read_sample(body, deps.limits))
     owner = owner_of(request)
-    accepted = await deps.store.write(lambda conn: wanted.submit(conn, owner), deps.wake_engine)
+    accepted = await deps.store.write(lambda conn: sample.submit(conn, owner), deps.wake_engine)
     deps.backpressure.accepted()
     return announce(deps, owner, accepted, pending=True)
 
@@ -148,13 +140,13 @@ class _Sample:
 
 
 def _read_sample(body: bytes, limits: Limits) -> _Sample:
-    """Decode, check, and put into the stored form; runs in a thread when `body` is large."""
-    wanted = parse(AsampleRequest, json_object(body))
-    if wanted.sampling_session_id is None or wanted.seq_id is None:
+    """Decode, check, and convert to the stored form; runs in a thread when `body` is large."""
+    message = parse(AsampleRequest, json_object(body))
+    if message.sampling_session_id is None or message.seq_id is None:
         raise NotSupportedError("sampling_session_id or seq_id is missing: expected both")
-    sample = validate_sample(wanted, limits)
-    session_id = SamplingSessionId(wanted.sampling_session_id)
-    return _Sample(session_id, wanted.seq_id, sample_body(sample), sample.num_samples)
+    sample = validate_sample(message, limits)
+    session_id = SamplingSessionId(message.sampling_session_id)
+    return _Sample(session_id, message.seq_id, sample_body(sample), sample.num_samples)
 
 
-router.include_router(hot)
+router.include_router(fast)

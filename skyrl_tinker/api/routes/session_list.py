@@ -1,4 +1,4 @@
-"""Sessions: listed, looked into, searched, put into projects."""
+"""Sessions: lists, contents, search, assignment to projects."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
-from skyrl_tinker.api.requests.responses import from_rows
+from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Owner
@@ -20,7 +20,6 @@ from skyrl_tinker.protocol.schemas.session_list import (
     FinishedReason,
     FinishedStatus,
     SearchCursor,
-    SearchOwner,
     SessionContents,
     SessionQuery,
     SessionSearchRequest,
@@ -52,94 +51,91 @@ async def list_sessions(
     response_model=SessionSearchResponse,
 )
 async def search_sessions(request: Request, deps: Deps, owner: Owner) -> Response:
-    wanted = await read_model(request, SessionSearchRequest)
+    message = await read_model(request, SessionSearchRequest)
 
     async def read(conn: AsyncConnection) -> SessionSearchResponse:
         urn = user_urn(await api_keys.name_of(conn, owner))
-        if not _about(wanted.owner, urn):
+        if message.owner.type == "user" and urn not in message.owner.owner_urns:
             return SessionSearchResponse(sessions=[])
-        found = await session_search.search(conn, owner, _search(wanted), wanted.limit + 1)
-        return _answer(found, wanted.limit, urn)
+        matches = await session_search.search(conn, owner, _search(message), message.limit + 1)
+        return _response(matches, message.limit, urn)
 
-    return await from_rows(deps.store, read)
+    return await json_from_rows(deps.store, read)
 
 
-@router.get("/{session_id}", summary="What a session has made")
+@router.get("/{session_id}", summary="Training runs and samplers of a session")
 async def get_session(
     session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, owner: Owner
 ) -> SessionContents:
     async with deps.store.read() as conn:
-        found = await session_summaries.contents(conn, owner, SessionId(session_id))
+        contents = await session_summaries.contents(conn, owner, SessionId(session_id))
     return SessionContents(
-        training_run_ids=found.training_runs,
-        sampler_ids=found.samplers,
-        user_metadata=as_strings(found.user_metadata),
-        display_name=found.display_name,
+        training_run_ids=contents.training_runs,
+        sampler_ids=contents.samplers,
+        user_metadata=as_strings(contents.user_metadata),
+        display_name=contents.display_name,
     )
 
 
 @router.put(
     "/{session_id}/project",
-    summary="Put a session, with all that it made, into a project",
+    summary="Move a session, with everything that it made, into a project",
     openapi_extra=takes(SetProjectRequest),
 )
 async def set_project(session_id: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
-    """There is no list of projects: a project is whatever sessions name."""
-    wanted = await read_model(request, SetProjectRequest)
+    """Projects need not be created: a project is any id that a session names."""
+    project = (await read_model(request, SetProjectRequest)).project_id
     await deps.store.write(
-        lambda conn: session_summaries.set_project(conn, owner, SessionId(session_id), wanted.project_id)
+        lambda conn: session_summaries.set_project(conn, owner, SessionId(session_id), project)
     )
     return {}
 
 
-def _about(owner: SearchOwner, urn: str) -> bool:
-    """Nobody sees the sessions of others."""
-    return owner.type != "user" or urn in owner.owner_urns
-
-
-def _search(wanted: SessionSearchRequest) -> Search:
-    statuses, cursor = wanted.statuses, wanted.cursor
+def _search(message: SessionSearchRequest) -> Search:
+    statuses, cursor = message.statuses, message.cursor
     return Search(
-        session_id=wanted.session_id,
-        display_name=wanted.display_name,
-        project_ids=wanted.project_ids,
-        user_metadata=wanted.user_metadata,
-        statuses=None if statuses is None else [SessionStatus(each.type, each.reasons) for each in statuses],
+        session_id=message.session_id,
+        display_name=message.display_name,
+        project_ids=message.project_ids,
+        user_metadata=message.user_metadata,
+        statuses=None
+        if statuses is None
+        else [SessionStatus(status.type, status.reasons) for status in statuses],
         after=None
         if cursor is None
         else SearchPosition(cursor.last_created_at.timestamp(), cursor.last_session_id),
     )
 
 
-def _answer(found: Sequence[SessionMatch], limit: int, urn: str) -> SessionSearchResponse:
-    """`found` has one more than `limit` when there is another page."""
-    page = found[:limit]
-    last = page[-1] if len(found) > limit else None
+def _response(matches: Sequence[SessionMatch], limit: int, urn: str) -> SessionSearchResponse:
+    """Return one page; `matches` has one more than `limit` when there is another."""
+    page = matches[:limit]
+    last = page[-1] if len(matches) > limit else None
     return SessionSearchResponse(
-        sessions=[_summary(each, urn) for each in page],
+        sessions=[_summary(match, urn) for match in page],
         next_cursor=last
         and SearchCursor(last_created_at=utc(last.created_at), last_session_id=last.session_id),
     )
 
 
-def _summary(found: SessionMatch, urn: str) -> SessionSummary:
+def _summary(match: SessionMatch, urn: str) -> SessionSummary:
     return SessionSummary(
-        session_id=found.session_id,
-        created_at=utc(found.created_at),
+        session_id=match.session_id,
+        created_at=utc(match.created_at),
         owner=urn,
-        project_id=found.project_id,
-        status=_status(found),
-        checkpoints_count=found.checkpoints,
-        checkpoint_storage_bytes=found.checkpoint_bytes,
-        display_name=found.display_name,
-        user_metadata=as_strings(found.user_metadata),
+        project_id=match.project_id,
+        status=_status(match),
+        checkpoints_count=match.checkpoints,
+        checkpoint_storage_bytes=match.checkpoint_bytes,
+        display_name=match.display_name,
+        user_metadata=as_strings(match.user_metadata),
     )
 
 
-def _status(found: SessionMatch) -> ActiveStatus | FinishedStatus | None:
-    if found.finished_at is None:
+def _status(match: SessionMatch) -> ActiveStatus | FinishedStatus | None:
+    if match.finished_at is None:
         return ActiveStatus()
     for reason in session_search.REASONS:
-        if reason == found.finish_reason:
-            return FinishedStatus(reason=FinishedReason(type=reason), detail=found.finish_detail)
+        if reason == match.finish_reason:
+            return FinishedStatus(reason=FinishedReason(type=reason), detail=match.finish_detail)
     return None

@@ -1,4 +1,4 @@
-"""Sessions: created, kept alive by heartbeats, finished."""
+"""Sessions: creation, heartbeats, finish."""
 
 from fastapi import APIRouter, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -21,17 +21,17 @@ router = APIRouter(tags=["sessions"])
 
 @router.post("/create_session", summary="Open a session", openapi_extra=takes(CreateSessionRequest))
 async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSessionResponse:
-    wanted = await read_model(request, CreateSessionRequest)
+    message = await read_model(request, CreateSessionRequest)
 
     async def create(conn: AsyncConnection) -> CreateSessionResponse:
         session_id = await session_records.create(
             conn,
             owner=owner,
-            tags=wanted.tags,
-            user_metadata=wanted.user_metadata,
-            project_id=wanted.project_id,
-            display_name=wanted.display_name,
-            sdk_version=wanted.sdk_version,
+            tags=message.tags,
+            user_metadata=message.user_metadata,
+            project_id=message.project_id,
+            display_name=message.display_name,
+            sdk_version=message.sdk_version,
         )
         warning = await server_state.get(conn, server_state.WARNING)
         return CreateSessionResponse(session_id=session_id, warning_message=warning)
@@ -45,8 +45,7 @@ async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSe
     openapi_extra=takes(HeartbeatRequest),
 )
 async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> HeartbeatResponse:
-    wanted = await read_model(request, HeartbeatRequest)
-    session_id = SessionId(wanted.session_id)
+    session_id = SessionId((await read_model(request, HeartbeatRequest)).session_id)
 
     async def beat(conn: AsyncConnection) -> None:
         await owners.require_session(conn, owner, session_id)
@@ -62,11 +61,11 @@ async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> Heart
     openapi_extra=takes(FinishSessionRequest),
 )
 async def finish_session(session_id: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
-    wanted = await read_model(request, FinishSessionRequest)
+    message = await read_model(request, FinishSessionRequest)
 
     async def finish(conn: AsyncConnection) -> None:
         await owners.require_session(conn, owner, SessionId(session_id))
-        await session_records.finish(conn, SessionId(session_id), wanted.reason.type, wanted.detail)
+        await session_records.finish(conn, SessionId(session_id), message.reason.type, message.detail)
 
     await deps.store.write(finish)
     deps.bell.ring("engine")  # its models can be released

@@ -1,4 +1,4 @@
-"""Telemetry: a slow or failing answer here delays every fatal exception of the client by up to 30 s."""
+"""Telemetry, ignored. A slow or failing answer would delay the client's fatal exceptions by up to 30 s."""
 
 from fastapi import APIRouter
 

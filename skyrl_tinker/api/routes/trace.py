@@ -1,4 +1,4 @@
-"""The timeline of a session."""
+"""Export of a session's timeline."""
 
 from fastapi import APIRouter, Request
 
@@ -11,9 +11,9 @@ from skyrl_tinker.store.owners import require_session
 router = APIRouter(tags=["downloads"])
 
 
-@router.get("/sessions/{session_id}/trace_export", summary="Signed URL of a trace of a session's requests")
+@router.get("/sessions/{session_id}/trace_export", summary="Signed URL of a session's trace")
 async def trace_export(session_id: str, request: Request, deps: Deps, owner: Owner) -> TraceExportResponse:
-    """Ready at once: the trace is made while it is fetched."""
+    """Answer at once: the trace is built while it is downloaded."""
     async with deps.store.read() as conn:
         await require_session(conn, owner, SessionId(session_id))
     url = await deps.signer.url(request, f"/download/trace/{session_id}", expiry())

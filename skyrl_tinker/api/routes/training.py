@@ -1,4 +1,4 @@
-"""Work on a model's lane: passes and optimizer steps."""
+"""Training requests: passes and optimizer steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,11 +38,11 @@ router = APIRouter(tags=["training"], route_class=FastRoute)
 )
 async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     protobuf = "protobuf" in request.headers.get("content-type", "").lower()
-    async with deps.gate.through(request):
+    async with deps.gate.admit(request):
         body = await request.body()
         refused: str | None = request.scope.get("refused")
-        wanted = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits, refused))
-        return await submit_training(deps, owner_of(request), wanted)
+        submission = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits, refused))
+        return await submit_training(deps, owner_of(request), submission)
 
 
 @router.post(
@@ -51,12 +51,8 @@ async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     openapi_extra=takes(OptimStepRequest),
 )
 async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
-    wanted = from_json(
-        RequestKind.OPTIM_STEP,
-        await read_json(request),
-        _checked_step,
-    )
-    return await submit_training(deps, owner_of(request), wanted)
+    submission = from_json(RequestKind.OPTIM_STEP, await read_json(request), _checked_step)
+    return await submit_training(deps, owner_of(request), submission)
 
 
 def _checked_step(payload: Mapping[str, Any]) -> OptimStepBody:
@@ -64,14 +60,14 @@ def _checked_step(payload: Mapping[str, Any]) -> OptimStepBody:
         return validate_optim_step(parse(OptimStepRequest, payload))
     except UserError as error:
         raise UserError(
-            f"{error}; the gradients accumulated for this step are dropped, as those of any step that fails"
+            f"{error}; the step failed, so the gradients accumulated for it are dropped"
         ) from error
 
 
 def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: str | None) -> Submission:
-    """Decode, check, and put into the stored form; runs in a thread when `body` is large.
+    """Decode, check, and convert to the stored form; runs in a thread when `body` is large.
 
-    `refused`: why there is only the beginning of it.
+    `refused`: the reason why `body` is only the beginning of a refused body.
     """
     if refused is not None:
         raw = _refused_pass(body, refused)
@@ -85,11 +81,11 @@ def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: str | None)
     return Submission(kind, raw.model_id, raw.seq_id, body_digest(canonical), stored, failure)
 
 
-def _refused_pass(body: bytes, why: str) -> RawForwardBackward:
-    """TooLargeError when not even its seq_id can be read."""
-    if (begun := pass_requests.decode_head(body, TooLargeError(why))) is None:
-        raise TooLargeError(why)
-    return begun
+def _refused_pass(body: bytes, reason: str) -> RawForwardBackward:
+    """Return a pass that fails with `reason`. Raises TooLargeError if its seq_id cannot be read."""
+    if (head := pass_requests.decode_head(body, TooLargeError(reason))) is None:
+        raise TooLargeError(reason)
+    return head
 
 
 def _checked(raw: RawForwardBackward, canonical: bytes, limits: Limits) -> bytes:

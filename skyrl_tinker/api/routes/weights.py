@@ -1,4 +1,4 @@
-"""Saves: weights become checkpoints."""
+"""Saves of weights as checkpoints."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,7 +39,7 @@ async def save_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
 
 @router.post(
     "/save_weights_for_sampler",
-    summary="Weights to the samplers, named or ephemeral",
+    summary="Save weights for sampling, named or ephemeral",
     openapi_extra=takes(SaveSamplerRequest),
 )
 async def save_weights_for_sampler(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:

@@ -1,4 +1,4 @@
-"""The keys that open this server, as one process knows them: checking a request asks no database."""
+"""API keys of this server, cached in each process so that checking a request reads no database."""
 
 import asyncio
 import logging
@@ -14,15 +14,15 @@ from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.store import Store
 
 REFRESH_S = 0.5
-"""What is created or revoked elsewhere, by the command line or another process, counts within this."""
+"""Delay within which a key that another process creates or revokes takes effect here."""
 _SECRET = "jwt"
 _MOST_TOKENS = 10_000
-_EXPECTED = "expected a live API key of this server, as `skyrl-tinker keys create` makes it"
+_EXPECTED = "expected a live API key of this server, made by `skyrl-tinker keys create`"
 _log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """`start` before the first request, then `run` as a task."""
+    """Cache of live API keys and verified JWTs: `start` before the first request, then `run` as a task."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -30,11 +30,11 @@ class KeyRing:
         self._counts = (0, 0)
         self._by_digest: dict[bytes, Caller] = {}
         self._live: set[OwnerId | None] = set()
-        self._read: dict[str, Caller] = {}  # tokens, verified: that costs more than all else here
+        self._verified: dict[str, Caller] = {}  # by token: verification is the costliest part of a check
 
     @property
     def locked(self) -> bool:
-        """There is, or was, a key: revoking the last one does not open the server to all."""
+        """True once a key has existed: revoking the last one does not open the server."""
         return self._counts[0] > 0
 
     async def start(self) -> None:
@@ -42,7 +42,7 @@ class KeyRing:
         await self.refresh()
 
     async def run(self) -> None:
-        """Ends by cancellation."""
+        """Refresh until cancelled."""
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
@@ -58,39 +58,39 @@ class KeyRing:
             live = await api_keys.live(conn)
         self._by_digest = {digest: Caller(row.id, row.name) for digest, row in live.items()}
         self._live = {row.id for row in live.values()}
-        self._read.clear()
+        self._verified.clear()
         self._counts = counts
 
     def caller(self, credential: str | None) -> Caller:
-        """Who it is that shows this. UnauthenticatedError; without keys, everybody is welcome."""
+        """Return the owner of a key or JWT. UnauthenticatedError; a server without keys admits any caller."""
         if not self.locked:
             return Caller(None, api_keys.LOCAL)
         if not credential:
             raise UnauthenticatedError(f"X-API-Key: found none, {_EXPECTED}")
         if credential.startswith(tokens.PREFIX):
-            return self._token(credential)
+            return self._token_caller(credential)
         caller = self._by_digest.get(api_keys.digest(credential))
         if caller is None:
             raise UnauthenticatedError(f"X-API-Key: found one that is unknown or revoked, {_EXPECTED}")
         return caller
 
-    def token(self, caller: Caller) -> str:
+    def issue_token(self, caller: Caller) -> str:
         return tokens.issue(caller, self._secret, time.time())
 
-    def _token(self, token: str) -> Caller:
-        caller = self._read.get(token)
+    def _token_caller(self, token: str) -> Caller:
+        caller = self._verified.get(token)
         if caller is None or caller.until is None or caller.until <= time.time():
-            caller = self._verified(token)
+            caller = self._verify(token)
         return caller
 
-    def _verified(self, token: str) -> Caller:
-        self._read.pop(token, None)
+    def _verify(self, token: str) -> Caller:
+        self._verified.pop(token, None)
         caller = tokens.read(token, self._secret)
         if caller.owner not in self._live:
             raise InvalidTokenError(
-                "X-API-Key: found a JWT whose API key is revoked, or of before there were keys"
+                "X-API-Key: found a JWT whose API key is revoked, or that was issued before keys existed"
             )
-        if len(self._read) >= _MOST_TOKENS:
-            self._read.clear()
-        self._read[token] = caller
+        if len(self._verified) >= _MOST_TOKENS:
+            self._verified.clear()
+        self._verified[token] = caller
         return caller

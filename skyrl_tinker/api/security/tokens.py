@@ -1,6 +1,7 @@
-"""JWTs: what the SDK trades its API key for, and sends in its place while it lasts.
+"""JWTs that the SDK exchanges its API key for, and sends in its place until they expire.
 
-The SDK renews one at half its life, and reads from it who it is (`whoami`). Revoking the key ends its tokens.
+The SDK renews one at half its lifetime, and reads its user from it (`whoami`). Revoking a key revokes its
+JWTs, too.
 """
 
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import UnauthenticatedError
 
 PREFIX = "eyJ"
-"""Of every JWT: its header is JSON, an object, in base64 (RFC 7519)."""
+"""Beginning of every JWT: its header is a JSON object in base64 (RFC 7519)."""
 LIFE_S = 3600
 ISSUER = "passport-skyrl-tinker"
-"""The SDK takes a JWT given as an API key for its server's own by the start of this."""
+"""Issuer, by whose beginning the SDK recognizes a JWT given as an API key."""
 ORGANIZATION = "local"
 _USER = "tml:user:"
 _ALGORITHM = "HS256"
@@ -23,9 +24,9 @@ _CLAIMS = ["iss", "sub", "iat", "exp", "key"]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request. `until`: when the token ends (UTC seconds), None for a key.
+    """Sender of a request. `until`: expiry of the token (UTC seconds), None for a key.
 
-    A server without keys calls everybody the same, and `owner` is None.
+    On a server without keys all callers have the same name, and `owner` is None.
     """
 
     owner: OwnerId | None
@@ -34,21 +35,21 @@ class Caller:
 
 
 def user_urn(name: str) -> str:
-    """How the SDK names a user."""
+    """Return the SDK's identifier of a user."""
     return _USER + name
 
 
 class InvalidTokenError(UnauthenticatedError):
-    """Another token would do: the SDK gets itself one, and asks again."""
+    """The JWT is invalid: the SDK gets a new one and repeats the request."""
 
 
 def issue(caller: Caller, secret: bytes, now: float) -> str:
-    """A token for LIFE_S seconds; one that is got for a token ends when that does."""
+    """Return a token for LIFE_S seconds; one issued for another token expires no later than that one."""
     claims = {
         "iss": ISSUER,
         "sub": user_urn(caller.name),
         "org_id": ORGANIZATION,
-        "email": caller.name if "@" in caller.name else "",  # "": the SDK's sign for none
+        "email": caller.name if "@" in caller.name else "",  # the SDK reads "" as none
         "key": caller.owner,
         "iat": int(now),
         "exp": min(int(now) + LIFE_S, caller.until or int(now) + LIFE_S),
@@ -57,7 +58,7 @@ def issue(caller: Caller, secret: bytes, now: float) -> str:
 
 
 def read(token: str, secret: bytes) -> Caller:
-    """Whoever it was issued for; its key may be revoked since. InvalidTokenError: not ours, or expired."""
+    """Return the caller of a token, whose key may be revoked since. InvalidTokenError: invalid or expired."""
     try:
         claims = jwt.decode(token, secret, [_ALGORITHM], issuer=ISSUER, options={"require": _CLAIMS})
     except jwt.InvalidTokenError as error:

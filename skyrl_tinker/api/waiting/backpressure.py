@@ -1,4 +1,4 @@
-"""asample above the backlog: 429, and the SDK comes again with the same seq_id."""
+"""Backpressure: asample above the backlog is answered with 429; the SDK retries with the same seq_id."""
 
 import math
 
@@ -8,7 +8,7 @@ from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.errors import OverloadedError
 
 HEADER = "x-tinker-sampling-backpressure"
-"""Sent by clients that take a 429 for a pause. To others it may be an error, or cost them a seq_id."""
+"""Sent by clients that pause on a 429. For others it may be an error, or cost them a seq_id."""
 LONGEST_S = 60
 
 
@@ -18,22 +18,22 @@ class Backpressure:
         self._backlog = backlog
 
     def admit(self, request: Request) -> None:
-        """Raises OverloadedError while too many samples wait."""
+        """Raise OverloadedError while too many samples wait."""
         if HEADER not in request.headers:
             return
         waiting = self._queues.samples_waiting()
         if waiting >= self._backlog:
             raise OverloadedError(
-                f"{waiting} samples wait, and the server takes {self._backlog} (setting sample_backlog): "
-                "come again when some of them are done",
+                f"{waiting} samples are waiting, and the server accepts {self._backlog} "
+                "(setting sample_backlog): send this request again later",
                 self._retry_after(waiting),
             )
 
     def accepted(self) -> None:
-        """One more sample waits."""
+        """Count one more waiting sample."""
         self._queues.sample_accepted()
 
     def _retry_after(self, waiting: int) -> int:
-        """Seconds until there is room, 1 where the pace is not known."""
-        pace = self._queues.samples_per_second
-        return min(LONGEST_S, max(1, math.ceil((waiting - self._backlog) / pace))) if pace else 1
+        """Estimate the seconds until the backlog is short enough; 1 while the throughput is unknown."""
+        rate = self._queues.samples_per_second
+        return min(LONGEST_S, max(1, math.ceil((waiting - self._backlog) / rate))) if rate else 1

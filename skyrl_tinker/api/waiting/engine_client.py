@@ -1,7 +1,8 @@
-"""The engine's own HTTP server, on a private socket: its answers go through to the client as they come."""
+"""The engine as the API sees it: its HTTP server on a private socket, and its state in the store."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,17 +10,35 @@ import aiohttp
 import orjson
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER, error_body
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.store import Store
 
 EVENTS = "text/event-stream"
 GET_S = 5.0
 T = TypeVar("T")
 
 
-class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    state: str  # starting | ready | failed | restarting
+    detail: str
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+
+async def engine_state(store: Store) -> EngineState:
+    """Read the engine's state; `starting` until it has reported one."""
+    async with store.read() as conn:
+        value = await server_state.get(conn, "engine")
+    if value is None:
+        return EngineState("starting", "the engine has not reported yet")
+    return EngineState(value["state"], value["detail"])
 
 
 class EngineUnavailableError(Exception):
@@ -27,7 +46,7 @@ class EngineUnavailableError(Exception):
 
 
 class EngineClient:
-    """Use it from one event loop, and close it."""
+    """HTTP client of the engine, for one event loop; to be closed."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -38,7 +57,7 @@ class EngineClient:
             await self._session.close()
 
     async def get(self, path: str) -> bytes:
-        """The body. EngineAwayError, also when it does not come in GET_S."""
+        """Return the body. EngineUnavailableError, also when there is none within GET_S."""
         try:
             async with asyncio.timeout(GET_S), self._pool().get(f"http://engine{path}") as answer:
                 return await answer.read()
@@ -46,12 +65,12 @@ class EngineClient:
             raise EngineUnavailableError from error
 
     async def relay(self, request: Request) -> Response:
-        """The engine's answer to this request; it is asked no longer once the client is gone.
+        """Return the engine's answer to this request, streamed if it is a stream.
 
-        EngineAwayError before there is an answer, ClientGoneError.
+        Raises EngineUnavailableError if none begins, ClientDisconnect when the client leaves first.
         """
         try:
-            return await _unless_gone(request, self._relay(request))
+            return await _while_connected(request, self._relay(request))
         except aiohttp.ClientError as error:
             raise EngineUnavailableError from error
 
@@ -76,25 +95,25 @@ class EngineClient:
 
 
 async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Leaving early closes the connection, which the engine notices."""
+    """Yield the answer piece by piece; ending early closes the connection, which the engine notices."""
     async with answer:
         try:
             async for piece in answer.content.iter_any():
                 yield piece
         except aiohttp.ClientError:  # too late for a status
-            error = SamplerError("the engine ended in the middle of this answer")
+            error = SamplerError("the engine stopped in the middle of this answer")
             yield b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
 
-async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
-    """ClientGoneError, and the answer is given up, when the client closes its connection first."""
-    await request.body()  # after it, only a disconnect is to come
-    asked, gone = asyncio.ensure_future(answer), asyncio.ensure_future(request.receive())
+async def _while_connected(request: Request, answer: Awaitable[T]) -> T:
+    """Return the answer; cancel it and raise ClientDisconnect when the client closes its connection first."""
+    await request.body()  # the only message after it is a disconnect
+    answering, disconnect = asyncio.ensure_future(answer), asyncio.ensure_future(request.receive())
     try:
-        await asyncio.wait((asked, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            raise ClientGoneError
-        return await asked
+        await asyncio.wait((answering, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        return await answering
     finally:
-        for task in (asked, gone):
+        for task in (answering, disconnect):
             task.cancel()

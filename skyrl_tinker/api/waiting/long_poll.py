@@ -1,4 +1,4 @@
-"""Long polls: one task per process learns which futures finished and answers those who wait for them."""
+"""Long polls: one task per process reads which futures finished and wakes the requests that wait for them."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestId
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue as future_rows
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import Outcome
 from skyrl_tinker.store.store import Store
 
@@ -18,11 +18,11 @@ _SMALL_BYTES = 1 << 20
 _REMEMBERED = 4096
 _log = logging.getLogger(__name__)
 
-_Wait = asyncio.Future[Outcome | None]  # None: the time is over, or the process shuts down
+_Wait = asyncio.Future[Outcome | None]  # None: timed out, or the process shuts down
 
 
 class FutureWaiter:
-    """Waits for futures to finish: `start` before the first wait, `run` as a task, `stop` ends all waits."""
+    """Waiter for futures: `start` before the first wait, `run` as a task, `stop` to end all waits."""
 
     def __init__(self, store: Store, bell: Doorbell) -> None:
         self._store = store
@@ -31,15 +31,15 @@ class FutureWaiter:
         self._waiting: dict[RequestId, set[_Wait]] = {}
         self._expected: dict[RequestId, OwnerId | None] = {}
         self._announced: dict[RequestId, None] = {}  # the last ones, oldest first
-        self.news = asyncio.Event()  # set, and replaced, when anything finished
+        self.news = asyncio.Event()  # set and replaced when a future finishes
         self._stopped = False
 
     async def start(self) -> None:
         async with self._store.read() as conn:
-            self._cursor = await future_rows.last_result_id(conn)
+            self._cursor = await queue.last_result_id(conn)
 
     async def run(self) -> None:
-        """Answer waits on each ring, and each second in case a ring was lost. Ends by cancellation."""
+        """Answer waits on each ring, and each second in case a ring was lost, until cancelled."""
         while True:
             await self._bell.wait(_FALLBACK_POLL_S)
             try:
@@ -49,26 +49,26 @@ class FutureWaiter:
                 _log.warning("finished futures could not be read, trying again: %s", error)
 
     def expect(self, request_id: RequestId, owner: OwnerId | None) -> None:
-        """This process has just written it: until its result is announced, a wait need not ask the store.
+        """Note a future that this process has just written: a wait for it need not ask the store first.
 
-        Its result may have been announced before the writer's thread could tell us.
+        Its result may have been announced before the writer's thread returned.
         """
         if request_id not in self._announced:
             self._expected[request_id] = owner
 
     async def announce(self) -> None:
-        """Answer everybody whose future finished since the last call; one query reads all their results."""
+        """Answer the waits whose futures finished since the last call; one query reads all results."""
         async with self._store.read() as conn:
-            finished = await future_rows.finished_after(conn, self._cursor, _SMALL_BYTES)
+            finished = await queue.finished_after(conn, self._cursor, _SMALL_BYTES)
         for cursor, outcome in finished:
             self._remember(outcome.request_id)
             if outcome.request_id in self._waiting:
-                whole = await self._whole(outcome)
+                complete = await self._with_body(outcome)
                 for wait in self._waiting.get(outcome.request_id, ()):
-                    _answer(wait, whole)
+                    _answer(wait, complete)
             self._cursor = cursor
         if finished:
-            self._tell_news()
+            self._notify()
 
     def _remember(self, request_id: RequestId) -> None:
         self._expected.pop(request_id, None)
@@ -76,21 +76,21 @@ class FutureWaiter:
         if len(self._announced) > _REMEMBERED:
             del self._announced[next(iter(self._announced))]
 
-    async def announced(self, news: asyncio.Event, timeout_s: float) -> bool:
-        """Whether `news`, as it was taken before looking, came in time; False at once at shutdown."""
+    async def wait_for_news(self, news: asyncio.Event, timeout_s: float) -> bool:
+        """Return True once `news`, taken before reading, is set; False on timeout, at once at shutdown."""
         with suppress(TimeoutError):
             await asyncio.wait_for(news.wait(), 0 if self._stopped else timeout_s)
             return not self._stopped
         return False
 
-    def _tell_news(self) -> None:
+    def _notify(self) -> None:
         self.news.set()
         self.news = asyncio.Event()
 
     def stop(self) -> None:
-        """End every wait now, and those to come at once: the process is shutting down."""
+        """End every wait, and future ones immediately: the process is shutting down."""
         self._stopped = True
-        self._tell_news()
+        self._notify()
         for waits in self._waiting.values():
             for wait in waits:
                 _answer(wait, None)
@@ -101,30 +101,29 @@ class FutureWaiter:
 
     @property
     def waiting(self) -> int:
-        """How many long polls are held."""
+        """Number of long polls held."""
         return sum(len(waits) for waits in self._waiting.values())
 
     async def wait(self, request_id: RequestId, owner: OwnerId | None, timeout_s: float) -> Outcome | None:
-        """The outcome, still pending after `timeout_s` seconds or at shutdown; None for an id that this owner
-        was never given."""
-        with self._registered(request_id) as finished:
-            if request_id not in self._expected:  # asked after registering, so that no finish falls between
-                outcome = await self._look(request_id, owner)
+        """Return the outcome, pending on timeout or shutdown; None for an id unknown to this owner."""
+        with self._registered(request_id) as wait:
+            if request_id not in self._expected:  # read after registering, so that no finish is missed
+                outcome = await self._read(request_id, owner)
                 if outcome is None or outcome.status is not FutureStatus.PENDING:
                     return outcome
             elif self._expected[request_id] != owner:
                 return None
-            return await self._until(finished, timeout_s) or await self._look(request_id, owner)
+            return await self._await(wait, timeout_s) or await self._read(request_id, owner)
 
-    async def _until(self, finished: _Wait, timeout_s: float) -> Outcome | None:
-        """None when the time is over or the process shuts down."""
+    async def _await(self, wait: _Wait, timeout_s: float) -> Outcome | None:
+        """Return None on timeout or shutdown."""
         if self._stopped:
             return None
-        ending = asyncio.get_running_loop().call_later(timeout_s, _answer, finished, None)
+        timer = asyncio.get_running_loop().call_later(timeout_s, _answer, wait, None)
         try:
-            return await finished
+            return await wait
         finally:
-            ending.cancel()
+            timer.cancel()
 
     @contextmanager
     def _registered(self, request_id: RequestId) -> Iterator[_Wait]:
@@ -137,21 +136,21 @@ class FutureWaiter:
             if not self._waiting[request_id]:
                 del self._waiting[request_id]
 
-    async def _look(self, request_id: RequestId, owner: OwnerId | None) -> Outcome | None:
+    async def _read(self, request_id: RequestId, owner: OwnerId | None) -> Outcome | None:
         async with self._store.read() as conn:
-            outcome = await future_rows.outcome(conn, request_id, _SMALL_BYTES)
+            outcome = await queue.outcome(conn, request_id, _SMALL_BYTES)
         if outcome is None or outcome.owner_id != owner:
             return None
-        if outcome.status is not FutureStatus.PENDING:  # announced longer ago than is remembered
+        if outcome.status is not FutureStatus.PENDING:  # its announcement is no longer remembered
             self._expected.pop(request_id, None)
-        return await self._whole(outcome)
+        return await self._with_body(outcome)
 
-    async def _whole(self, outcome: Outcome) -> Outcome:
-        """With its result, also where that is large: then it is read off the loop."""
+    async def _with_body(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with its result; a large one is read off the loop."""
         if not outcome.withheld:
             return outcome
-        found = await self._store.fetch(lambda conn: future_rows.outcome(conn, outcome.request_id))
-        return found or outcome
+        complete = await self._store.fetch(lambda conn: queue.outcome(conn, outcome.request_id))
+        return complete or outcome
 
 
 def _answer(wait: _Wait, outcome: Outcome | None) -> None:

@@ -1,26 +1,27 @@
-"""What a request that is not done waits for, in words for the person who waits.
+"""Reasons why a request is not finished, as text for the user.
 
-The SDK shows them, every minute at most, while the state is not "active": so that state is only of what is
-being worked on.
+The SDK logs the text, at most once a minute, while the state is not "active". So "active" means that the
+request, or an earlier one of its model, is running.
 """
 
 from dataclasses import dataclass
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.protocol.queue_views import LaneView, QueuesView, SamplingView, TrainingView
+from skyrl_tinker.protocol.queue_views import QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas.futures import QueueState
 from skyrl_tinker.store.futures.cancellation import QueuePosition
 
 CREATED = "the model is being created"
-_AT_WORK = {
+_RUNNING = {
     RequestKind.CREATE_MODEL: CREATED,
     RequestKind.LOAD_WEIGHTS: "the weights are being loaded",
-    RequestKind.SAVE_WEIGHTS: "its save is being written",
-    RequestKind.SAVE_WEIGHTS_EXTERNAL: "its files are being written",
-    RequestKind.SAVE_WEIGHTS_FOR_SAMPLER: "its weights are being brought to the samplers",
-    RequestKind.UNLOAD_MODEL: "the requests before it are not done yet",
-    RequestKind.SAMPLE: "it is being sampled",
+    RequestKind.SAVE_WEIGHTS: "the checkpoint is being written",
+    RequestKind.SAVE_WEIGHTS_EXTERNAL: "the export is being written",
+    RequestKind.SAVE_WEIGHTS_FOR_SAMPLER: "the weights are being sent to the samplers",
+    RequestKind.UNLOAD_MODEL: "waiting for earlier requests of this model",
+    RequestKind.SAMPLE: "sampling",
 }
+_CREATIONS = (RequestKind.CREATE_MODEL, RequestKind.LOAD_WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,64 +30,58 @@ class Reason:
     text: str | None
 
 
-def reason(place: QueuePosition, queues: QueuesView) -> Reason:
-    if place.kind is RequestKind.SAMPLE:
-        return _sampling(place, queues.sampling)
-    return _training(place, queues.training)
+def queue_reason(position: QueuePosition, queues: QueuesView) -> Reason:
+    if position.kind is RequestKind.SAMPLE:
+        return _sampling(position, queues.sampling)
+    return _training(position, queues.training)
 
 
-def _sampling(place: QueuePosition, view: SamplingView) -> Reason:
-    ahead = view.ahead(place.session_id, place.future_id)
+def _sampling(position: QueuePosition, view: SamplingView) -> Reason:
+    ahead = view.ahead(position.session_id, position.future_id)
     if view.paused is not None:
         return Reason("paused_capacity", view.paused)
     if ahead is None:
-        return _at_work(place)
-    pace = view.per_second
-    text = f"{_count(ahead, 'sample')} ahead of this one" if ahead else "it is the next to be sampled"
-    return Reason("paused_capacity", text + (_about((ahead + 1) / pace) if pace else ""))
+        return _running(position)
+    rate = view.per_second
+    text = f"{_count(ahead, 'sample')} ahead of this one" if ahead else "next to be sampled"
+    return Reason("paused_capacity", text + (_duration((ahead + 1) / rate) if rate else ""))
 
 
-def _training(place: QueuePosition, view: TrainingView) -> Reason:
-    lane = None if place.model_key is None else view.lanes.get(place.model_key)
-    if lane is None or place.seq_id is None or place.seq_id < lane.next_seq:
-        return _at_work(place)
+def _training(position: QueuePosition, view: TrainingView) -> Reason:
+    lane = None if position.model_key is None else view.lanes.get(position.model_key)
+    if lane is None or position.seq_id is None or position.seq_id < lane.next_seq:
+        return _running(position)
     if lane.lowest > lane.next_seq:
         text = f"waiting for seq {lane.next_seq} of this model ({lane.lowest} is here)"
         return Reason("paused_capacity", text)
     if lane.held:
-        return Reason("paused_capacity", "an earlier save of this model is being written")
-    if place.model_key in view.running:
-        return _behind_its_own(place, lane, view)
-    return Reason("paused_capacity", _in_turn(place, lane, view))
+        return Reason("paused_capacity", "waiting for an earlier save of this model, which is being written")
+    if position.model_key in view.running:
+        created = lane.next_seq == 1 and view.running_kind in _CREATIONS
+        return Reason("active", CREATED if created else "earlier requests of this model are running")
+    return Reason("paused_capacity", _queued(position.seq_id - lane.next_seq, lane.session_id, view))
 
 
-def _at_work(place: QueuePosition) -> Reason:
-    created = place.kind is RequestKind.LOAD_WEIGHTS and place.seq_id == 0
-    return Reason("active", CREATED if created else _AT_WORK.get(place.kind, "it is being worked on"))
+def _running(position: QueuePosition) -> Reason:
+    created = position.kind is RequestKind.LOAD_WEIGHTS and position.seq_id == 0
+    return Reason("active", CREATED if created else _RUNNING.get(position.kind, "running"))
 
 
-def _behind_its_own(place: QueuePosition, lane: LaneView, view: TrainingView) -> Reason:
-    if lane.next_seq == 1 and view.running_kind in (RequestKind.CREATE_MODEL, RequestKind.LOAD_WEIGHTS):
-        return Reason("active", CREATED)
-    return Reason("active", "earlier requests of this model are being worked on")
-
-
-def _in_turn(place: QueuePosition, lane: LaneView, view: TrainingView) -> str:
-    assert place.seq_id is not None, "it stands in a lane"
-    tenants = view.tenants.index(lane.session_id) if lane.session_id in view.tenants else 0
-    earlier = place.seq_id - lane.next_seq
+def _queued(earlier: int, session_id: str, view: TrainingView) -> str:
+    """Count what runs before a request: `earlier` ones of its model, and one unit of each tenant ahead."""
+    tenants = view.tenants.index(session_id) if session_id in view.tenants else 0
     parts = [_count(earlier, "earlier request") + " of this model"] if earlier else []
     parts += [_count(tenants, "tenant")] if tenants else []
-    text = f"{' and '.join(parts)} ahead" if parts else "it is next in turn"
-    turns = tenants + bool(view.running)
-    return text + (_about(turns * view.unit_s) if view.unit_s and turns else "")
+    text = f"{' and '.join(parts)} ahead" if parts else "next to run"
+    units = tenants + bool(view.running)
+    return text + (_duration(units * view.unit_s) if view.unit_s and units else "")
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _about(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds < 1:
         return ", less than a second"
     if seconds < 120:

@@ -28,7 +28,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     error_body,
     parse_openai,
 )
-from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_sessions
 from skyrl_tinker.store.store import Store
 
 PREFIX = "/oai/api/v1"
@@ -115,15 +115,15 @@ class OpenAIServer:
             )
         wanted = tinker_path.parse(model)
         if wanted.kind is not CheckpointKind.SAMPLER_WEIGHTS:
-            raise FieldError(f"{model} has no weights for sampling: use save_weights_for_sampler", "model")
+            raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")
         async with self._store.read() as conn:
             row = await checkpoint_records.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
             version = (
                 await sampling_sessions.version(conn, row.version_id) if row and row.version_id else None
             )
         if row is None or version is None:
-            raise NotFoundError(f"no checkpoint {model}: it was never saved, or it is deleted or expired")
-        self._samplers.require_served(row.base_model)
+            raise checkpoint_rules.not_found(model)
+        checkpoint_rules.require_served(row, self._facts.names)
         return version
 
     async def _count(self, text: dict[str, Any]) -> int:

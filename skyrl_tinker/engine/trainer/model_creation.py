@@ -8,13 +8,13 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain import tinker_path
-from skyrl_tinker.domain.ids import CheckpointKind, ModelState
+from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.values import BaseModelFacts, OptimizerFamily
 from skyrl_tinker.engine.outbox import Outcome, json_answer
 from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
-from skyrl_tinker.store import checkpoint_records, model_records, session_records
+from skyrl_tinker.store import checkpoint_records, checkpoint_rules, model_records, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.model_records import ModelRow
@@ -99,14 +99,10 @@ class ModelCreation:
         if found is None and own and self._saver.persisting(wanted):
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if found is None:
-            raise NotFoundError(f"no checkpoint {path}: it was never saved, or it is deleted or expired")
-        if found.kind is not CheckpointKind.WEIGHTS:
-            raise UserError(f"{path} is no training state: load one that save_state made")
-        if optimizer and not found.has_optimizer:
-            raise UserError(f"{path} has no optimizer state: load it with optimizer=false")
-        self._require_served(found.base_model)
-        if found.spec.rank > self._max_lora_rank:
-            raise UserError(f"{path} has LoRA rank {found.spec.rank} > max_lora_rank {self._max_lora_rank}")
+            raise checkpoint_rules.not_found(path)
+        checkpoint_rules.require_resumable(
+            found, optimizer=optimizer, base_models=self._facts.names, max_lora_rank=self._max_lora_rank
+        )
         return found
 
     def _require_served(self, base_model: str | None) -> None:

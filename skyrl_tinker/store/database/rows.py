@@ -1,4 +1,4 @@
-"""Two things that every module of queries needs."""
+"""Helpers for every module of queries."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ from sqlalchemy import Insert, Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 AnyRow = Row[*tuple[Any, ...]]
+PAGE = 1000
+"""Rows that one query of a long list reads."""
 
 
 async def insert_id(conn: AsyncConnection, row: Insert, values: dict[str, Any]) -> int:

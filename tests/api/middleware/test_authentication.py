@@ -230,7 +230,7 @@ async def test_a_jwt_stops_when_it_expires_though_it_was_seen_before(world: Worl
     ring = world.services.keys
     caller = ring.caller(key)
     soon = Caller(caller.owner, caller.name, until=int(time.time()) + 2)
-    token = ring.token(soon)
+    token = ring.issue_token(soon)
     assert (await ask(world, token)).status_code == 200
     await until_status(world, 401, token)
 
@@ -270,7 +270,9 @@ async def test_without_keys_any_key_logs_in_and_none_can_be_revoked(world: World
     assert (answer.status_code, answer.json()["name"], answer.json()["key_id"]) == (200, "local", 0)
     refused = await world.http.delete("auth/apikey/me", headers={"X-API-Key": "tml-mine"})
     assert refused.status_code == 400
-    assert refused.json()["detail"] == "this server has no API keys: it takes any, so there is none to revoke"
+    assert (
+        refused.json()["detail"] == "this server has no API keys: it accepts any, so there is none to revoke"
+    )
 
 
 async def test_a_key_can_revoke_itself_and_only_itself(world: World) -> None:

@@ -220,7 +220,7 @@ async def test_a_large_body_that_does_not_come_is_408(monkeypatch: pytest.Monkey
     async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
         answer = await http.post("/", content=slow())
     assert answer.status_code == 408
-    assert "did not come" in answer.json()["detail"]
+    assert "did not arrive" in answer.json()["detail"]
 
 
 async def test_a_budget_is_given_out_in_turn_and_comes_back_whole() -> None:

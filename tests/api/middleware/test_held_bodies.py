@@ -66,7 +66,7 @@ async def test_many_large_bodies_cost_no_more_than_what_may_be_held(api: Api) ->
 
 
 async def test_many_bombs_cost_no_more_than_what_may_be_held(api: Api) -> None:
-    """They say nothing of their size and stay just under the cap, or go just over it."""
+    """Send frames without a content size that expand to the cap, or to just over it."""
     before = most_memory_mb(api)
     for size, status in ((EXPANDED * MiB, 400), (EXPANDED * MiB + 1, 413)):
         frame = zstandard.ZstdCompressor().compressobj()

@@ -114,7 +114,7 @@ async def test_the_docs_need_nothing_from_elsewhere(world: World) -> None:
 
 
 async def test_a_path_that_is_no_route_says_where_the_routes_are(world: World) -> None:
-    """As from a TINKER_BASE_URL that ends in /api/v1."""
+    """Ask as a client does whose TINKER_BASE_URL ends in /api/v1."""
     answer = await world.http.get("api/v1/get_server_capabilities")
     assert answer.status_code == 404
     assert "no route GET /api/v1/api/v1/get_server_capabilities" in answer.json()["detail"]

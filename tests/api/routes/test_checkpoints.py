@@ -103,7 +103,7 @@ async def test_a_published_checkpoint_is_everybody_s_until_it_is_taken_back(worl
         return str((await world.ok("load_weights", wanted))["request_id"])
 
     assert await statuses(0) == [404, 404, 404]
-    assert "expected a checkpoint that exists" in await world.failure(await load(0))
+    assert "it was never saved" in await world.failure(await load(0))
     speak_as(world, alice)
     for kind, name in (("weights", "w"), ("sampler_weights", "s")):
         await world.http.post(f"training_runs/{run}/checkpoints/{kind}/{name}/publish")

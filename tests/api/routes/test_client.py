@@ -1,4 +1,4 @@
-"""What the SDK asks before it does anything, and what monitors ask."""
+"""Calls of the SDK before anything else, and calls of monitors."""
 
 import pytest
 

@@ -205,7 +205,7 @@ async def test_only_exports_have_urls(world: World, directory: Path, kind: Check
     where = await record(world, directory, kind)
     answer = await world.http.get(f"{where}/external_weights_urls")
     assert answer.status_code == 400
-    assert "expected one that save_weights_external made" in answer.json()["detail"]
+    assert "expected one made by save_weights_external" in answer.json()["detail"]
 
 
 async def stream(world: World, url: str, on_piece: Callable[[], Awaitable[None]]) -> list[bytes]:

@@ -104,7 +104,7 @@ async def test_shutdown_answers_every_long_poll_with_408(patient: Settings) -> N
         answers = await asyncio.wait_for(asyncio.gather(*waiting), 1)
         assert {answer.status_code for answer in answers} == {408}
         assert {answer.json()["queue_state_reason"] for answer in answers} == {
-            "this server process is ending"
+            "this server process is shutting down"
         }
         assert (await asyncio.wait_for(world.retrieve(request_id), 1)).status_code == 408
 

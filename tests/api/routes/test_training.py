@@ -121,7 +121,7 @@ async def test_a_bad_step_is_accepted_and_fails(world: World, change: dict[str, 
     request = {**step(await world.model(), 1), **change}
     failure = await world.failure((await world.ok("optim_step", request))["request_id"])
     assert message in failure
-    assert "the gradients accumulated for this step are dropped" in failure
+    assert "the gradients accumulated for it are dropped" in failure
 
 
 async def test_a_step_of_an_old_sdk_needs_no_defaults_and_no_type(world: World) -> None:

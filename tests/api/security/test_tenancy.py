@@ -1,4 +1,4 @@
-"""What is another's looks exactly like what there is not: on every route, for every kind of object.
+"""Objects of another owner look exactly like unknown ones: on every route, for every kind of object.
 
 The cases below name every route of the app. A route that is added without one fails the first test.
 """
@@ -40,7 +40,7 @@ class Things:
         return f"tinker://{self.model}/sampler_weights/b"
 
     def unknown(self) -> "Things":
-        """As long, and made by nobody."""
+        """Return ids of the same length that do not exist."""
         return Things(
             *(self._changed(each) for each in (self.session, self.model, self.sampler)),
             future="0" * len(self.future),
@@ -62,7 +62,7 @@ class Ask:
 
 
 Case = Callable[[Things, Things], Ask]
-"""From what is another's (or unknown) and what is one's own to a request."""
+"""Function from another owner's (or unknown) objects and one's own to a request."""
 
 
 def post(path: str, body: Callable[[Things, Things], Json]) -> Case:
@@ -194,7 +194,7 @@ LISTS: dict[tuple[str, str], Json | None] = {
     ("GET", f"/api/v1/billing/usage/events?{TODAY}"): None,
     ("GET", "/api/v1/billing/usage/checkpoints/current"): None,
 }
-"""They name no object, and tell of one's own only."""
+"""Routes that name no object and show one's own only."""
 
 ELSEWHERE = {
     ("POST", "/oai/api/v1/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
@@ -216,7 +216,7 @@ NOBODYS = {
 
 
 def routes(world: World) -> Iterator[tuple[str, str]]:
-    """Of the app, but for those that are open to everybody; HEAD is GET without its body."""
+    """Routes of the app that need a key; HEAD is GET without its body."""
     for route in world.app.routes:
         assert isinstance(route, Route | Mount), route
         if not _open(route):
@@ -259,7 +259,7 @@ async def tenant(world: World, name: str) -> Tenant:
 
 
 class as_key:  # noqa: N801  (reads like a function)
-    """What the world sends meanwhile is sent with this key."""
+    """Send the world's requests with this key inside the context."""
 
     def __init__(self, world: World, key: str) -> None:
         self._headers = world.http.headers

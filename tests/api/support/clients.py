@@ -16,7 +16,7 @@ from tests.api.support.world import BASE, Json, World, sample, step
 PROTOBUF = "application/x-protobuf"
 LOSS = upload("")
 Key = tuple[int, int | None]
-"""Of a request: its lane and its place there, None for the lane's birth."""
+"""Key of a request: its lane and its place there, None for the lane's creation."""
 
 
 class Clients:

@@ -100,7 +100,7 @@ def bodies(model_id: str, seed: int) -> Iterator[tuple[bytes, dict[str, str]]]:
 
 
 def send(http: httpx.Client, model_id: str, seed: int, count: int) -> Counter[int]:
-    """How often each status came. AssertionError with the body that got a wrong answer."""
+    """Count the statuses. AssertionError with the body that got a wrong answer."""
     statuses: Counter[int] = Counter()
     for _, (body, headers) in zip(range(count), bodies(model_id, seed), strict=False):
         answer = http.post("forward_backward", content=body, headers=headers)

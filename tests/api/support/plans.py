@@ -1,4 +1,4 @@
-"""What clients of a server do, and what a bad network makes of it.
+"""Plans of what clients of a server do, and what a bad network makes of it.
 
 A plan is a set of lanes: models, sampling clients, uploads of losses. Each request of a lane arrives at least
 once, late, perhaps again, perhaps at another API process, and some of its arrivals are broken off.
@@ -63,7 +63,7 @@ class Lane:
 
     @property
     def made(self) -> bool:
-        """Whether it has a model, which runs what is sent."""
+        """True if the lane has a model, which runs what is sent."""
         return self.birth is not None and self.birth.kind in ("create", "create_from")
 
     @property
@@ -93,7 +93,7 @@ class Event:
 
 
 def rounds(plan: Plan) -> list[list[Event]]:
-    """What arrives together, in order. A lane's requests begin when its birth is answered, as clients do."""
+    """Batches that arrive together, in order. A lane's requests begin once its creation is answered."""
     found: defaultdict[int, list[Event]] = defaultdict(list)
     for number, lane in enumerate(plan.lanes):
         for time, event in _events(number, lane):
@@ -129,7 +129,7 @@ def _once(sent: Sent) -> Sent:
 
 
 def computed(lane: Lane) -> list[tuple[str, int | None]]:
-    """What a model's lane makes the trainer compute, with the seq_id. A refused pass spoils its window."""
+    """Work that a model's lane gives the trainer, with the seq_id. A refused pass spoils its window."""
     if not lane.made:
         return []
     found: list[tuple[str, int | None]] = []

@@ -1,4 +1,4 @@
-"""What a user does with the unmodified SDK: `python -m tests.api.support.sdk_scenarios URL SCENARIO`.
+"""Scenarios of a user with the unmodified SDK: `python -m tests.api.support.sdk_scenarios URL SCENARIO`.
 
 In a process of their own, because the SDK leaves its sockets to the garbage collector.
 """

@@ -12,7 +12,7 @@ async def new_user(world: World, name: str) -> str:
 
 
 def speak_as(world: World, key: str) -> None:
-    """Who sends the requests from now on."""
+    """Send all further requests with this key."""
     world.http.headers["X-API-Key"] = key
 
 

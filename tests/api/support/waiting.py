@@ -31,7 +31,7 @@ from tests.api.support.world import FACTS, Json, World, running
 
 
 class SlowSamplers(Samplers):
-    """None of its samples ends before `go_on`; `stopped` are the prompts of those that were given up."""
+    """Samplers whose samples end after `go_on`; `stopped`: prompts of those that were cancelled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Waiting:
 async def waiting(
     settings: Settings, apis: int = 1, placement: Placement = SEPARATE
 ) -> AsyncIterator[Waiting]:
-    """Of `settings`, whose database is migrated already."""
+    """Build it from `settings`, whose database is migrated already."""
     Directories(settings).make()
     async with AsyncExitStack() as stack:
         store = await Store.open(settings.store_url)
@@ -130,7 +130,7 @@ async def _ended(task: "asyncio.Task[None]") -> None:
 
 
 async def told(world: World, request_id: str) -> tuple[str, str | None]:
-    """State and reason of a poll that is over."""
+    """Return state and reason of a poll that timed out."""
     answer = await world.retrieve(request_id)
     assert answer.status_code == 408, answer.text
     return answer.json()["queue_state"], answer.json().get("queue_state_reason")
@@ -143,7 +143,7 @@ async def until(look: Callable[[], Awaitable[object]]) -> None:
 
 
 async def is_told(world: World, request_id: str, state: str, text: str) -> None:
-    """Sooner or later: the engine may have its first look still before it."""
+    """Wait for this state and reason: the engine may not have read the request yet."""
     await until(lambda: _equal(told(world, request_id), (state, text)))
 
 
@@ -166,5 +166,5 @@ async def submit(world: World, path: str, body: Json) -> str:
 
 
 async def holds(look: Callable[[], bool]) -> bool:
-    """For `until`, where nothing is awaited."""
+    """Wrap a synchronous condition for `until`."""
     return look()

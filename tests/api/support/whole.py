@@ -97,16 +97,16 @@ class Samplers:
         return SampleOutput((SampledSequence(request.prompt, logprobs, "length"),) * request.num_samples)
 
     def require_served(self, base_model: str) -> None:
-        """All are."""
+        """Accept all."""
 
     def target(self, model: ModelKey, version: object) -> object:
         return version
 
     async def load(self, version: object) -> None:
-        """At once."""
+        """Return at once."""
 
     async def announce(self, wanted: object) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no test waits for it."""
 
 
 class Engine:
@@ -160,7 +160,7 @@ class Whole:
 
 @asynccontextmanager
 async def whole(settings: Settings, apis: int) -> AsyncIterator[Whole]:
-    """Of `settings`, whose database is migrated already."""
+    """Build it from `settings`, whose database is migrated already."""
     store = await Store.open(settings.store_url)
     bell = Doorbell.bind(settings.root, "engine")
     engine = Engine(settings, store, bell)

@@ -1,4 +1,4 @@
-"""What is stuck fails in the end, and says what it waited for; everybody else goes on."""
+"""Stuck requests fail at their deadline and say what they waited for; all others go on."""
 
 import asyncio
 import time

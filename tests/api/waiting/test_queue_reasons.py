@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from skyrl_tinker.api.waiting.engine_queues import EVERY_S
-from skyrl_tinker.api.waiting.queue_reasons import Reason, reason
+from skyrl_tinker.api.waiting.queue_reasons import Reason, queue_reason
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.queue_views import (
@@ -55,8 +55,8 @@ async def test_who_is_ahead_is_counted(made: Waiting) -> None:
     await until(lambda: holds(lambda: "pass" in made.trainer.names()))
     others = [await submit(made.api, "optim_step", step(model, 1)) for model in models[1:]]
     behind = await submit(made.api, "optim_step", step(models[3], 2))
-    assert await told(made.api, first) == ("active", "it is being worked on")
-    await is_told(made.api, others[0], "paused_capacity", "it is next in turn, less than a second")
+    assert await told(made.api, first) == ("active", "running")
+    await is_told(made.api, others[0], "paused_capacity", "next to run, less than a second")
     await is_told(made.api, others[2], "paused_capacity", "2 tenants ahead, less than a second")
     text = "1 earlier request of this model and 2 tenants ahead, less than a second"
     await is_told(made.api, behind, "paused_capacity", text)
@@ -71,8 +71,9 @@ async def test_a_save_that_is_being_written_says_so_and_who_waits_for_it_too(mad
         await submit(made.api, "save_weights", {"model_id": model, "seq_id": seq_id, "path": f"s{seq_id}"})
         for seq_id in (1, 2)
     ]
-    await is_told(made.api, saves[0], "active", "its save is being written")
-    await is_told(made.api, saves[1], "paused_capacity", "an earlier save of this model is being written")
+    await is_told(made.api, saves[0], "active", "the checkpoint is being written")
+    text = "waiting for an earlier save of this model, which is being written"
+    await is_told(made.api, saves[1], "paused_capacity", text)
     made.trainer.disk.set()
     assert (await made.api.retrieve(saves[1])).status_code == 200
 
@@ -83,8 +84,8 @@ async def test_a_save_that_is_being_written_says_so_and_who_waits_for_it_too(mad
 async def test_samples_ahead_are_counted_and_pauses_named(made: Waiting) -> None:
     sampler = await made.api.sampler()
     ids = [await submit(made.api, "asample", sample(sampler, number)) for number in range(3)]
-    await is_told(made.api, ids[0], "active", "it is being sampled")
-    await is_told(made.api, ids[1], "paused_capacity", "it is the next to be sampled")
+    await is_told(made.api, ids[0], "active", "sampling")
+    await is_told(made.api, ids[1], "paused_capacity", "next to be sampled")
     await is_told(made.api, ids[2], "paused_capacity", "1 sample ahead of this one")
     made.samplers.paused = "samplers are updating weights"
     await is_told(made.api, ids[0], "paused_capacity", "samplers are updating weights")
@@ -124,7 +125,8 @@ async def test_above_the_backlog_asample_is_to_come_again(made: Waiting) -> None
     assert int(refused.headers["retry-after"]) >= 1
     # A look at the engine while samples are accepted may count some of them twice, until the next.
     found = re.match(
-        r"(\d) samples wait, and the server takes 3 \(setting sample_backlog\)", refused.json()["detail"]
+        r"(\d) samples are waiting, and the server accepts 3 \(setting sample_backlog\)",
+        refused.json()["detail"],
     )
     assert found is not None
     assert 3 <= int(found[1]) <= 6
@@ -165,33 +167,33 @@ def place(kind: RequestKind, seq_id: int | None = 5, future_id: int = 100) -> Qu
 
 
 PASS = RequestKind.FORWARD_BACKWARD
-OWN = "earlier requests of this model are being worked on"
+OWN = "earlier requests of this model are running"
 LANE = LaneView(next_seq=5, lowest=5, held=False, session_id="b")
 
 
 @pytest.mark.parametrize(
     ("asked", "training", "text"),
     [
-        (place(PASS, 4), TrainingView({7: LANE}), "it is being worked on"),
+        (place(PASS, 4), TrainingView({7: LANE}), "running"),
         (place(RequestKind.CREATE_MODEL, 0), IDLE, "the model is being created"),
         (place(RequestKind.LOAD_WEIGHTS, 0), IDLE, "the model is being created"),
         (place(RequestKind.LOAD_WEIGHTS, 3), IDLE, "the weights are being loaded"),
-        (place(RequestKind.SAVE_WEIGHTS_FOR_SAMPLER), IDLE, "its weights are being brought to the samplers"),
-        (place(RequestKind.UNLOAD_MODEL, None), IDLE, "the requests before it are not done yet"),
+        (place(RequestKind.SAVE_WEIGHTS_FOR_SAMPLER), IDLE, "the weights are being sent to the samplers"),
+        (place(RequestKind.UNLOAD_MODEL, None), IDLE, "waiting for earlier requests of this model"),
         (place(PASS), TrainingView({7: LANE}, ("a", "b"), (3,), "forward", 4.2), "1 tenant ahead, about 8 s"),
-        (place(PASS), TrainingView({7: LANE}, ("b",), (3,), "x", 200), "it is next in turn, about 3 min"),
+        (place(PASS), TrainingView({7: LANE}, ("b",), (3,), "x", 200), "next to run, about 3 min"),
         (place(PASS), TrainingView({7: LANE}, running=(7,)), OWN),
         (place(PASS, 9), TrainingView({7: LANE}, ("b",)), "4 earlier requests of this model ahead"),
     ],
 )  # fmt: skip
 def test_what_a_training_request_waits_for(asked: QueuePosition, training: TrainingView, text: str) -> None:
-    assert reason(asked, QueuesView(training, SamplingView())).text == text
+    assert queue_reason(asked, QueuesView(training, SamplingView())).text == text
 
 
 def test_of_very_many_samples_the_engine_tells_every_so_many() -> None:
     queue = QueueView(tuple(range(100, 200, 10)), 95)
     view = SamplingView({"b": queue}, stride=10, waiting=95, per_second=2.0)
-    found = reason(place(RequestKind.SAMPLE, future_id=141), QueuesView(IDLE, view))
+    found = queue_reason(place(RequestKind.SAMPLE, future_id=141), QueuesView(IDLE, view))
     assert found == Reason("paused_capacity", "50 samples ahead of this one, about 26 s")
 
 

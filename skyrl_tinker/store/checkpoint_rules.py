@@ -1,0 +1,47 @@
+"""Rules on loading a checkpoint and on sampling from it, for the API and the engine. Pure: no connection."""
+
+from collections.abc import Collection
+
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
+
+
+def not_found(path: str) -> NotFoundError:
+    """Return the error for a path that leads to no checkpoint which the client may read."""
+    return NotFoundError(f"no checkpoint {path}: it was never saved, or it is deleted or expired")
+
+
+def require_resumable(
+    row: CheckpointRow, *, optimizer: bool, base_models: Collection[str], max_lora_rank: int
+) -> None:
+    """Raise UserError unless a model can be loaded from `row`, with its optimizer state if `optimizer`."""
+    if row.kind is not CheckpointKind.WEIGHTS:
+        raise UserError(f"{row.path} is of kind {row.kind}, expected weights (made by save_weights)")
+    require_served(row, base_models)
+    if row.spec.rank > max_lora_rank:
+        raise UserError(
+            f"{row.path} has LoRA rank {row.spec.rank}, "
+            f"expected at most {max_lora_rank} (the server's setting max_lora_rank)"
+        )
+    if optimizer and not row.has_optimizer:
+        raise UserError(
+            f"{row.path} has no optimizer state: load it with optimizer=false "
+            "(create_training_client_from_state)"
+        )
+
+
+def require_served(row: CheckpointRow, base_models: Collection[str]) -> None:
+    """Raise UserError unless the checkpoint's base model is one of `base_models`."""
+    if row.base_model not in base_models:
+        raise UserError(
+            f"{row.path} is of base model {row.base_model!r}, "
+            f"expected one that is served: {', '.join(base_models)}"
+        )
+
+
+def no_sampler_weights(path: str) -> NotSupportedError:
+    """Return the error for a checkpoint that cannot be sampled from."""
+    return NotSupportedError(
+        f"{path} has no weights for sampling: expected a checkpoint made by save_weights_for_sampler"
+    )
