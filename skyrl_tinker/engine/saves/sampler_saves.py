@@ -150,7 +150,7 @@ class Publisher(SaveFlow[SamplerSave]):
         else:
             captured = replace(save, adapter=adapters[save.model.key])
         if isinstance(captured, Failure):
-            self._free(save.path)
+            self._reserved.discard(save.path)
         return captured
 
     async def _capture_full(self, save: SamplerSave) -> SamplerSave:

@@ -66,7 +66,7 @@ class SaveFlow(ABC, Generic[S]):
         self._store = store
         self._outbox = outbox
         self._root = checkpoint_root
-        self._reserved: set[TinkerPath] = set()
+        self._reserved: set[TinkerPath | None] = set()
 
     def persisting(self, path: TinkerPath) -> bool:
         """Return whether this checkpoint is being saved."""
@@ -82,22 +82,24 @@ class SaveFlow(ABC, Generic[S]):
             await self._outbox.send([(save.row.id, failure_of(error))])
             return False
         finally:
-            self._free(save.path)
+            self._reserved.discard(save.path)
         return True
 
     @asynccontextmanager
     async def _reserving(self, path: TinkerPath | None, *, overwrite: bool = False) -> AsyncIterator[None]:
         """Reserve the name for `persist` to free; it is freed here if the block fails. Raises UserError."""
+        if path is None:
+            yield
+            return
         if path in self._reserved:
             raise UserError(f"checkpoint {path} is being saved by an earlier request: choose another name")
-        if path is not None:
-            self._reserved.add(path)
+        self._reserved.add(path)
         try:
-            if path is not None and not overwrite:
+            if not overwrite:
                 await self._require_new(path)
             yield
         except BaseException:
-            self._free(path)
+            self._reserved.discard(path)
             raise
 
     async def _require_new(self, path: TinkerPath) -> None:
@@ -106,10 +108,6 @@ class SaveFlow(ABC, Generic[S]):
         if existing is not None:
             replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
             raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
-
-    def _free(self, path: TinkerPath | None) -> None:
-        if path is not None:
-            self._reserved.discard(path)
 
     def _new_directory(self, row: QueuedRow, model: ModelRow, path: TinkerPath) -> Path:
         """Return a directory never used before: that of an overwritten checkpoint may still be read."""
