@@ -28,7 +28,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.saves.external_exports import Exporter
-from skyrl_tinker.engine.saves.sampler_publisher import Publisher
+from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
@@ -263,7 +263,7 @@ class Engine:
             ModelCreation(store, trainer, facts, saver, settings.max_lora_rank),
             saver,
             Exporter(store, trainer, outbox, facts, root),
-            Publisher(store, trainer, samplers, outbox, facts, ephemeral, root, metrics),
+            Publisher(store, trainer, samplers, outbox, facts, ephemeral, root, gaps, metrics),
             outbox,
             settings.unit_tokens,
             gaps,

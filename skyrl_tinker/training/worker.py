@@ -1,16 +1,16 @@
 """One rank of the trainer: a plain class, which Ray runs as an actor and tests use directly."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.domain.values import AdapterWeights, LoraSpec, OptimizerFamily, StepItem, StepOutput
-from skyrl_tinker.errors import StateLostError, StorageError, TrainerError, UserError
+from skyrl_tinker.errors import StateLostError, TrainerError, UserError
 from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
@@ -172,14 +172,14 @@ class Worker:
     def persist_state(self, number: int, scratch: str) -> dict[str, FileEntry]:
         """Write the share captured under `number`, in any thread. Its copies are freed when this returns."""
         captured = self._captured.pop(number)
-        with self._storing():
+        with storage_errors(f"rank {self.rank} could not write the checkpoint"):
             return checkpoint_save.persist(captured, Path(scratch))
 
     def commit_state(
         self, contents: CheckpointContents, files: Mapping[str, FileEntry], scratch: str, directory: str
     ) -> int:
         """Commit, on one rank only, in any thread, after all have persisted. Returns bytes."""
-        with self._storing():
+        with storage_errors(f"rank {self.rank} could not write the checkpoint"):
             return checkpoint_save.commit(contents, files, Path(scratch), Path(directory))
 
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
@@ -256,14 +256,6 @@ class Worker:
 
     def _full_models(self) -> dict[ModelKey, FullModel]:
         return {key: model for key, model in self._models.items() if isinstance(model, FullModel)}
-
-    @contextmanager
-    def _storing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            reason = error.strerror or error
-            raise StorageError(f"rank {self.rank} could not write the checkpoint: {reason}") from error
 
     def _require_onloaded(self) -> None:
         if self._offloaded:

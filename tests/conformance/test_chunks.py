@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_tinker.errors import SamplerError, StartupError
-from skyrl_tinker.training.checkpoints.tensor_file import write_tensors
+from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
 from skyrl_tinker.weight_sync.broadcast import BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import read_chunks
 from skyrl_tinker.weight_sync.factory import backend_of, choose, make_transport

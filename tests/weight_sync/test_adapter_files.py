@@ -29,8 +29,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_peft_reads_it_and_gives_the_same_logprobs(model: Path, tmp_path: Path) -> None:
     adapter = random_adapter(model, 4, seed=1)
-    size = publish_adapter(adapter, tmp_path / "v1", str(model))
-    assert size == sum(file.stat().st_size for file in (tmp_path / "v1").iterdir())
+    publish_adapter(adapter, tmp_path / "v1", str(model))
     adapted = peft.PeftModel.from_pretrained(reference(model), tmp_path / "v1")
     prompt = prompt_of(12)
     np.testing.assert_allclose(
@@ -49,7 +48,7 @@ def test_it_names_the_modules_that_are_adapted(model: Path, tmp_path: Path) -> N
 
 def test_a_half_written_attempt_is_replaced_and_nothing_else_is_left(model: Path, tmp_path: Path) -> None:
     adapter = random_adapter(model, 4, seed=1)
-    (tmp_path / "out" / ".v1.tmp").mkdir(parents=True)
+    (tmp_path / "out" / ".v1.partial").mkdir(parents=True)
     (tmp_path / "out" / "v1").mkdir()
     publish_adapter(adapter, tmp_path / "out" / "v1", "tiny")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["v1"]

@@ -1,4 +1,4 @@
-"""copy_weights: hard links to the files, and rows of their own. Whichever goes first, the other stays."""
+"""Copies of checkpoints (copy_weights): hard links and rows of their own, independent of the original."""
 
 import asyncio
 import errno
@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
 from skyrl_tinker.api.services import Services
+from skyrl_tinker.atomic_directory import atomic_directory
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
@@ -27,37 +28,37 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 _SESSIONS = uuid5(NAMESPACE_URL, "copy_weights")
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
-"""The file system cannot link these: it copies."""
+"""Errors of a file system that cannot link: then files are copied."""
 
 
 async def copy_weights(
     services: Services, owner: OwnerId | None, payload: Mapping[str, Any], key: str | None, token: str | None
 ) -> TinkerPath:
-    """The path of the copy. The same request with the same idempotency `key` gives the same one.
+    """Return the path of the copy; a request repeated with its idempotency `key` gets the same one.
 
-    UserError, NotFoundError (source, session), GoneError, SeqIdReusedError, StorageError.
+    Raises UserError, NotFoundError (source, session), GoneError, SeqIdReusedError, StorageError.
     """
-    wanted = parse(CopyWeightsRequest, payload)
-    refuse_access_token(wanted.weights_access_token or token)
-    source, ttl = tinker_path.parse(wanted.source_path), validate_ttl(wanted.ttl_seconds)
-    where = _destination(wanted, owner, key)
+    request = parse(CopyWeightsRequest, payload)
+    refuse_access_token(request.weights_access_token or token)
+    source, ttl = tinker_path.parse(request.source_path), validate_ttl(request.ttl_seconds)
+    destination = _destination(request, owner, key)
     digest = payload_digest(RequestKind.COPY_WEIGHTS, payload)
-    path = TinkerPath(where.model_id, source.kind, source.name)
+    path = TinkerPath(destination.model_id, source.kind, source.name)
     async with services.store.read() as conn:
-        if await checkpoint_copies.made(conn, owner, where, digest):
+        if await checkpoint_copies.made(conn, owner, destination, digest):
             return path
-        row = await find_checkpoint(conn, owner, wanted.source_path)
+        row = await find_checkpoint(conn, owner, request.source_path)
     root = services.settings.checkpoint_root / f"copy-{uuid4().hex}"
-    await _add(services, owner, root, NewCopy(row, str(_inside(root, row)), where, ttl, digest))
+    await _add(services, owner, root, NewCopy(row, str(_inside(root, row)), destination, ttl, digest))
     return path
 
 
-def _destination(wanted: CopyWeightsRequest, owner: OwnerId | None, key: str | None) -> Destination:
-    """UserError unless it is named in one of the two ways."""
-    project, session, number = wanted.destination_project_id, wanted.session_id, wanted.model_seq_id
+def _destination(request: CopyWeightsRequest, owner: OwnerId | None, key: str | None) -> Destination:
+    """Return where the copy goes. Raises UserError unless it is named in exactly one of the two ways."""
+    project, session, number = request.destination_project_id, request.session_id, request.model_seq_id
     if project and session is None and number is None:
-        made = uuid4() if key is None else uuid5(_SESSIONS, f"{owner} {key}")
-        return Destination(SessionId(str(made)), 0, project)
+        session_id = uuid4() if key is None else uuid5(_SESSIONS, f"{owner} {key}")
+        return Destination(SessionId(str(session_id)), 0, project)
     if project is None and session is not None and number is not None:
         return Destination(SessionId(session), number, None)
     raise UserError(
@@ -67,7 +68,7 @@ def _destination(wanted: CopyWeightsRequest, owner: OwnerId | None, key: str | N
 
 
 async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCopy) -> None:
-    """Files first: rows name a directory that is complete."""
+    """Copy the files, then add the rows, which thus name a complete directory."""
     added = False
 
     async def op(conn: AsyncConnection) -> bool:
@@ -77,26 +78,15 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
         await asyncio.to_thread(_copy_files, new.source, root)
         added = await services.store.write(op)
     finally:
-        if not added:  # it failed, or another got there first
+        if not added:  # it failed, or the same request was added meanwhile
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
 
 
 def _copy_files(source: CheckpointRow, root: Path) -> None:
-    """`root` appears when it is complete; what is left of a copy that broke off, the engine sweeps."""
-    unfinished = root.with_name(f".{root.name}.tmp")
     try:
-        copied = Path(shutil.copytree(source.directory, _inside(unfinished, source), copy_function=_link))
-        for path in (
-            *(each for each in copied.rglob("*") if each.is_dir()),
-            copied,
-            copied.parent,
-            unfinished,
-        ):
-            _flush(path)
-        unfinished.rename(root)
-        _flush(root.parent)
-    except OSError as error:  # of many files it is one error, without a number
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with atomic_directory(root) as staging:
+            shutil.copytree(source.directory, _inside(staging, source), copy_function=_link)
+    except OSError as error:  # one error for many files, without a number
         if not Path(source.directory).exists():
             raise NotFoundError(f"source_path: {source.path} was deleted while it was copied") from error
         raise StorageError(f"{source.path} could not be copied to {root}: {error}") from error
@@ -107,20 +97,10 @@ def _inside(root: Path, source: CheckpointRow) -> Path:
 
 
 def _link(source: str, target: str) -> None:
-    """A file of a checkpoint is never written again, so two may share it."""
+    """Link a file: files of checkpoints are never written again, so two checkpoints may share one."""
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         shutil.copyfile(source, target)
-        _flush(Path(target))
-
-
-def _flush(path: Path) -> None:
-    """To the disk, so that an entry that is committed is there after a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

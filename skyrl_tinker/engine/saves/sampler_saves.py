@@ -1,62 +1,235 @@
-"""Saves for the samplers: of several models in one turn of the trainer; what follows needs no trainer."""
+"""save_weights_for_sampler: captured on the trainer, of several models in one turn, then published.
+
+Publishing (write, load on the samplers, record, answer) needs no trainer and runs in the background.
+"""
 
 import asyncio
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.atomic_directory import make_staging, publish
+from skyrl_tinker.domain.ids import CheckpointKind, ModelKey
+from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, WeightVersion
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.outbox import Outbox, failure_of, persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
-from skyrl_tinker.engine.saves.sampler_publisher import Capture, Publisher, Save
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.store import model_records
+from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import TrainerGroup
+from skyrl_tinker.weight_sync.adapter_files import write_adapter
+
+T = TypeVar("T")
 
 
-class Syncs:
-    def __init__(self, store: Store, publisher: Publisher, gaps: DriftMonitor, outbox: Outbox) -> None:
-        self._store = store
-        self._publisher = publisher
+class SamplerSaveRequest(NamedTuple):
+    row: QueuedRow
+    model: ModelRow
+    body: SaveSamplerBody
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSave(Save):
+    """`adapter` None: not captured yet, or full weights, which the trainer writes to `staging`."""
+
+    body: SaveSamplerBody
+    version: WeightVersion
+    adapter: AdapterWeights | None = None
+
+    @property
+    def inflight(self) -> bool:
+        return self.body.kind == "inflight"
+
+
+class Publisher(SaveFlow[SamplerSave]):
+    def __init__(
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        samplers: Samplers,
+        outbox: Outbox,
+        facts: BaseModelFacts,
+        ephemeral_dir: Path,
+        checkpoint_root: Path,
+        gaps: DriftMonitor,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__(store, outbox, checkpoint_root)
+        self._trainer = trainer
+        self._samplers = samplers
+        self._facts = facts
+        self._ephemeral = ephemeral_dir
         self._gaps = gaps
-        self._outbox = outbox
+        self._metrics = metrics
 
-    async def run(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
-        """The trainer's turn; who publishes and compares goes on in `background`. TrainerError."""
-        saves = await self._saves(rows)
-        if not saves:
-            return
-        captures = await self._publisher.capture(saves)
-        failures = [
-            (save.row.id, each)
-            for save, each in zip(saves, captures, strict=True)
-            if isinstance(each, Failure)
-        ]
-        await self._outbox.send(failures)
+    async def save(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
+        """Capture and probe on the trainer; publish and compare in `background`. Raises TrainerError."""
+        requests = await self._requests(rows)
+        saves = await self.capture(requests)
+        await self._outbox.send(
+            (request.row.id, save)
+            for request, save in zip(requests, saves, strict=True)
+            if isinstance(save, Failure)
+        )
         publishing = {
-            each.save.model.key: (each, background.create_task(self._publisher.publish(each)))
-            for each in captures
-            if isinstance(each, Capture)
+            save.model.key: (save, background.create_task(self.persist(save)))
+            for save in saves
+            if isinstance(save, SamplerSave)
         }
-        names = {key: capture.save.model.model_id for key, (capture, _) in publishing.items()}
+        names = {key: save.model.model_id for key, (save, _) in publishing.items()}
         for scored in await self._gaps.score(names):  # with the same weights
             background.create_task(self._compare(scored, *publishing[scored.key]))
 
-    async def _saves(self, rows: Sequence[QueuedRow]) -> list[Save]:
-        """Without those whose time was over before their turn."""
+    async def capture(self, requests: Sequence[SamplerSaveRequest]) -> list[SamplerSave | Failure]:
+        """Capture each request's weights, adapters in one call; `persist` must follow.
+
+        A request that fails does so alone. Raises TrainerError: the workers are broken.
+        """
+        begun = [await _or_failure(self._begin(*request)) for request in requests]
+        saves = [save for save in begun if isinstance(save, SamplerSave)]
+        lora = [save.model.key for save in saves if save.version.kind == "lora"]
+        adapters = await _or_failure(self._trainer.capture_adapters(lora)) if lora else {}
+        return [
+            await self._with_weights(save, adapters) if isinstance(save, SamplerSave) else save
+            for save in begun
+        ]
+
+    async def persist(self, save: SamplerSave) -> bool:
+        started = time.monotonic()
+        succeeded = await super().persist(save)
+        if succeeded:
+            self._metrics.published(save.version.kind, time.monotonic() - started)
+            await self._announce(save)
+        return succeeded
+
+    async def _requests(self, rows: Sequence[QueuedRow]) -> list[SamplerSaveRequest]:
+        """Read the requests, without those that expired before their turn."""
         async with self._store.read() as conn:
             bodies = await queue.bodies(conn, [row.id for row in rows])
-            return [await _save(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
+            return [await _request(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
 
-    async def _compare(self, scored: ScoredProbe, capture: Capture, publishing: asyncio.Task[bool]) -> None:
+    async def _begin(self, row: QueuedRow, model: ModelRow, body: SaveSamplerBody) -> SamplerSave:
+        """Reserve the name and number the version. Raises SkyrlTinkerError."""
+        path = TinkerPath(model.model_id, CheckpointKind.SAMPLER_WEIGHTS, body.name) if body.name else None
+        kind: Literal["lora", "full"] = "lora" if model.spec.rank else "full"
+        async with self._reserving(path):
+            number = await self._store.write(
+                lambda conn: sampling_sessions.new_version(
+                    conn, model.key, kind, durable=path is not None, inflight=body.kind == "inflight"
+                )
+            )
+            version = WeightVersion(number, kind, "")
+            directory = self._new_directory(row, model, path) if path else self._ephemeral / version.name
+        return SamplerSave(row, model, body, path, directory, replace(version, directory=str(directory)))
+
+    async def _with_weights(
+        self, save: SamplerSave, adapters: Mapping[ModelKey, AdapterWeights] | Failure
+    ) -> SamplerSave | Failure:
+        captured: SamplerSave | Failure
+        if save.version.kind == "full":
+            captured = await _or_failure(self._capture_full(save))
+        elif isinstance(adapters, Failure):
+            captured = adapters
+        else:
+            captured = replace(save, adapter=adapters[save.model.key])
+        if isinstance(captured, Failure):
+            self._reserved.discard(save.path)
+        return captured
+
+    async def _capture_full(self, save: SamplerSave) -> SamplerSave:
+        try:
+            await asyncio.to_thread(make_staging, save.directory)
+            await self._trainer.capture_full(save.model.key, str(save.staging))
+        except (SkyrlTinkerError, OSError):  # its files must not go on filling the memory
+            await asyncio.to_thread(shutil.rmtree, save.staging, ignore_errors=True)
+            raise
+        return save
+
+    async def _write(self, save: SamplerSave) -> int:
+        size = await asyncio.to_thread(_write_files, save, self._facts.directory)
+        await self._samplers.load(save.version)
+        return size
+
+    async def _record(self, conn: AsyncConnection, save: SamplerSave, size: int) -> Mapping[str, Any]:
+        await sampling_sessions.set_directory(conn, save.version.id, str(save.directory))
+        if save.path is None:
+            return {"sampling_session_id": await _create_session(conn, save)}
+        checkpoint = replace(
+            save.checkpoint(size), user_metadata=save.body.user_metadata, version_id=save.version.id
+        )
+        await checkpoint_records.add(conn, checkpoint, replace=False)
+        return {"path": str(save.path)}
+
+    async def _announce(self, save: SamplerSave) -> None:
+        """Tell the samplers what is sampled next: the new version, or the inflight target moved to it."""
+        if save.inflight:
+            await self._samplers.announce(self._samplers.target(save.model.key, save.version))
+        elif save.path is None:  # a named one may be used much later
+            await self._samplers.announce(save.version)
+
+    async def _discard(self, save: SamplerSave) -> None:
+        with suppress(SamplerError):  # a sampler that is down has no adapters anyway
+            await self._samplers.drop(save.version)
+        await super()._discard(save)
+        drop = partial(sampling_sessions.drop_version, version_id=save.version.id)
+        await persistently(lambda: self._store.write(drop))
+
+    async def _compare(self, scored: ScoredProbe, save: SamplerSave, publishing: asyncio.Task[bool]) -> None:
         if await publishing:
-            await self._gaps.compare(scored, capture.version, inflight=capture.save.inflight)
+            await self._gaps.compare(scored, save.version, inflight=save.inflight)
 
 
-async def _save(conn: AsyncConnection, row: QueuedRow, body: bytes) -> Save:
+async def _or_failure(work: Awaitable[T]) -> T | Failure:
+    """Return the result of `work`, or its error as a Failure. Raises TrainerError: the workers are broken."""
+    try:
+        return await work
+    except TrainerError:
+        raise
+    except Exception as error:  # becomes the result of the request
+        return failure_of(error)
+
+
+async def _request(conn: AsyncConnection, row: QueuedRow, body: bytes) -> SamplerSaveRequest:
     model = await model_records.by_key(conn, model_of(row))
     assert model is not None, "futures refer to models"
-    return Save(row, model, SaveSamplerBody.from_bytes(body))
+    return SamplerSaveRequest(row, model, SaveSamplerBody.from_bytes(body))
+
+
+async def _create_session(conn: AsyncConnection, save: SamplerSave) -> str:
+    number = save.body.sampling_session_seq_id
+    assert number is not None, "validated: a save has a name or a sampling_session_seq_id"
+    return await sampling_sessions.create(
+        conn,
+        save.model.session_id,
+        number,
+        base_model=save.model.base_model,
+        model_path=None,
+        version_id=save.version.id,
+    )
+
+
+def _write_files(save: SamplerSave, base_model: str) -> int:
+    """Make the directory appear, complete, a durable one with a manifest; returns its size in bytes."""
+    if save.adapter is not None:
+        write_adapter(save.adapter, make_staging(save.directory), base_model)
+    if save.path is not None:
+        files = {file.name: entry_of(file) for file in sorted(save.staging.iterdir())}
+        write_manifest(save.staging, Manifest(base_model, save.model.spec, 0, None, files))
+    return publish(save.staging, save.directory)

@@ -15,8 +15,7 @@ from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox, Outcome, failure_of, json_answer
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.saves.external_exports import Exporter
-from skyrl_tinker.engine.saves.sampler_publisher import Publisher
-from skyrl_tinker.engine.saves.sampler_saves import Syncs
+from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes, LaneStatus, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
@@ -63,7 +62,7 @@ class TrainerDriver:
         self._models = keeper
         self._saver = saver
         self._exporter = exporter
-        self._syncs = Syncs(store, publisher, gaps, outbox)
+        self._publisher = publisher
         self._outbox = outbox
         self._gaps = gaps
         self._metrics = metrics
@@ -266,7 +265,7 @@ class TrainerDriver:
         if kind is RequestKind.OPTIM_STEP:
             await self._steps.run(rows, self._background)
         elif kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
-            await self._syncs.run(rows, self._background)
+            await self._publisher.save(rows, self._background)
         else:
             (row,) = rows
             await self._run_single(row)
@@ -318,12 +317,12 @@ class TrainerDriver:
             case kind, _:
                 raise AssertionError(f"{kind} is no barrier of one model")
 
-    def _persist(self, model: ModelKey, writing: Coroutine[Any, Any, None]) -> None:
+    def _persist(self, model: ModelKey, writing: Coroutine[Any, Any, bool]) -> None:
         """In the background: the model trains on, but for saves and loads."""
         self._lanes.hold(model)
         self._background.create_task(self._resumed(model, writing))
 
-    async def _resumed(self, model: ModelKey, writing: Coroutine[Any, Any, None]) -> None:
+    async def _resumed(self, model: ModelKey, writing: Coroutine[Any, Any, bool]) -> None:
         try:
             await writing
         finally:

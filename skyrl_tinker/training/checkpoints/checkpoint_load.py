@@ -1,4 +1,4 @@
-"""Loading a checkpoint, saved on any number of ranks, into a model: tensor by tensor."""
+"""Checkpoint loading into a model, tensor by tensor, whatever number of ranks saved it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,19 +11,19 @@ from safetensors import SafetensorError, safe_open
 from skyrl_tinker.domain.manifest import Manifest, read_manifest, verify_files
 from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.training.checkpoints.checkpoint_save import OPTIMIZER_STEM, key_of
-from skyrl_tinker.training.checkpoints.shards import SUFFIX
+from skyrl_tinker.training.checkpoints.tensor_files import SUFFIX
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 
 Read = Callable[[str], torch.Tensor]
-"""By key. The files are open: whoever deletes the checkpoint meanwhile takes nothing away."""
+"""Return the tensor of a key. The files are open: deleting the checkpoint meanwhile does no harm."""
 
 
 def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Ranks) -> None:
-    """In place, gradients are cleared; without `optimizer` its state starts anew. Every rank must call it.
+    """Load weights in place and clear gradients; without `optimizer` its state starts anew.
 
-    Raises UserError or StorageError, on all ranks alike and before anything is changed, when the checkpoint
-    is damaged, does not fit or cannot be read.
+    Every rank must call it. Raises UserError or StorageError, on all ranks alike and before anything is
+    changed, when the checkpoint is damaged, does not fit or cannot be read.
     """
     with ExitStack() as files:
         manifest, read = ranks.together(lambda: _open(model, directory, optimizer, ranks, files))
@@ -38,7 +38,7 @@ def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Rank
 def _open(
     model: TrainableModel, directory: Path, optimizer: bool, ranks: Ranks, files: ExitStack
 ) -> tuple[Manifest, Read]:
-    with _faults(directory):
+    with _read_errors(directory):
         manifest = read_manifest(directory)
         _require_fit(model, directory, manifest, optimizer)
         verify_files(directory, manifest, list(manifest.files)[ranks.rank :: ranks.world])
@@ -50,7 +50,7 @@ def _open(
 
 
 @contextmanager
-def _faults(directory: Path) -> Iterator[None]:
+def _read_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -74,19 +74,19 @@ def _require_fit(model: TrainableModel, directory: Path, manifest: Manifest, opt
 
 
 def _names(manifest: Manifest) -> tuple[list[str], list[str]]:
-    """Files of weights, files of the optimizer."""
+    """Return the files of weights and those of the optimizer."""
     tensors = [name for name in manifest.files if name.endswith(SUFFIX)]
     moments = [name for name in tensors if name.startswith(OPTIMIZER_STEM)]
     return [name for name in tensors if name not in moments], moments
 
 
 def _open_files(directory: Path, names: Iterable[str], files: ExitStack) -> dict[str, Any]:
-    """The open file of each key."""
-    found: dict[str, Any] = {}
+    """Return the open file of each key."""
+    opened: dict[str, Any] = {}
     for name in names:
         file = files.enter_context(safe_open(directory / name, "pt"))
-        found |= dict.fromkeys(file.keys(), file)
-    return found
+        opened |= dict.fromkeys(file.keys(), file)
+    return opened
 
 
 def _require_shapes(
@@ -102,7 +102,7 @@ def _require_shapes(
 
 
 def _moments(model: TrainableModel, manifest: Manifest) -> tuple[Part, ...]:
-    """Before the first step they are zeros, which have no file."""
+    """Return the optimizer's parts in the checkpoint: before the first step they are zeros without a file."""
     return model.moments if manifest.step else ()
 
 

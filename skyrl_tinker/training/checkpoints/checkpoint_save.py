@@ -1,10 +1,10 @@
-"""Saving the state of a model: safetensors and JSON, the same for any number of ranks, atomic by rename.
+"""Checkpoint writing: safetensors and JSON, the same for any number of ranks, atomic by rename.
 
-A LoRA checkpoint is a PEFT adapter directory as well. A full one holds model.safetensors with the names of
-the base, or several shards and their index as Hugging Face lays them out: ranks write side by side, each
-whole tensors. Beside them lie the optimizer's tensors, sharded alike, and manifest.json. No pickle.
+A LoRA checkpoint is also a PEFT adapter directory. A full one holds model.safetensors with the base model's
+names, or shards and their index in Hugging Face's layout: ranks write in parallel, each whole tensors. The
+optimizer's tensors, sharded likewise, and manifest.json are beside them. No pickle.
 
-Three steps: `capture` while the trainer waits, `persist` on every rank while it goes on, and when all are
+Three steps: `capture` while the trainer waits, `persist` on every rank while it trains on, and when all are
 done `commit`, which makes the directory appear.
 """
 
@@ -16,18 +16,11 @@ from pathlib import Path
 
 import torch
 
-from skyrl_tinker.domain.manifest import (
-    FILE_NAME,
-    CheckpointContents,
-    FileEntry,
-    Manifest,
-    entry_of,
-    write_manifest,
-)
+from skyrl_tinker.atomic_directory import publish
+from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry, Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.training.checkpoints.shards import deal, shard_name
-from skyrl_tinker.training.checkpoints.tensor_file import sync, write_tensors
+from skyrl_tinker.training.checkpoints.tensor_files import deal, shard_name, write_tensors
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 
@@ -39,7 +32,7 @@ Tensors = dict[str, torch.Tensor]  # by key in the file
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """`files`: what this rank writes, in host memory of its own. `contents`: the same everywhere."""
+    """One rank's share of a checkpoint: `files`, copies in host memory. `contents` is alike on all ranks."""
 
     files: Mapping[str, Tensors]
     contents: CheckpointContents
@@ -48,13 +41,13 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How weights lie in files. `shard_bytes`: about the size of each; with None every rank writes one."""
+    """Layout of weights in files. `shard_bytes`: about the size of each; with None every rank writes one."""
 
     dtype: torch.dtype = torch.float32
     shard_bytes: int | None = None
 
     def shards(self, sizes: Mapping[str, int], writers: int) -> int:
-        """How many files. `sizes`: elements by tensor."""
+        """Return the number of files. `sizes`: elements by tensor."""
         if self.shard_bytes is None:
             return writers
         return max(writers, ceil(sum(sizes.values()) * self.dtype.itemsize / self.shard_bytes))
@@ -64,7 +57,7 @@ STATE = Layout()
 
 
 def key_of(part: Part, name: str) -> str:
-    """Of a tensor in its file."""
+    """Return the key of a tensor in its file."""
     return name if part is Part.WEIGHT else f"{name}.{part}"
 
 
@@ -77,9 +70,9 @@ def capture(
     world: int,
     layout: Layout = STATE,
 ) -> Captured:
-    """Copies of the model as it is now. Every rank must call it: gathering is collective.
+    """Copy the model as it is now. Every rank must call it: gathering is collective.
 
-    Each rank keeps only what it will write; a whole tensor at a time is on the device.
+    Each rank keeps only what it will write; one whole tensor at a time is on the device.
     """
     shapes = model.shapes()
     sizes = {name: prod(shape) for name, shape in shapes.items()}
@@ -98,7 +91,7 @@ def capture(
 
 
 def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:
-    """Write this rank's files, durably. No collective. Raises OSError."""
+    """Write this rank's files durably; no collective. Raises OSError."""
     scratch.mkdir(parents=True, exist_ok=True)
     for name, tensors in captured.files.items():
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
@@ -109,9 +102,9 @@ def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:
 def commit(
     contents: CheckpointContents, files: Mapping[str, FileEntry], scratch: Path, directory: Path
 ) -> int:
-    """All ranks have persisted `files`: the checkpoint appears, complete. Returns its size in bytes.
+    """Publish the `files` that all ranks have persisted as a checkpoint; returns its size in bytes.
 
-    Raises UserError when the directory is there already, OSError when it cannot be written.
+    Raises UserError when the directory exists, OSError when it cannot be written.
     """
     if directory.exists():
         raise UserError(f"a checkpoint can not be written to {directory}: it exists")
@@ -119,22 +112,16 @@ def commit(
         (scratch / name).write_text(text)
     texts = {name: entry_of(scratch / name) for name in contents.texts}
     write_manifest(scratch, contents.with_files({**files, **texts}))
-    for name in (*contents.texts, FILE_NAME):
-        sync(scratch / name)
-    sync(scratch)
-    size = sum(file.stat().st_size for file in scratch.iterdir())
-    scratch.rename(directory)
-    sync(directory.parent)
-    return size
+    return publish(scratch, directory)
 
 
 def _writers(model: TrainableModel, world: int) -> int:
-    """Every rank has the whole of a LoRA model, and it is small."""
+    """Return the number of ranks that write: one for a LoRA model, which is small and whole on every rank."""
     return 1 if isinstance(model, LoraModel) else world
 
 
 def _moments(model: TrainableModel, optimizer: bool) -> tuple[Part, ...]:
-    """Before the first step they are all zeros: reading would only make them."""
+    """Return the optimizer's parts; none before the first step: reading would allocate their zeros."""
     return model.moments if optimizer and model.step else ()
 
 
@@ -158,7 +145,7 @@ def _contents(
 
 
 def _index(model: TrainableModel, shares: list[list[str]], dtype: torch.dtype) -> dict[str, object]:
-    """model.safetensors.index.json."""
+    """Return the content of model.safetensors.index.json."""
     size = sum(prod(shape) for shape in model.shapes().values()) * dtype.itemsize
     files = {
         name: shard_name(FULL_STEM, index, len(shares))

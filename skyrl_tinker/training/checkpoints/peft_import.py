@@ -1,4 +1,4 @@
-"""LoRA adapters that PEFT saved elsewhere, turned into models of ours that compute the same."""
+"""Import of LoRA adapters saved by PEFT: models of ours that compute the same."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from skyrl_tinker.training.models.trainable_model import Part
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 _SEED = 0
-"""Of the A that an adapter lacks."""
+"""Seed of the A matrices that an adapter lacks."""
 
 _HARMLESS = frozenset(
     {
@@ -44,8 +44,8 @@ _HARMLESS = frozenset(
         "use_rslora",
     }
 )
-"""Keys of adapter_config.json that say how an adapter was made, or that are dealt with here. Any other one
-must be empty: what it stands for (DoRA, ranks by layer, retrained embeddings, …) is not converted."""
+"""Keys of adapter_config.json that say how an adapter was made, or that are handled here. Any other key must
+be empty: its feature (DoRA, ranks by layer, retrained embeddings, …) is not converted."""
 
 _NEUTRAL: Mapping[str, Any] = {"bias": "none", "task_type": "CAUSAL_LM"}
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -54,8 +54,10 @@ _INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True)
 class ForeignAdapter:
-    """`tensors`: the LoRA pairs, float32 by key; B times `factor` is what our scale of ALPHA / rank asks for.
-    `others`: what else is in the file, as it is. PEFT puts a copy of the base's head beside an adapted one.
+    """Tensors of a PEFT adapter.
+
+    `tensors`: the LoRA pairs by key, float32; B times `factor` fits our scale of ALPHA / rank. `others`: the
+    rest of the file, unchanged: PEFT stores a copy of the base's head beside an adapted head.
     """
 
     rank: int
@@ -65,7 +67,7 @@ class ForeignAdapter:
 
 
 def read_foreign(directory: Path) -> ForeignAdapter:
-    """Raises UserError for what is no LoRA adapter, or one that a plain LoRA cannot equal."""
+    """Read an adapter. Raises UserError when it is not LoRA, or a kind that plain LoRA cannot reproduce."""
     config = _read_config(directory / ADAPTER_CONFIG_FILE)
     _require_plain(config)
     rank, alpha = _number(config, "r"), _number(config, "lora_alpha")
@@ -79,7 +81,7 @@ def read_foreign(directory: Path) -> ForeignAdapter:
 
 
 def base_targets(directory: str) -> tuple[AdaptedLayer, ...]:
-    """The layers of a base model that can be adapted, from its config alone."""
+    """Return the layers of a base model that can be adapted, from its config alone."""
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         causal_lm: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -87,8 +89,10 @@ def base_targets(directory: str) -> tuple[AdaptedLayer, ...]:
 
 
 def convert(adapter: ForeignAdapter, base_model: str) -> LoraModel:
-    """A model of ours with the same deltas to the base in that directory. We adapt layers by groups
-    (attention, MLP, head): of those that the adapter leaves out B is zero, and so is their delta; A is fresh.
+    """Return a model of ours with the same deltas to the base model in that directory.
+
+    We adapt layers by groups (attention, MLP, head): a layer of a group that the adapter leaves out gets a
+    fresh A and a zero B, hence a zero delta.
 
     Raises UserError naming the tensor that fits no layer.
     """
@@ -144,7 +148,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _checked(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """As float32."""
+    """Return the tensor as float32. Raises UserError for another kind of number or values not finite."""
     if tensor.dtype not in _DTYPES:
         expected = ", ".join(map(str, _DTYPES))
         raise UserError(f"{ADAPTER_FILE}: {key} has dtype {tensor.dtype}, expected one of {expected}")
@@ -154,7 +158,7 @@ def _checked(key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spec(adapter: ForeignAdapter, targets: tuple[AdaptedLayer, ...]) -> LoraSpec:
-    """The groups of which any layer is adapted."""
+    """Return the spec whose groups are those with at least one adapted layer."""
     modules = {module for key in adapter.tensors if (module := _module(key))}
     adapted = [target for target in targets if target.name in modules]
     unknown = sorted(modules - {target.name for target in targets})
@@ -173,7 +177,7 @@ def _spec(adapter: ForeignAdapter, targets: tuple[AdaptedLayer, ...]) -> LoraSpe
 
 
 def _module(key: str) -> str | None:
-    """The layer that a tensor belongs to, None when it is no part of a LoRA pair."""
+    """Return the layer that a tensor belongs to, or None when it is not part of a LoRA pair."""
     for end in (".lora_A.weight", ".lora_B.weight"):
         if key.startswith(KEY_PREFIX) and key.endswith(end):
             return key.removeprefix(KEY_PREFIX).removesuffix(end)
@@ -194,13 +198,13 @@ def _require_fit(adapter: ForeignAdapter, key: str, shapes: Mapping[str, tuple[i
 
 
 def _require_copy(key: str, tensor: torch.Tensor, base_model: Path) -> None:
-    """What is no LoRA pair may be there only if it changes nothing."""
+    """Raise UserError unless a tensor outside the LoRA pairs equals the base model's."""
     name = key.removeprefix(KEY_PREFIX).replace(".base_layer.", ".")
     base = _base_tensor(base_model, name)
     if base is None and name in _TIED:
         base = _base_tensor(base_model, _TIED[name])
     if base is None or not torch.equal(base.to(tensor.dtype), tensor):
-        raise UserError(f"{ADAPTER_FILE}: found {key}, expected LoRA pairs, and else only what the base has")
+        raise UserError(f"{ADAPTER_FILE}: found {key}, expected LoRA pairs and copies of the base's tensors")
 
 
 def _base_tensor(base_model: Path, name: str) -> torch.Tensor | None:

@@ -25,7 +25,7 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
-from skyrl_tinker.engine.saves.sampler_publisher import Publisher
+from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
@@ -120,8 +120,8 @@ class Engine:
         root, ephemeral = settings.checkpoint_root, settings.root / "ephemeral"
         ephemeral.mkdir()
         saver = Saver(store, trainer, outbox, root)
-        publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, metrics)
         gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
+        publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, gaps, metrics)
         keeper = ModelCreation(store, trainer, FACTS, saver, settings.max_lora_rank)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
         self.driver = TrainerDriver(

@@ -29,8 +29,7 @@ from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
 from skyrl_tinker.engine.sampler.inflight_targets import Wanted
-from skyrl_tinker.engine.saves.sampler_publisher import Publisher
-from skyrl_tinker.engine.saves.sampler_saves import Syncs
+from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.errors import SamplerError, StorageError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import model_records, sampling_sessions
@@ -98,8 +97,8 @@ class World:
             Metrics(),
         )
         self.gaps = DriftMonitor(store, *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
-        publisher = Publisher(store, *ends, outbox, FACTS, tmp_path / "ram", tmp_path / "disk", metrics)
-        self.syncs = Syncs(store, publisher, self.gaps, outbox)
+        directories = tmp_path / "ram", tmp_path / "disk"
+        self.publisher = Publisher(store, *ends, outbox, FACTS, *directories, self.gaps, metrics)
 
     async def submit(self, spec: LoraSpec | None = None) -> tuple[ModelKey, Accepted]:
         """The save of a new model."""
@@ -118,7 +117,7 @@ class World:
             queued = await queue.queued_after(conn, 0)
         rows = [row for row in queued if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER]
         async with asyncio.TaskGroup() as background:
-            await self.syncs.run(rows, background)
+            await self.publisher.save(rows, background)
 
     async def answer(self, accepted: Accepted) -> Any:
         return orjson.loads((await journal.outcome(self.store, accepted)).body or b"")

@@ -121,8 +121,8 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
             "layers.9.self_attn.q_proj, expected LoRA",
         ),
         ({Q.replace("q_proj", "qkv_proj"): torch.zeros(128, 4)}, "qkv_proj, expected LoRA pairs of"),
-        ({"base_model.model.lm_head.base_layer.weight": torch.zeros(512, 64)}, "only what the base has"),
-        ({"base_model.model.lm_head.lora_magnitude_vector": torch.zeros(512)}, "only what the base has"),
+        ({"base_model.model.lm_head.base_layer.weight": torch.zeros(512, 64)}, "copies of the base"),
+        ({"base_model.model.lm_head.lora_magnitude_vector": torch.zeros(512)}, "copies of the base"),
     ],
 )
 def test_tensors_that_fit_nothing_are_named(

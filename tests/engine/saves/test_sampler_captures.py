@@ -10,7 +10,7 @@ from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, LoraSpec
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.saves.sampler_publisher import Capture, Publisher, Save
+from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import model_records
@@ -49,11 +49,11 @@ def trainer() -> Trainer:
 @pytest.fixture
 def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: Trainer) -> Publisher:
     parts = cast(Any, trainer), cast(Any, None), Outbox(store, bell)
-    return Publisher(store, *parts, FACTS, tmp_path, tmp_path / "checkpoints", Metrics())
+    return Publisher(store, *parts, FACTS, tmp_path, tmp_path / "checkpoints", cast(Any, None), Metrics())
 
 
-async def save(store: Store, spec: LoraSpec | None = None, name: str | None = None) -> Save:
-    """Of a new model. `name` None: an ephemeral one."""
+async def save(store: Store, spec: LoraSpec | None = None, name: str | None = None) -> SamplerSaveRequest:
+    """Save a new model. `name` None: an ephemeral save."""
     accepted = await journal.submit_create(store, await journal.new_session(store))
     assert accepted.model_id is not None
     if spec is not None:
@@ -64,7 +64,7 @@ async def save(store: Store, spec: LoraSpec | None = None, name: str | None = No
     await journal.submit(store, accepted.model_id, 1, kind, body.to_bytes())
     async with store.read() as conn:
         row = (await queue.queued_after(conn, 0))[-1]
-    return Save(row, await journal.model_of(store, accepted.model_id), body)
+    return SamplerSaveRequest(row, await journal.model_of(store, accepted.model_id), body)
 
 
 def write(directory: Path) -> None:
@@ -82,10 +82,9 @@ async def test_adapters_of_several_models_are_captured_in_one_call(
     captures = await publisher.capture(saves)
     keys = [each.model.key for each in saves]
     assert trainer.captured == [keys]
-    assert [each.save for each in captures if isinstance(each, Capture)] == saves
-    assert [each.adapter for each in captures if isinstance(each, Capture)] == [
-        AdapterWeights(LoraSpec(8, seed=key), {}) for key in keys
-    ]
+    captured = [save for save in captures if isinstance(save, SamplerSave)]
+    assert [save.row for save in captured] == [request.row for request in saves]
+    assert [save.adapter for save in captured] == [AdapterWeights(LoraSpec(8, seed=key), {}) for key in keys]
 
 
 async def test_a_full_memory_is_not_kept_full_and_harms_no_other_save(
@@ -95,15 +94,15 @@ async def test_a_full_memory_is_not_kept_full_and_harms_no_other_save(
     before = names(tmp_path)
     failed, captured = await publisher.capture([full, lora])
     assert failed == Failure("the weights could not be written: no space left on device", "server")
-    assert isinstance(captured, Capture)
+    assert isinstance(captured, SamplerSave)
     assert names(tmp_path) == before
 
 
 async def test_a_name_is_taken_from_its_capture_on(store: Store, publisher: Publisher) -> None:
     first, other = await save(store, name="best"), await save(store, name="best")
     one, two = await publisher.capture([first, other])
-    assert isinstance(one, Capture)
-    assert isinstance(two, Capture), "another model's name is another name"
+    assert isinstance(one, SamplerSave)
+    assert isinstance(two, SamplerSave), "another model's name is another name"
     (again,) = await publisher.capture([first])
     assert isinstance(again, Failure)
     assert "best is being saved by an earlier request: choose another name" in again.message

@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor, so that no more than one whole tensor is in memory."""
+"""Safetensors files: how tensors are distributed over them, their names, and writing one tensor by tensor."""
 
 import json
 import os
@@ -9,7 +9,27 @@ from typing import BinaryIO
 
 import torch
 
+SUFFIX = ".safetensors"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def deal(sizes: Mapping[str, int], shares: int) -> list[list[str]]:
+    """Return the names of each share, about equal in size: the largest first, each to the smallest share.
+
+    Within a share names keep their order. There are fewer shares than asked for when names are too few.
+    """
+    dealt: list[set[str]] = [set() for _ in range(min(shares, len(sizes)))]
+    loads = [0] * len(dealt)
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        least = loads.index(min(loads))
+        dealt[least].add(name)
+        loads[least] += sizes[name]
+    return [[name for name in sizes if name in share] for share in dealt]
+
+
+def shard_name(stem: str, index: int, count: int) -> str:
+    """Return Hugging Face's name of a shard: model.safetensors, or model-00001-of-00002.safetensors."""
+    return f"{stem}{SUFFIX}" if count == 1 else f"{stem}-{index + 1:05}-of-{count:05}{SUFFIX}"
 
 
 def write_tensors(
@@ -18,7 +38,7 @@ def write_tensors(
     dtype: torch.dtype,
     tensors: Iterable[torch.Tensor],
 ) -> None:
-    """`tensors` come in the order of `shapes` and are cast to `dtype`. Durable when this returns."""
+    """Write `tensors`, in the order of `shapes`, cast to `dtype`; one at a time is in memory. Durable."""
     with path.open("wb") as file:
         _write_header(file, shapes, dtype)
         for tensor in tensors:
@@ -39,12 +59,3 @@ def _write_header(file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: 
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
     file.write(len(text).to_bytes(8, "little") + text)
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

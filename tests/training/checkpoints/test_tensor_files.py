@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tinker.training.checkpoints.shards import deal, shard_name
+from skyrl_tinker.training.checkpoints.tensor_files import deal, shard_name
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 8))

@@ -1,0 +1,65 @@
+"""Directories that appear complete or not at all, also after a power cut."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from skyrl_tinker.errors import StorageError
+
+
+@contextmanager
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory to fill; publish it as `directory`, or remove it when the block fails."""
+    staging = make_staging(directory)
+    try:
+        yield staging
+        publish(staging, directory)
+    except BaseException:  # its files must not go on filling the disk
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def staging_of(directory: Path) -> Path:
+    """Return the hidden sibling that becomes `directory`; the engine sweeps leftovers when it starts."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def make_staging(directory: Path) -> Path:
+    """Create the hidden sibling of `directory`, empty. Raises OSError."""
+    staging = staging_of(directory)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def publish(staging: Path, directory: Path) -> int:
+    """Make all of `staging` durable, then rename it to `directory`; returns the size in bytes.
+
+    Raises OSError, also when `directory` exists and is not empty.
+    """
+    paths = list(staging.rglob("*"))
+    for path in (*paths, staging):
+        _fsync(path)
+    size = sum(path.stat().st_size for path in paths if path.is_file())
+    staging.rename(directory)
+    _fsync(directory.parent)
+    return size
+
+
+@contextmanager
+def storage_errors(message: str) -> Iterator[None]:
+    """Turn an OSError of the block into a StorageError: `message`, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{message}: {error.strerror or error}") from error
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,135 @@
+"""The flow that saves of every kind follow.
+
+* A name is reserved from before the store is asked for it until the answer is committed.
+* The weights are captured on the trainer, which then trains on; they are written under a hidden name.
+* The rows of the checkpoint and the answer are one commit.
+* A save that fails leaves no files, and its name is free.
+"""
+
+import asyncio
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.atomic_directory import staging_of
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.engine.outbox import Outbox, failure_of, finish_all, json_answer, persistently
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A model's weights as they were at the save's turn, to be written to `directory`."""
+
+    row: QueuedRow
+    model: ModelRow
+    body: SaveWeightsBody | SaveExternalBody | SaveSamplerBody
+    path: TinkerPath | None  # None: ephemeral
+    directory: Path
+
+    @property
+    def staging(self) -> Path:
+        return staging_of(self.directory)
+
+    def checkpoint(self, size: int) -> NewCheckpoint:
+        assert self.path is not None, "ephemeral weights are not a checkpoint"
+        return NewCheckpoint(
+            model_key=self.model.key,
+            kind=self.path.kind,
+            name=self.path.name,
+            directory=str(self.directory),
+            base_model=self.model.base_model,
+            spec=self.model.spec,
+            size_bytes=size,
+            expires_at=expiry(self.body.ttl_seconds),
+        )
+
+
+S = TypeVar("S", bound=Save)
+
+
+class SaveFlow(ABC, Generic[S]):
+    def __init__(self, store: Store, outbox: Outbox, checkpoint_root: Path) -> None:
+        self._store = store
+        self._outbox = outbox
+        self._root = checkpoint_root
+        self._reserved: set[TinkerPath | None] = set()
+
+    def persisting(self, path: TinkerPath) -> bool:
+        """Return whether this checkpoint is being saved."""
+        return path in self._reserved
+
+    async def persist(self, save: S) -> bool:
+        """Write, record and answer; answer a failure as well. Returns whether the save succeeded."""
+        try:
+            size = await self._write(save)
+            await self._commit(save, size)
+        except Exception as error:  # becomes the result of this request
+            await self._discard(save)
+            await self._outbox.send([(save.row.id, failure_of(error))])
+            return False
+        finally:
+            self._reserved.discard(save.path)
+        return True
+
+    @asynccontextmanager
+    async def _reserving(self, path: TinkerPath | None, *, overwrite: bool = False) -> AsyncIterator[None]:
+        """Reserve the name for `persist` to free; it is freed here if the block fails. Raises UserError."""
+        if path is None:
+            yield
+            return
+        if path in self._reserved:
+            raise UserError(f"checkpoint {path} is being saved by an earlier request: choose another name")
+        self._reserved.add(path)
+        try:
+            if not overwrite:
+                await self._require_new(path)
+            yield
+        except BaseException:
+            self._reserved.discard(path)
+            raise
+
+    async def _require_new(self, path: TinkerPath) -> None:
+        async with self._store.read() as conn:
+            existing = await checkpoint_records.any_owners(conn, path.model_id, path.kind, path.name)
+        if existing is not None:
+            replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
+            raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
+
+    def _new_directory(self, row: QueuedRow, model: ModelRow, path: TinkerPath) -> Path:
+        """Return a directory never used before: that of an overwritten checkpoint may still be read."""
+        directory = self._root / str(model.key) / path.kind / path.name
+        return directory.with_name(f"{path.name}~{row.id}") if directory.exists() else directory
+
+    @abstractmethod
+    async def _write(self, save: S) -> int:
+        """Make the directory appear, complete; returns its size in bytes."""
+
+    @abstractmethod
+    async def _record(self, conn: AsyncConnection, save: S, size: int) -> Mapping[str, Any]:
+        """Add the save's rows; returns the fields of its answer."""
+
+    async def _commit(self, save: S, size: int) -> None:
+        async def op(conn: AsyncConnection) -> None:
+            fields = await self._record(conn, save, size)
+            await finish_all(conn, {save.row.id: json_answer({**fields, "type": save.row.kind})})
+
+        await persistently(lambda: self._outbox.commit(op, save.row.id))
+
+    async def _discard(self, save: S) -> None:
+        """Delete the files of a failed save."""
+        for directory in (save.staging, save.directory):
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
