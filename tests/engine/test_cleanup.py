@@ -43,7 +43,7 @@ class Parts:
     def release(self, model: int) -> None:
         pass
 
-    def reads(self, directory: str) -> bool:
+    def is_loading(self, directory: str) -> bool:
         return False
 
 
@@ -56,7 +56,7 @@ def keeper_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0) 
     any_part = cast(Any, parts)
     overflow = TmpfsSpill(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
-    return Cleanup(store, any_part, any_part, any_part, overflow, timeout_s, 600.0, 600.0)
+    return Cleanup(store, any_part, any_part, any_part, any_part, overflow, timeout_s, 600.0, 600.0)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -220,7 +220,7 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
         ]
         overflow = TmpfsSpill(Path(memory), tmp_path / "disk", spare=1.0)
         any_part = cast(Any, parts)
-        keeper = Cleanup(store, any_part, any_part, any_part, overflow, 600.0, 600.0, 600.0)
+        keeper = Cleanup(store, any_part, any_part, any_part, any_part, overflow, 600.0, 600.0, 600.0)
         await keeper.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
         assert all(exists(version) for version in versions)

@@ -11,6 +11,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
+from skyrl_tinker.engine.compose import make_trainer_driver
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.http_server import EngineHttpServer
@@ -22,7 +23,6 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
-from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -72,7 +72,7 @@ class Waiting:
         keeper = ModelCreation(store, trainer, FACTS, saver, 64)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
         nobody = cast(Any, None)
-        self.driver = TrainerDriver(
+        self.driver = make_trainer_driver(
             store, trainer, keeper, saver, exporter, nobody, outbox, 16384, gaps, metrics, self.placement
         )
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency, metrics)
