@@ -1,6 +1,7 @@
 """Composition root of the engine: makes every part from the settings and hands it to those that use it."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from skyrl_tinker.config import MiB, Settings
 from skyrl_tinker.directories import Directories
@@ -83,7 +84,10 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
     root, ephemeral = directories.checkpoint_root, directories.ephemeral_dir
     metrics = Metrics()
     outbox = Outbox(store, env.bell, metrics)
-    drift_monitor = make_drift_monitor(settings, store, trainer, samplers, facts, metrics)
+    bound = settings.logprob_gap_bound or BOUNDS[settings.trainer_dtype]
+    drift_monitor = DriftMonitor(
+        store, trainer, samplers, facts, metrics, tokens=settings.gap_probe_tokens, bound=bound
+    )
     saver = Saver(store, trainer, outbox, root)
     exporter = Exporter(store, trainer, outbox, facts, root)
     publisher = Publisher(store, trainer, samplers, outbox, facts, ephemeral, root, metrics)
@@ -163,20 +167,6 @@ def make_trainer_driver(
     return TrainerDriver(store, trainer, lanes, planner, models, executors, outbox, metrics, placement)
 
 
-def make_drift_monitor(
-    settings: Settings,
-    store: Store,
-    trainer: TrainerGroup,
-    samplers: Samplers,
-    facts: BaseModelFacts,
-    metrics: Metrics,
-) -> DriftMonitor:
-    bound = settings.logprob_gap_bound or BOUNDS[settings.trainer_dtype]
-    return DriftMonitor(
-        store, trainer, samplers, facts, metrics, tokens=settings.gap_probe_tokens, bound=bound
-    )
-
-
 def make_samplers(settings: Settings, facts: BaseModelFacts, trainer: TrainerGroup, fleet: Fleet) -> Samplers:
     transport = make_transport(_transport_name(settings), trainer, settings.weight_chunk_mb * MiB)
     return Samplers(fleet, transport, facts, settings.max_cpu_loras)
@@ -237,6 +227,6 @@ def _register_gauges(
     watch("replicas", "Sampler replicas that serve", lambda: backends.fleet.size)
     watch("retried_passes", "Passes that ran out of memory", lambda: float(trainer.retried_passes))
     watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))
-    for phase, usage in backends.placement.spent.items():
-        watch(f"turns_{phase}", f"Colocated: number of {phase} phases", usage.turns)
-        watch(f"turn_seconds_{phase}", f"Colocated: seconds of {phase}", usage.duration)
+    for phase, totals in backends.placement.totals.items():
+        watch(f"turns_{phase}", f"Colocated: times of {phase}", partial(getattr, totals, "count"))
+        watch(f"turn_seconds_{phase}", f"Colocated: seconds of {phase}", partial(getattr, totals, "seconds"))

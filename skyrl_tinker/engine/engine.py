@@ -77,12 +77,12 @@ class Engine:
 
     async def _shut_down(self) -> None:
         """End the backends; what does not end in time is killed with all other descendants."""
-        tasks = [asyncio.create_task(_shut_down(shutdown)) for shutdown in self._shutdowns]
+        tasks = [asyncio.create_task(_end(shutdown)) for shutdown in self._shutdowns]
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)
 
 
-async def _shut_down(shutdown: Callable[[], Awaitable[None]]) -> None:
+async def _end(shutdown: Callable[[], Awaitable[None]]) -> None:
     try:
         await shutdown()
     except SkyrlTinkerError as error:  # it is dead already, which is what matters here

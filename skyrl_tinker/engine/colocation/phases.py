@@ -17,17 +17,11 @@ class PhaseState(StrEnum):
 
 
 @dataclass(slots=True)
-class Spent:
+class PhaseTotals:
     """Number and total time of one state; of TO_TRAINING and TO_SAMPLING it is the cost of switching."""
 
     count: int = 0
     seconds: float = 0.0
-
-    def turns(self) -> float:
-        return self.count
-
-    def duration(self) -> float:
-        return self.seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.engine.colocation.phases import PhaseLimits, PhaseState, PhaseView, Spent, due_in
+from skyrl_tinker.engine.colocation.phases import PhaseLimits, PhaseState, PhaseTotals, PhaseView, due_in
 from skyrl_tinker.errors import TrainerError
 
 TICK_S = 0.001
@@ -44,7 +44,7 @@ class Placement(Protocol):
         ...
 
     @property
-    def spent(self) -> Mapping[PhaseState, Spent]:
+    def totals(self) -> Mapping[PhaseState, PhaseTotals]:
         """Phases and switches so far, without the current one."""
         ...
 
@@ -57,7 +57,7 @@ class Separate:
     """Placement on separate devices: both sides work at any time."""
 
     asleep = False
-    spent: Mapping[PhaseState, Spent] = MappingProxyType({})
+    totals: Mapping[PhaseState, PhaseTotals] = MappingProxyType({})
     _free: AbstractAsyncContextManager[None] = nullcontext()
 
     def training(self) -> AbstractAsyncContextManager[None]:
@@ -123,7 +123,7 @@ class Colocated:
         self._limits = limits
         self._clock = clock
         self._sides = {PhaseState.TRAINING: _Side(), PhaseState.SAMPLING: _Side()}
-        self._spent = {state: Spent() for state in PhaseState}
+        self._totals = {state: PhaseTotals() for state in PhaseState}
         self._state = PhaseState.SAMPLING
         self._since = clock()  # when the state began
         self._closed_at = self._since  # when the other side's phase ended
@@ -139,8 +139,8 @@ class Colocated:
         return self._state is not PhaseState.SAMPLING
 
     @property
-    def spent(self) -> Mapping[PhaseState, Spent]:
-        return self._spent
+    def totals(self) -> Mapping[PhaseState, PhaseTotals]:
+        return self._totals
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return self._phase(PhaseState.TRAINING, pinned=1)
@@ -242,9 +242,9 @@ class Colocated:
 
     def _set_state(self, state: PhaseState) -> None:
         now = self._clock()
-        spent = self._spent[self._state]
-        spent.count += 1
-        spent.seconds += now - self._since
+        totals = self._totals[self._state]
+        totals.count += 1
+        totals.seconds += now - self._since
         self._state, self._since = state, now
 
 

@@ -57,7 +57,11 @@ class ModelBarriers:
         except TrainerError:
             raise
         except Exception as error:  # becomes the result of this request
-            await self._fail(row, model, error)
+            failure = failure_of(error)
+            if row.seq_id == 0:
+                await self._models.fail_creation(row, model, failure)
+            else:
+                await self._outbox.send([(row.id, failure)])
             return None
 
     async def _execute(self, row: QueuedRow, model: ModelRow, body: bytes) -> Write | None:
@@ -80,9 +84,3 @@ class ModelBarriers:
             case kind, _:
                 raise AssertionError(f"{kind} is no barrier of one model")
         return None
-
-    async def _fail(self, row: QueuedRow, model: ModelRow, error: Exception) -> None:
-        if row.seq_id == 0:
-            await self._models.fail_creation(row, model, failure_of(error))
-        else:
-            await self._outbox.send([(row.id, failure_of(error))])

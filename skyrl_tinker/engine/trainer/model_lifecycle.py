@@ -27,12 +27,7 @@ class ModelLifecycle:
     """Opens and closes the lanes of models, and knows which models the workers have."""
 
     def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        lanes: Lanes,
-        drift_monitor: DriftMonitor,
-        outbox: Outbox,
+        self, store: Store, trainer: TrainerGroup, lanes: Lanes, drift_monitor: DriftMonitor, outbox: Outbox
     ) -> None:
         self._store = store
         self._trainer = trainer
