@@ -13,6 +13,7 @@ from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.domain.values import CustomLoss, Datum, Failure, ForwardBackward, PassItem
 from skyrl_tinker.engine.outbox import failure_of
+from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.trainer.provenance import Records, shown, with_records
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.custom_loss import check_custom_inputs
@@ -41,10 +42,9 @@ class ReadRow:
     @classmethod
     def read(cls, row: QueuedRow, bodies: Mapping[int, bytes]) -> "ReadRow":
         """Read the body of a row. `bodies`: by row id. Raises what reading the body raises."""
-        assert row.model_key is not None, "training requests have a model"
         if row.id not in bodies:
             raise UserError("the request expired before it started")
-        return cls(row, row.model_key, pass_requests.from_canonical(bodies[row.id]))
+        return cls(row, model_of(row), pass_requests.from_canonical(bodies[row.id]))
 
     @property
     def sequences(self) -> set[str]:

@@ -69,11 +69,11 @@ class Waiting:
         root = self.settings.checkpoint_root
         saver = Saver(store, trainer, outbox, root)
         gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
-        keeper = ModelCreation(store, trainer, FACTS, saver, 64)
+        creation = ModelCreation(store, trainer, FACTS, saver, 64)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
         nobody = cast(Any, None)
         self.driver = make_trainer_driver(
-            store, trainer, keeper, saver, exporter, nobody, outbox, 16384, gaps, metrics, self.placement
+            store, trainer, creation, saver, exporter, nobody, outbox, 16384, gaps, metrics, self.placement
         )
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency, metrics)
         self._intake = Intake(store, self.bell, self.driver, self.sampler, 0, metrics)

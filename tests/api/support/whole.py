@@ -123,10 +123,10 @@ class Engine:
         saver = Saver(store, trainer, outbox, root)
         publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, metrics)
         gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
-        keeper = ModelCreation(store, trainer, FACTS, saver, settings.max_lora_rank)
+        creation = ModelCreation(store, trainer, FACTS, saver, settings.max_lora_rank)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
         self.driver = make_trainer_driver(
-            store, trainer, keeper, saver, exporter, publisher, outbox, settings.unit_tokens, gaps, metrics
+            store, trainer, creation, saver, exporter, publisher, outbox, settings.unit_tokens, gaps, metrics
         )
         self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
         self.intake = Intake(store, bell, self.driver, self.sampler, 0, metrics)

@@ -1,4 +1,4 @@
-"""Trainer and samplers take turns on their devices: one at a time, everybody in time, nobody for nothing."""
+"""Trainer and samplers take turns on their devices: one at a time, within limits, and only if needed."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Who waits for samples waits for everybody alike."""
+"""Sessions that wait for samples are served alike."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A trainer driver on a real store. The workers are scripted: what they compute matters not."""
+"""A trainer driver on a real store. The workers are scripted: what they compute does not matter."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -40,7 +40,7 @@ FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1
 
 
 class Workers:
-    """Notes what it is told; fails what `failing` holds."""
+    """Records its calls; fails what `failing` holds."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []

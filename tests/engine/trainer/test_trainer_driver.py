@@ -1,4 +1,4 @@
-"""Order, windows and failures, on the real store. Workers are scripted: what they compute matters not."""
+"""Order, windows and failures, on the real store. Workers are scripted: what they compute does not matter."""
 
 import asyncio
 
