@@ -1,4 +1,4 @@
-"""Cleans up behind clients: models of sessions that are over, weights that nobody samples, old results."""
+"""Clean-up: models of sessions that are over, unused weights, deleted checkpoints, old results."""
 
 import asyncio
 import logging
@@ -15,6 +15,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.store import (
@@ -31,10 +32,10 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 
 SWEEP_S = 3.0
-ASLEEP_S = 30.0
-"""So much longer by the wall than by the machine's own clock: it was suspended, maybe with its clients."""
+SUSPENDED_S = 30.0
+"""Advance of wall clock over monotonic clock from which the machine counts as having been suspended."""
 PURGE_S = 600.0
-COUNTED_AT_ONCE = 10_000  # results: others wait for the database meanwhile
+COUNTED_AT_ONCE = 10_000  # results per transaction: other writers wait meanwhile
 _ON_WORKERS = (ModelState.CREATING, ModelState.READY)
 _log = logging.getLogger(__name__)
 
@@ -44,59 +45,63 @@ class Cleanup:
         self,
         store: Store,
         trainer: TrainerDriver,
+        creation: ModelCreation,
         sampler: SamplerDriver,
         samplers: Samplers,
-        overflow: TmpfsSpill,
+        tmpfs_spill: TmpfsSpill,
         session_timeout_s: float,
         result_ttl_s: float,
         stability_ttl_s: float,
     ) -> None:
         self._store = store
         self._trainer = trainer
+        self._creation = creation
         self._sampler = sampler
         self._samplers = samplers
-        self._overflow = overflow
+        self._tmpfs_spill = tmpfs_spill
         self._timeout_s = session_timeout_s
         self._result_ttl_s = result_ttl_s
         self._stability_ttl_s = stability_ttl_s
-        self._listens_since = time.time()
-        self._clocks_apart_s = _clocks_apart_s()
+        self._listening_since = time.time()
+        self._clock_offset_s = _clock_offset_s()
         self._purged = 0.0
 
     async def run(self) -> None:
-        """For ever."""
+        """Sweep indefinitely."""
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
                 await self.sweep()
             except (SamplerError, OperationalError, OSError) as error:
-                # The sampler is down, or a disk is full: nobody's work shall end because of that.
+                # The sampler is down, or a disk is full: the engine goes on all the same.
                 _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
 
     async def sweep(self) -> None:
-        for session in await self._over():
-            await self._end(session)
+        for session in await self._expired_sessions():
+            await self._end_session(session)
         await self._drop_versions()
         await self._remove_checkpoints()
         await self._purge()
-        await self._spare_memory()
+        await self._spill()
 
-    async def _over(self) -> list[SessionId]:
-        """Silence counts only while somebody listened: after a restart, and after the machine was suspended,
-        clients get the full time again."""
+    async def _expired_sessions(self) -> list[SessionId]:
+        """Return the sessions without a heartbeat.
+
+        After a restart, and after the machine was suspended, clients get the full time again.
+        """
         now = time.time()
-        asleep_s = _clocks_apart_s() - self._clocks_apart_s
-        if asleep_s > ASLEEP_S:
-            self._listens_since = now
-        self._clocks_apart_s += asleep_s
-        listened = now - self._listens_since > self._timeout_s
+        advance_s = _clock_offset_s() - self._clock_offset_s
+        if advance_s > SUSPENDED_S:
+            self._listening_since = now
+        self._clock_offset_s += advance_s
+        listened = now - self._listening_since > self._timeout_s
         async with self._store.read() as conn:
             return await session_records.expired(conn, now, self._timeout_s if listened else now)
 
-    async def _end(self, session: SessionId) -> None:
+    async def _end_session(self, session: SessionId) -> None:
         detail = f"no heartbeat for {self._timeout_s:.0f} s"
-        held = await self._store.write(lambda conn: _finish(conn, session, detail))
-        for model in held:
+        models = await self._store.write(lambda conn: _finish(conn, session, detail))
+        for model in models:
             self._trainer.release(model.key)
 
     async def _drop_versions(self) -> None:
@@ -104,15 +109,17 @@ class Cleanup:
             versions = await sampling_sessions.droppable_versions(conn)
         for version in versions:
             if await self._retire(version):
-                await asyncio.to_thread(self._overflow.remove, version)
+                await asyncio.to_thread(self._tmpfs_spill.remove, version)
 
     async def _retire(self, version: WeightVersion) -> bool:
-        """Nobody samples it from now on. False while somebody does: a server that must read the files
-        again dies when they are gone."""
+        """Drop a version from the samplers and the store; returns False while it is in use.
+
+        Its files may go only then: a server that must read them again dies when they are gone.
+        """
         if self._samplers.in_use(version):
             return False
         await self._samplers.drop(version)
-        if self._samplers.in_use(version):  # since a moment ago: dropping waits for its turn
+        if self._samplers.in_use(version):  # a sample began while the drop waited
             return False
         await self._store.write(lambda conn: sampling_sessions.drop_version(conn, version.id))
         self._sampler.forget_targets()
@@ -122,11 +129,11 @@ class Cleanup:
         async with self._store.read() as conn:
             rows = await checkpoint_records.garbage(conn, time.time())
         for row in rows:
-            if not self._trainer.reads(row.directory):
+            if not self._creation.is_loading(row.directory):
                 await self._remove(row)
 
     async def _remove(self, row: CheckpointRow) -> None:
-        """Forgotten first: a save may take the directory's name as soon as it is free."""
+        """Remove the row first: a save may take the directory's name as soon as it is free."""
         version = await self._version(row)
         if version is None or await self._retire(version):
             await self._store.write(lambda conn: checkpoint_records.forget(conn, row.id))
@@ -138,14 +145,14 @@ class Cleanup:
         async with self._store.read() as conn:
             return await sampling_sessions.version(conn, row.version_id)
 
-    async def _spare_memory(self) -> None:
-        if not await asyncio.to_thread(self._overflow.low):
+    async def _spill(self) -> None:
+        if not await asyncio.to_thread(self._tmpfs_spill.low):
             return
         async with self._store.read() as conn:
             versions = await sampling_sessions.ephemeral_versions(conn)
         for version in versions[:-1]:  # the newest is about to be sampled
-            await asyncio.to_thread(self._overflow.move, version)
-            if not await asyncio.to_thread(self._overflow.low):
+            await asyncio.to_thread(self._tmpfs_spill.move, version)
+            if not await asyncio.to_thread(self._tmpfs_spill.low):
                 return
 
     async def _purge(self) -> None:
@@ -159,21 +166,21 @@ class Cleanup:
             await self._store.write(lambda conn: stability_records.purge(conn, now - self._stability_ttl_s))
 
 
-def _clocks_apart_s() -> float:
-    """The second one stands still while the machine is suspended."""
+def _clock_offset_s() -> float:
+    """Return wall clock minus monotonic clock, which stands still while the machine is suspended."""
     return time.time() - time.monotonic()
 
 
 def _remove_directory(directory: Path, number: int) -> None:
-    """Out of the way in one step; an engine that dies here leaves what the next one sweeps."""
+    """Rename it first, in one step: an engine that dies here leaves what the next one sweeps."""
     doomed = directory.with_name(f".{directory.name}.{number}.tmp")
-    with suppress(FileNotFoundError):  # somebody removed it by hand
+    with suppress(FileNotFoundError):  # it was removed by hand
         directory.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 async def _finish(conn: AsyncConnection, session: SessionId, detail: str) -> list[model_records.ModelRow]:
-    """Nothing new comes from this session. Returns its models that may be on the workers."""
+    """Finish a session. Returns its models that may be on the workers."""
     await session_records.finish(conn, session, "expired", detail)
     rows = await model_records.of_session(conn, session)
     for row in rows:

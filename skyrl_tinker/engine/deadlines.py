@@ -1,4 +1,4 @@
-"""No request waits for ever: what is stuck fails, and says what it waited for."""
+"""Deadlines of requests: what is stuck fails with a message that names what it waited for."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 
 
 class Deadlines:
-    """Sleeps until the first deadline that can be missed: whatever comes meanwhile has a later one."""
+    """Fails late requests; sleeps until the next deadline, since those of new requests are later."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Deadlines:
         request_s: float,
         gap_s: float,
     ) -> None:
-        """`gap_s`: how long a model waits for what is missing after the last of its requests came."""
+        """`gap_s`: how long a model waits for a missing request after the last one came."""
         self._metrics = metrics
         self._trainer = trainer
         self._sampler = sampler
@@ -37,16 +37,16 @@ class Deadlines:
         self._gap_s = gap_s
 
     async def run(self) -> None:
-        """For ever."""
+        """Enforce deadlines indefinitely."""
         while True:
             due = await self.enforce(time.time())
             await asyncio.sleep(max(0.0, due - time.time()))
 
     async def enforce(self, now: float) -> float:
-        """Fail what is due; returns when something may be due again. Times are seconds since the epoch."""
+        """Fail late requests; returns when the next may be late. Times are in seconds since the epoch."""
         await self._close_gaps(now)
         await self._expire(now)
-        gaps = [stand.since for stand in self._trainer.stands().values() if stand.gap]
+        gaps = [lane.since for lane in self._trainer.lane_statuses().values() if lane.gap]
         oldest = next(self._metrics.pending(), None)
         return min(
             min(gaps, default=now) + self._gap_s,
@@ -54,47 +54,45 @@ class Deadlines:
         )
 
     async def _close_gaps(self, now: float) -> None:
-        """All at once: while one is answered, what is missing in another may come."""
-        stands = self._trainer.stands().items()
-        due = {model: stand for model, stand in stands if stand.gap and stand.since + self._gap_s <= now}
+        """Give up all such models at once: awaiting one by one, a gap found here may close meanwhile."""
+        lanes = self._trainer.lane_statuses().items()
+        due = {model: lane for model, lane in lanes if lane.gap and lane.since + self._gap_s <= now}
         if due:
-            await self._trainer.give_up({model: _missing(each, self._gap_s) for model, each in due.items()})
+            await self._trainer.give_up({model: _missing(lane, self._gap_s) for model, lane in due.items()})
 
     async def _expire(self, now: float) -> None:
         due = list(takewhile(lambda row: row.created_at + self._request_s <= now, self._metrics.pending()))
         samples = {row.id: self._late_sample() for row in due if row.kind is RequestKind.SAMPLE}
         if samples:
             await self._sampler.end(samples)
-        stands = self._trainer.stands()
-        training = [(row, self._late(row, stands.get(row.model_key))) for row in due if row.model_key]
+        lanes = self._trainer.lane_statuses()
+        training = [(row, self._late(row, lanes.get(row.model_key))) for row in due if row.model_key]
         if training:
             await self._trainer.expire(training)
 
     def _late_sample(self) -> Failure:
-        return Failure(
-            f"this sample {self._waited}: more is asked of the samplers than they can do", "server"
-        )
+        return Failure(f"this sample {self._waited}: the samplers are overloaded", "server")
 
-    def _late(self, row: QueuedRow, stand: LaneStatus | None) -> Failure:
-        """`stand`: of its model, None where nothing waits."""
-        if stand is None or row.seq_id is None or row.seq_id < stand.next_seq:
+    def _late(self, row: QueuedRow, lane: LaneStatus | None) -> Failure:
+        """Return the failure of a late training request. `lane`: its model's, None where nothing waits."""
+        if lane is None or row.seq_id is None or row.seq_id < lane.next_seq:
             return Failure(
                 f"this {row.kind} {self._waited}: it has begun and may still take effect", "server"
             )
-        if stand.gap:
-            return _missing(stand, self._request_s)
-        return Failure(f"this {row.kind} {self._waited}: it never had its turn on the trainer", "server")
+        if lane.gap:
+            return _missing(lane, self._request_s)
+        return Failure(f"this {row.kind} {self._waited}: it never started on the trainer", "server")
 
     @property
     def _waited(self) -> str:
         return f"was not done within {self._request_s:g} s (setting request_deadline_s)"
 
 
-def _missing(stand: LaneStatus, waited_s: float) -> Failure:
-    since = datetime.fromtimestamp(stand.since, UTC).isoformat(timespec="seconds")
+def _missing(lane: LaneStatus, waited_s: float) -> Failure:
+    since = datetime.fromtimestamp(lane.since, UTC).isoformat(timespec="seconds")
     return Failure(
-        f"seq {stand.next_seq} of this model never came: {stand.lowest} is here, and nothing more came for "
-        f"{waited_s:g} s since {since}. Requests of a model run in order, so no other one of it will: "
+        f"seq {lane.next_seq} of this model never came: {lane.lowest} is here, and nothing more came for "
+        f"{waited_s:g} s since {since}. Requests of a model run in order, so no later one can run: "
         "make a new model, from the last checkpoint if there is one",
         "user",
     )

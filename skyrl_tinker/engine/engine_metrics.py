@@ -1,4 +1,4 @@
-"""Counts for Prometheus: one object, made in the composition root and handed to the parts."""
+"""Metrics for Prometheus: one object, made in the composition root and handed to the parts."""
 
 import math
 import time
@@ -22,7 +22,7 @@ Outcome = Literal["ok", "user", "server", "unknown", "cancelled"]
 
 
 class Metrics:
-    """No label is of unbounded number: kinds and outcomes only, never models or users."""
+    """Counters, gauges and histograms. Labels are bounded: kinds and outcomes only, never models or users."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -52,22 +52,22 @@ class Metrics:
         self._registry.register(_Pending(self._pending))
 
     def text(self) -> bytes:
-        """The exposition format; content type CONTENT_TYPE."""
+        """Return the exposition format; its content type is CONTENT_TYPE."""
         return generate_latest(self._registry)
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
-        """A gauge that is read when somebody asks."""
+        """Register a gauge whose value is read at each scrape."""
         self._gauge(name, help_text).set_function(value)
 
     # Requests of the journal
 
     def arrived(self, rows: Iterable[QueuedRow]) -> None:
-        """A row may come twice."""
+        """Count arrivals. A row may come twice."""
         for row in rows:
             if row.status is FutureStatus.PENDING:
                 self._pending[row.id] = row
             else:
-                self.counted(row.kind, "user")  # refused at the door
+                self.counted(row.kind, "user")  # refused by the API
 
     def answered(self, future_id: int, outcome: Outcome) -> None:
         row = self._pending.pop(future_id, None)
@@ -76,20 +76,19 @@ class Metrics:
             self._latency.labels(row.kind).observe(max(0.0, time.time() - row.created_at))
 
     def pending(self) -> Iterator[QueuedRow]:
-        """Requests that are not answered, the oldest first."""
+        """Iterate over the requests without a result, the oldest first."""
         return iter(self._pending.values())
 
     def counted(self, kind: str, outcome: Outcome) -> None:
-        """One request, also of those that do not go through the journal."""
+        """Count one request, also of those that do not go through the journal."""
         self._requests.labels(kind, outcome).inc()
 
     # Work
 
     def passed(self, rows: Sequence[QueuedRow], outputs: Sequence[PassOutput | Failure]) -> None:
-        """One pass of the trainer."""
+        """Count one pass of the trainer."""
         sizes = [
-            sum(len(each) for each in output.logprobs) if isinstance(output, PassOutput) else 0
-            for output in outputs
+            sum(map(len, output.logprobs)) if isinstance(output, PassOutput) else 0 for output in outputs
         ]
         self._unit_rows.observe(len(rows))
         self._unit_tokens.observe(sum(sizes))
@@ -122,7 +121,7 @@ class Metrics:
 
 
 class Occupancy:
-    """Splits the time in which there is work: what the workers worked, and what they were kept waiting.
+    """Splits the time in which there is work into time that the workers worked and time that they waited.
 
     busy / (busy + waiting) is the trainer's busy fraction; time without work counts as neither.
     """
@@ -140,7 +139,7 @@ class Occupancy:
         self._since = None
 
     def unit_done(self, worked_s: float) -> None:
-        """One unit is through, in which the workers themselves were busy for `worked_s`."""
+        """Count one unit, in which the workers themselves were busy for `worked_s`."""
         now = time.monotonic()
         passed = now - (now if self._since is None else self._since)
         self._busy.inc(worked_s)

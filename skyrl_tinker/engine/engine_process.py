@@ -1,4 +1,4 @@
-"""The engine: one subprocess that owns all order and all state of models.
+"""Process of the engine, which owns the order of all requests and the state of all models.
 
 `python -m skyrl_tinker.engine.engine_process SETTINGS_JSON`; exit code 0 after SIGTERM, 1 when it failed.
 """
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(settings_file: Path) -> int:
-    """Run until SIGTERM or a failure; nothing that it started is left. Returns the exit code."""
+    """Run until SIGTERM or a failure, and leave no process behind. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, _exit)
     settings = Settings.model_validate_json(settings_file.read_text())
@@ -43,17 +43,17 @@ def run(settings_file: Path) -> int:
     finally:
         processes.kill_descendants(1.0)
     if failure is not None:
-        _log.error("ended: %s", failure)  # the last words in the log
+        _log.error("ended: %s", failure)  # the last line of the log
     return 0 if failure is None else 1
 
 
 def _exit(signum: int, _: FrameType | None) -> None:
-    """Before the event loop takes over."""
+    """Exit on SIGTERM until the event loop handles it."""
     raise SystemExit(0)
 
 
 def _ray_environment() -> dict[str, str]:
-    """A local cluster, for this process and its children only. Ray reads this when it is imported."""
+    """Return a local cluster's settings, for this process and its children; Ray reads them when imported."""
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # bind to loopback, as Ray does there
         "RAY_AUTH_MODE": "token",  # other users of this host cannot run code as us
@@ -76,6 +76,7 @@ def _run(settings: Settings, directories: Directories) -> str | None:
 
 
 async def _main(settings: Settings, directories: Directories, ray: "RayCluster") -> str | None:
+    from skyrl_tinker.engine.compose import Environment
     from skyrl_tinker.engine.engine import Engine
     from skyrl_tinker.engine.status import EngineStatus
 
@@ -86,7 +87,7 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     bell = Doorbell.bind(directories.home, "engine")
     try:
         status = await EngineStatus.open(store, bell)
-        return await Engine(settings, directories, ray, store, bell, status).run(stop)
+        return await Engine(Environment(settings, directories, ray, store, bell, status)).run(stop)
     finally:
         bell.close()
         await store.close()

@@ -1,4 +1,4 @@
-"""What cannot go through the journal, as text streams and metrics: on a private socket for the API."""
+"""HTTP server on a private socket, for what the API cannot get through the journal: streams and metrics."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ SHUTDOWN_S = 1.0
 
 
 class EngineHttpServer:
-    """Only this user may connect: who speaks to it was let in by the API."""
+    """Trusts its clients: only processes of this user may connect, and the API has authorized the request."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class EngineHttpServer:
         self._metrics = metrics
         self._queues = queues
         app = web.Application(client_max_size=body_bytes)
-        own = [web.get("/metrics", self._metrics_text), web.get("/queues", self._queues_json)]
-        app.add_routes([*openai.routes(), *own])
+        reports = [web.get("/metrics", self._metrics_text), web.get("/queues", self._queues_json)]
+        app.add_routes([*openai.routes(), *reports])
         # A client that goes away cancels its handler.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
@@ -36,7 +36,7 @@ class EngineHttpServer:
 
     async def start(self) -> None:
         await self._runner.setup()
-        self._socket.unlink(missing_ok=True)  # of an engine that was killed
+        self._socket.unlink(missing_ok=True)  # left by an engine that was killed
         await web.UnixSite(self._runner, str(self._socket)).start()
         self._socket.chmod(0o600)
 

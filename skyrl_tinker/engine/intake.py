@@ -1,4 +1,4 @@
-"""Finds new requests and hands them to the drivers: woken by the doorbell, at most a second late."""
+"""Intake of new requests: read when the doorbell rings, at most a second late, and given to the drivers."""
 
 import logging
 
@@ -26,29 +26,29 @@ class Intake:
         trainer: TrainerDriver,
         sampler: SamplerDriver,
         cursor: int,
-        metrics: Metrics | None = None,
+        metrics: Metrics,
     ) -> None:
-        """`cursor`: futures up to this id are dealt with."""
+        """`cursor`: futures up to this id are dealt with already."""
         self._store = store
         self._bell = bell
         self._trainer = trainer
         self._sampler = sampler
         self._cursor = cursor
-        self._metrics = metrics or Metrics()
+        self._metrics = metrics
 
     async def run(self) -> None:
-        """For ever."""
+        """Read requests indefinitely."""
         while True:
             try:
-                while await self._take():
+                while await self._read_page():
                     pass
             except OperationalError as error:
                 # A database that fails briefly costs one round: the cursor has not moved.
                 _log.warning("new requests could not be read, trying again: %s", error)
             await self._bell.wait(FALLBACK_POLL_S)
 
-    async def _take(self) -> bool:
-        """One page of new rows; whether there may be more."""
+    async def _read_page(self) -> bool:
+        """Hand over one page of new rows; returns True if there may be more."""
         async with self._store.read() as conn:
             rows = await queue.queued_after(conn, self._cursor, PAGE)
         if rows:

@@ -1,4 +1,4 @@
-"""How results leave the engine: encoded once, committed together, then the API is rung."""
+"""Results on their way out of the engine: encoded once, committed together, then the API is rung."""
 
 import asyncio
 import logging
@@ -18,18 +18,17 @@ from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.finish import NO_USAGE
+from skyrl_tinker.store.futures.finish import JSON_TYPE, NO_USAGE
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 
-JSON_TYPE = "application/json"
 RETRY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FutureResult:
-    """A result as its bytes go to the client. `records`: kept of the sequences in it; `usage`: its tokens."""
+    """Result in the bytes that the client gets, its tokens, and the records to keep of its sequences."""
 
     content_type: str
     body: bytes
@@ -41,12 +40,12 @@ Outcome = FutureResult | Failure
 
 
 def json_answer(value: Mapping[str, Any]) -> FutureResult:
-    """Values are finite: JSON has no NaN."""
+    """Encode a result as JSON. Its numbers must be finite: JSON has no NaN."""
     return FutureResult(JSON_TYPE, orjson.dumps(value))
 
 
 def failure_of(error: Exception) -> Failure:
-    """What the client reads when carrying out its request raised this. What nobody foresaw is logged."""
+    """Return what the client of a request gets that raised this error; unexpected errors are logged."""
     if isinstance(error, SkyrlTinkerError):
         return Failure(str(error), error.category)
     _log.error("a request failed unexpectedly", exc_info=error)
@@ -54,24 +53,24 @@ def failure_of(error: Exception) -> Failure:
 
 
 class Outbox:
-    def __init__(self, store: Store, bell: Doorbell, metrics: Metrics | None = None) -> None:
+    def __init__(self, store: Store, bell: Doorbell, metrics: Metrics) -> None:
         self._store = store
         self._bell = bell
-        self._metrics = metrics or Metrics()
+        self._metrics = metrics
         self._waiting: dict[int, Outcome] = {}  # by future id
         self._sending: asyncio.Task[None] | None = None
 
     async def commit(self, op: Op[T], *done: int) -> T:
-        """Commit an op that finishes these futures well, then ring the API."""
+        """Commit an op that completes these futures without error, then ring the API."""
         value = await self._store.write(op, partial(self._bell.ring, "api"))
         for future_id in done:
             self._metrics.answered(future_id, "ok")
         return value
 
     async def send(self, outcomes: Iterable[tuple[int, Outcome]], *also: Op[Any]) -> None:
-        """Finish futures (by id), together with what must stand or fall with them.
+        """Finish futures (by id), in one commit with the ops `also`.
 
-        They wait for a database that fails for a while.
+        Waits while the database fails.
         """
         finished = dict(outcomes)
         if also:
@@ -83,15 +82,15 @@ class Outbox:
             await asyncio.shield(self._sending)
 
     async def _send_waiting(self) -> None:
-        """What finishes in the same turn of the loop goes together: samples end many at once."""
+        """Commit what finishes in the same iteration of the loop together: many samples end at once."""
         await asyncio.sleep(0)
         self._sending, finished, self._waiting = None, self._waiting, {}
         await persistently(lambda: self._send(finished, ()))
 
     async def _send(self, finished: Mapping[int, Outcome], also: Sequence[Op[Any]]) -> None:
         async def op(conn: AsyncConnection) -> None:
-            for each in also:
-                await each(conn)
+            for effect in also:
+                await effect(conn)
             await finish_all(conn, finished)
 
         await self.commit(op)
@@ -100,7 +99,7 @@ class Outbox:
 
 
 async def persistently(op: Callable[[], Awaitable[T]]) -> T:
-    """A database that fails for a while delays; it must neither lose a request nor end those of others."""
+    """Retry while the database fails, so that a failure delays requests but neither loses nor ends any."""
     while True:
         try:
             return await op()
@@ -110,22 +109,20 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
 
 
 async def finish_all(conn: AsyncConnection, outcomes: Mapping[int, Outcome]) -> None:
-    """By future id."""
-    answers: dict[int, FutureResult] = {}
+    """Finish futures, by id."""
+    results: dict[int, FutureResult] = {}
     for future_id, outcome in outcomes.items():
         if isinstance(outcome, Failure):
             await queue.fail(conn, future_id, outcome)
         else:
-            answers[future_id] = outcome
-    if answers:
-        await _succeed(conn, answers)
+            results[future_id] = outcome
+    if results:
+        await _succeed(conn, results)
 
 
-async def _succeed(conn: AsyncConnection, answers: Mapping[int, FutureResult]) -> None:
-    results = {
-        future_id: (answer.content_type, answer.body, answer.usage) for future_id, answer in answers.items()
-    }
-    ended = await queue.succeed_all(conn, results)
-    records = {future_id: answers[future_id].records for future_id in ended if answers[future_id].records}
+async def _succeed(conn: AsyncConnection, results: Mapping[int, FutureResult]) -> None:
+    stored = {id_: (result.content_type, result.body, result.usage) for id_, result in results.items()}
+    ended = await queue.succeed_all(conn, stored)
+    records = {future_id: results[future_id].records for future_id in ended if results[future_id].records}
     if records:
         await stability_records.add(conn, records)

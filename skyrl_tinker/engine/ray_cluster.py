@@ -1,4 +1,4 @@
-"""The Ray cluster of one server: local and lean, or one that is there already."""
+"""Ray cluster of one server: a small local one, or an existing one."""
 
 import logging
 import shutil
@@ -16,9 +16,10 @@ DAEMONS = ("gcs_server", "raylet")
 
 class RayCluster:
     def __init__(self, settings: Settings, directory: Path) -> None:
-        """Make it on the main thread, before its loop: a local cluster dies with the thread that started it.
+        """Start or join the cluster.
 
-        `directory` has a short path, since Ray's sockets lie below it, and is this server's alone.
+        Call it on the main thread, before the event loop: a local cluster dies with the thread that started
+        it. `directory` has a short path, since Ray's sockets lie below it, and is this server's alone.
         """
         self._directory = directory
         self._remove_files()
@@ -29,18 +30,18 @@ class RayCluster:
         self._daemons = [child for child in psutil.Process().children() if child.name() in DAEMONS]
 
     def require_alive(self) -> None:
-        """TrainerError when a local daemon died: calls to actors would hang for long before they fail."""
+        """Raise TrainerError when a local daemon died: calls to actors would hang before they fail."""
         for daemon in self._daemons:
             if not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE:
                 raise TrainerError(f"a process of Ray died (pid {daemon.pid})")
 
     def require_gpus(self, trainer: int, samplers: int) -> None:
-        """StartupError when there are fewer: actors would wait for them for ever."""
-        found = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-        if found < trainer + samplers:
+        """Raise StartupError when there are fewer: actors would wait for them indefinitely."""
+        gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+        if gpus < trainer + samplers:
             raise StartupError(
                 f"--device cuda needs {trainer + samplers} GPUs ({trainer} for trainer ranks, {samplers} "
-                f"for samplers), found {found}"
+                f"for samplers), found {gpus}"
             )
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""What a dead engine left: models whose state died with it, and requests that nobody works on any more.
+"""Recovery after a dead engine: models whose state died with it, and requests that were in flight.
 
 Later this is where snapshots are restored and the journal is replayed; until then it says what is lost.
 """
@@ -56,7 +56,7 @@ async def _pending(store: Store) -> list[QueuedRow]:
 
 
 async def why_lost(conn: AsyncConnection, model: ModelRow, cause: str) -> str:
-    """For its client: what became of it, and where to go on from."""
+    """Tell its client what became of it, and where to go on from."""
     last = await checkpoint_records.last_of_model(conn, model.key, CheckpointKind.WEIGHTS)
     advice = "it had no checkpoint: start it anew"
     if last is not None:

@@ -1,4 +1,4 @@
-"""How far the engine is, for /readyz and for whoever starts the next engine."""
+"""Status of the engine, for /readyz and for the supervisor that starts the next engine."""
 
 import time
 from typing import Any, Literal
@@ -25,7 +25,7 @@ class EngineStatus:
 
     @classmethod
     async def open(cls, store: Store, bell: Doorbell) -> "EngineStatus":
-        """Learns up to which future an earlier engine may have worked; without its word, up to the newest."""
+        """Read up to which future an earlier engine may have worked; if it left no note, up to the newest."""
         async with store.read() as conn:
             left: Any = await server_state.get(conn, KEY)
             newest = await queue.max_id(conn)
@@ -34,14 +34,14 @@ class EngineStatus:
 
     @property
     def died_after(self) -> int:
-        """Futures up to this id were an earlier engine's."""
+        """Id of the last future that an earlier engine may have worked on."""
         return self._died_after
 
     def recovered(self) -> None:
-        """They are dealt with: if this engine dies, the next one must ask anew how far it came."""
+        """Note that they are dealt with: if this engine dies, the next one must find out how far it came."""
         self._recovered = True
 
-    async def say(self, phase: Phase, detail: str) -> None:
+    async def report(self, phase: Phase, detail: str) -> None:
         died_after = None if self._recovered else self._died_after
         value = {"state": phase, "detail": detail, "since": time.time(), "died_after": died_after}
 

@@ -1,4 +1,4 @@
-"""What clients leave behind goes, but nothing that somebody still uses. The samplers are scripted."""
+"""Clean-up removes what clients leave behind, but nothing that is still in use. The samplers are scripted."""
 
 import asyncio
 import tempfile
@@ -43,7 +43,7 @@ class Parts:
     def release(self, model: int) -> None:
         pass
 
-    def reads(self, directory: str) -> bool:
+    def is_loading(self, directory: str) -> bool:
         return False
 
 
@@ -52,11 +52,11 @@ def parts() -> Parts:
     return Parts()
 
 
-def keeper_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0) -> Cleanup:
+def cleanup_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0) -> Cleanup:
     any_part = cast(Any, parts)
-    overflow = TmpfsSpill(root / "memory", root / "disk")
+    spill = TmpfsSpill(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
-    return Cleanup(store, any_part, any_part, any_part, overflow, timeout_s, 600.0, 600.0)
+    return Cleanup(store, any_part, any_part, any_part, any_part, spill, timeout_s, 600.0, 600.0)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -112,9 +112,9 @@ async def test_a_silent_session_that_only_samples_is_ended(
     store: Store, parts: Parts, tmp_path: Path
 ) -> None:
     session = await journal.new_session(store)
-    keeper = keeper_of(store, parts, tmp_path, timeout_s=0.01)
+    cleanup = cleanup_of(store, parts, tmp_path, timeout_s=0.01)
     await asyncio.sleep(0.05)
-    await keeper.sweep()
+    await cleanup.sweep()
     with pytest.raises(GoneError, match="expired"):
         await store.write(lambda conn: session_records.heartbeat(conn, session))
 
@@ -123,14 +123,14 @@ async def test_after_the_machine_was_suspended_clients_get_their_time_again(
     store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await journal.new_session(store)
-    keeper = keeper_of(store, parts, tmp_path, timeout_s=0.2)
+    cleanup = cleanup_of(store, parts, tmp_path, timeout_s=0.2)
     await asyncio.sleep(0.3)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
-    await keeper.sweep()
+    await cleanup.sweep()
     await store.write(lambda conn: session_records.heartbeat(conn, session))
     await asyncio.sleep(0.3)
-    await keeper.sweep()
+    await cleanup.sweep()
     with pytest.raises(GoneError, match="expired"):
         await store.write(lambda conn: session_records.heartbeat(conn, session))
 
@@ -141,14 +141,14 @@ async def test_weights_under_a_running_sample_outlive_their_session(
     session = await journal.new_session(store)
     model = await new_model(store, session)
     version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
-    keeper = keeper_of(store, parts, tmp_path)
+    cleanup = cleanup_of(store, parts, tmp_path)
     await finish(store, session)
     parts.used.add(version.id)
-    await keeper.sweep()
+    await cleanup.sweep()
     assert exists(version)
     assert parts.dropped == []
     parts.used.clear()
-    await keeper.sweep()
+    await cleanup.sweep()
     assert not exists(version)
     assert parts.dropped == [version.id]
 
@@ -159,14 +159,14 @@ async def test_a_sample_that_begins_while_its_version_is_dropped_keeps_the_files
     session = await journal.new_session(store)
     model = await new_model(store, session)
     version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
-    keeper = keeper_of(store, parts, tmp_path)
+    cleanup = cleanup_of(store, parts, tmp_path)
     await finish(store, session)
     parts.begins.add(version.id)
-    await keeper.sweep()
+    await cleanup.sweep()
     assert exists(version)
     parts.begins.clear()
     parts.used.clear()
-    await keeper.sweep()
+    await cleanup.sweep()
     assert not exists(version)
 
 
@@ -176,12 +176,12 @@ async def test_an_expired_checkpoint_is_removed_once_nobody_samples_it(
     model = await new_model(store, await journal.new_session(store))
     version = await new_version(store, model, tmp_path / "checkpoints" / "a", durable=True)
     await expired_checkpoint(store, model, version)
-    keeper = keeper_of(store, parts, tmp_path)
+    cleanup = cleanup_of(store, parts, tmp_path)
     parts.used.add(version.id)
-    await keeper.sweep()
+    await cleanup.sweep()
     assert exists(version)
     parts.used.clear()
-    await keeper.sweep()
+    await cleanup.sweep()
     assert names(tmp_path / "checkpoints") == []
     async with store.read() as conn:
         assert await checkpoint_records.garbage(conn, time.time()) == []
@@ -195,7 +195,7 @@ async def test_a_directory_is_removed_only_after_nobody_remembers_it(
     model = await new_model(store, await journal.new_session(store))
     version = await new_version(store, model, tmp_path / "checkpoints" / "a", durable=True)
     await expired_checkpoint(store, model, version)
-    keeper = keeper_of(store, parts, tmp_path)
+    cleanup = cleanup_of(store, parts, tmp_path)
 
     async def full(*_: object) -> None:
         raise OperationalError("DELETE", None, OSError("disk full"))
@@ -203,9 +203,9 @@ async def test_a_directory_is_removed_only_after_nobody_remembers_it(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_records, "forget", full)
         with pytest.raises(OperationalError):
-            await keeper.sweep()
+            await cleanup.sweep()
     assert exists(version)
-    await keeper.sweep()
+    await cleanup.sweep()
     assert not exists(version)
 
 
@@ -218,9 +218,9 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
             await new_version(store, model, Path(memory) / f"v{number}", durable=False)
             for number in (1, 2, 3)
         ]
-        overflow = TmpfsSpill(Path(memory), tmp_path / "disk", spare=1.0)
+        spill = TmpfsSpill(Path(memory), tmp_path / "disk", spare=1.0)
         any_part = cast(Any, parts)
-        keeper = Cleanup(store, any_part, any_part, any_part, overflow, 600.0, 600.0, 600.0)
-        await keeper.sweep()
+        cleanup = Cleanup(store, any_part, any_part, any_part, any_part, spill, 600.0, 600.0, 600.0)
+        await cleanup.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
         assert all(exists(version) for version in versions)

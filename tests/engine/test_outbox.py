@@ -6,6 +6,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox, json_answer
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
@@ -28,6 +29,6 @@ async def test_a_result_waits_for_a_database_that_fails_for_a_moment(
 
     monkeypatch.setattr(queue, "succeed_all", succeed_all)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
-    await Outbox(store, bell).send([(row.id, json_answer({}))])
+    await Outbox(store, bell, Metrics()).send([(row.id, json_answer({}))])
     assert failures == []
     assert (await journal.outcome(store, accepted)).status is FutureStatus.DONE

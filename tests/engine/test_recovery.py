@@ -70,10 +70,10 @@ async def test_nobody_said_when_it_died_then_all_that_is_there_was_its(store: St
 async def test_the_mark_of_a_death_stays_until_recovery_is_done(store: Store, bell: Doorbell) -> None:
     await store.write(lambda conn: server_state.put(conn, KEY, {"state": "restarting", "died_after": 41}))
     status = await EngineStatus.open(store, bell)
-    await status.say("starting", "waiting")
+    await status.report("starting", "waiting")
     assert (await EngineStatus.open(store, bell)).died_after == 41
     status.recovered()
-    await status.say("ready", "")
+    await status.report("ready", "")
     assert (await EngineStatus.open(store, bell)).died_after == 0
 
 

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
 from skyrl_tinker.engine.cleanup import Cleanup
+from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -59,7 +60,8 @@ class Sampling:
         self.store = store
         self.samplers = ScriptedSamplers()
         samplers = cast(Samplers, self.samplers)
-        self.driver = SamplerDriver(store, samplers, Outbox(store, bell), 8)
+        metrics = Metrics()
+        self.driver = SamplerDriver(store, samplers, Outbox(store, bell, metrics), 8, metrics)
         self.running = asyncio.create_task(self.driver.run())
 
     async def sample(self, session: SessionId, *, record: bool) -> Accepted:
@@ -161,5 +163,5 @@ async def test_records_that_nobody_uses_are_purged(
     nobody = cast(Any, None)
     (tmp_path / "memory").mkdir()
     overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
-    await Cleanup(store, nobody, nobody, nobody, overflow, 600.0, 600.0, ttl_s).sweep()
+    await Cleanup(store, nobody, nobody, nobody, nobody, overflow, 600.0, 600.0, ttl_s).sweep()
     assert len(await records_of(store, accepted)) == left

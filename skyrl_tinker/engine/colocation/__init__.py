@@ -1,1 +1,1 @@
-"""Trainer and samplers on the same GPUs: whose turn it is, and the change between them."""
+"""Colocation: trainer and samplers on the same GPUs, in alternating phases."""

@@ -1,11 +1,11 @@
-"""When trainer and samplers that share devices take turns. Pure: a moment in, seconds to the switch out."""
+"""Timing of the phases of trainer and samplers on shared devices. Pure: a state in, seconds to switch out."""
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 
 IDLE_S = 0.05
-"""A client that got an answer has this long for its next request: a switch costs more."""
+"""Time that a client has after a result to send its next request: a switch costs more."""
 
 
 class PhaseState(StrEnum):
@@ -17,22 +17,16 @@ class PhaseState(StrEnum):
 
 
 @dataclass(slots=True)
-class Spent:
-    """What one state took so far; of TO_TRAINING and TO_SAMPLING it is the cost of switching."""
+class PhaseTotals:
+    """Number and total time of one state; of TO_TRAINING and TO_SAMPLING it is the cost of switching."""
 
     count: int = 0
     seconds: float = 0.0
 
-    def turns(self) -> float:
-        return self.count
-
-    def duration(self) -> float:
-        return self.seconds
-
 
 @dataclass(frozen=True, slots=True)
 class PhaseLimits:
-    """A phase lasts at least `min_s`; at `max_s` of waiting on the other side it ends, however busy it is."""
+    """Limits of a phase: it lasts `min_s` and ends when the other side has waited `max_s`, even if busy."""
 
     min_s: float
     max_s: float
@@ -40,22 +34,22 @@ class PhaseLimits:
 
 @dataclass(frozen=True, slots=True)
 class PhaseView:
-    """One moment of a phase; all times in seconds."""
+    """State of a phase at one moment; all times in seconds."""
 
     lasted: float  # since the phase began
-    idle: float | None  # how long this side has had nothing to do; None: it has work
-    waited: float | None  # by whoever waits longest on the other side; None: nobody does
+    idle: float | None  # how long this side has had no work; None: it has work
+    waited: float | None  # longest wait on the other side; None: nothing waits
 
 
 def due_in(view: PhaseView, limits: PhaseLimits) -> float:
-    """Seconds until this phase should end as things stand; <= 0: now, infinity: not before something changes.
+    """Return the seconds until this phase should end; <= 0: now, infinity: not before something changes.
 
-    It stays while there is work here and the other side's patience lasts; without work here it goes over
-    after a client's round trip. Neither side starves: each wait ends at `max_s`, each phase lasts `min_s`.
+    It goes on while this side has work and the other has waited less than `max_s`; without work it ends after
+    a client's round trip. Neither side starves: each wait ends at `max_s`, each phase lasts `min_s`.
     """
     if view.waited is None:
         return math.inf
-    patience = limits.max_s - view.waited
+    left = limits.max_s - view.waited
     if view.idle is not None:
-        patience = min(patience, IDLE_S - view.idle)
-    return max(patience, limits.min_s - view.lasted)
+        left = min(left, IDLE_S - view.idle)
+    return max(left, limits.min_s - view.lasted)

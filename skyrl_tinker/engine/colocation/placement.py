@@ -1,4 +1,4 @@
-"""Where trainer and samplers run: on devices of their own, or in turns on the same ones."""
+"""Placement of trainer and samplers: on separate devices, or in alternating phases on the same ones."""
 
 import asyncio
 import logging
@@ -11,53 +11,53 @@ from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.engine.colocation.phases import PhaseLimits, PhaseState, PhaseView, Spent, due_in
+from skyrl_tinker.engine.colocation.phases import PhaseLimits, PhaseState, PhaseTotals, PhaseView, due_in
 from skyrl_tinker.errors import TrainerError
 
 TICK_S = 0.001
-"""What is due within this is due: timers are no finer."""
+"""Resolution of timers: a switch that is due within this time is due now."""
 _log = logging.getLogger(__name__)
 _SWITCHES = {PhaseState.SAMPLING: PhaseState.TO_TRAINING, PhaseState.TRAINING: PhaseState.TO_SAMPLING}
 
 
 class Placement(Protocol):
-    """Who uses trainer or samplers says so; the contexts wait until that side has its turn.
+    """Contexts around every use of trainer or samplers, which wait for the phase of that side.
 
-    TrainerError: the turns are broken for good, and the engine ends.
+    They raise TrainerError when switching has failed for good, and the engine ends.
     """
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        """Around each unit of trainer work. Inside, the trainer's state is on its devices."""
+        """Enclose a unit of trainer work. Inside, the trainer's state is on its devices."""
         ...
 
     def sampling(self) -> AbstractAsyncContextManager[None]:
-        """Around each sample. Long ones stand still inside while the trainer has its turn, then go on."""
+        """Enclose a sample. A long one pauses inside during the trainer's phase and then goes on."""
         ...
 
     def awake(self) -> AbstractAsyncContextManager[None]:
-        """Around what must not stand still half done: adapters, weights, replicas. Inside, vLLM is awake."""
+        """Enclose what must not pause: changes of adapters, weights, replicas. Inside, vLLM is awake."""
         ...
 
     @property
     def asleep(self) -> bool:
-        """Whether samples stand still because it is not their turn."""
+        """True while samples pause because it is not their phase."""
         ...
 
     @property
-    def spent(self) -> Mapping[PhaseState, Spent]:
-        """Phases and switches so far, the current one not counted."""
+    def totals(self) -> Mapping[PhaseState, PhaseTotals]:
+        """Phases and switches so far, without the current one."""
         ...
 
     async def run(self, samplers: "Sleeper") -> None:
-        """Take turns, for ever. Before it, only the samplers' contexts open."""
+        """Alternate phases indefinitely. Before this, only the samplers' contexts open."""
         ...
 
 
 class Separate:
-    """Both sides work at any time."""
+    """Placement on separate devices: both sides work at any time."""
 
     asleep = False
-    spent: Mapping[PhaseState, Spent] = MappingProxyType({})
+    totals: Mapping[PhaseState, PhaseTotals] = MappingProxyType({})
     _free: AbstractAsyncContextManager[None] = nullcontext()
 
     def training(self) -> AbstractAsyncContextManager[None]:
@@ -70,21 +70,21 @@ class Separate:
         return self._free
 
     async def run(self, samplers: "Sleeper") -> None:
-        """Nothing to do."""
+        """Return at once: there are no phases."""
 
 
 SEPARATE = Separate()
 
 
 class Movable(Protocol):
-    """The trainer. TrainerError: broken."""
+    """Trainer, whose state moves between device and host. Raises TrainerError when it is broken."""
 
     async def offload(self) -> None: ...
     async def onload(self) -> None: ...
 
 
 class Sleeper(Protocol):
-    """The samplers. Neither raises: a replica that cannot is ended, and its memory is free."""
+    """Samplers, which sleep and wake. Neither raises: a replica that fails is ended and frees its memory."""
 
     async def sleep(self) -> None: ...
     async def wake(self) -> None: ...
@@ -92,26 +92,26 @@ class Sleeper(Protocol):
 
 @dataclass(slots=True)
 class _Side:
-    """Who is here and who would like to be."""
+    """Users of one side: those inside its contexts and those that wait for its phase."""
 
     inside: int = 0
-    pinned: int = 0  # of those, who must not be interrupted
+    pinned: int = 0  # of those, how many must not be interrupted
     waiting: dict[object, float] = field(default_factory=dict)  # since when; oldest first
-    left_at: float = -math.inf  # when somebody last left
+    left_at: float = -math.inf  # when the last context was left
     opened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def idle(self, now: float, since: float) -> float | None:
         return None if self.inside or self.waiting else now - max(self.left_at, since)
 
     def waited(self, now: float, closed_at: float) -> float | None:
-        """Who is inside while it is not this side's turn stands still since `closed_at`."""
+        """Return the longest wait; contexts inside wait since their phase ended, at `closed_at`."""
         since = [closed_at] if self.inside else []
         since += [next(iter(self.waiting.values()))] if self.waiting else []
         return now - min(since) if since else None
 
 
 class Colocated:
-    """The samplers' turn comes first: start with the trainer's state set aside and vLLM awake."""
+    """Placement on shared devices. The first phase is the samplers': trainer offloaded, vLLM awake."""
 
     def __init__(
         self,
@@ -123,10 +123,10 @@ class Colocated:
         self._limits = limits
         self._clock = clock
         self._sides = {PhaseState.TRAINING: _Side(), PhaseState.SAMPLING: _Side()}
-        self._spent = {state: Spent() for state in PhaseState}
+        self._totals = {state: PhaseTotals() for state in PhaseState}
         self._state = PhaseState.SAMPLING
-        self._since = clock()  # the state's beginning
-        self._closed_at = self._since  # when the other side's turn ended
+        self._since = clock()  # when the state began
+        self._closed_at = self._since  # when the other side's phase ended
         self._changed = asyncio.Event()
         self._broken: TrainerError | None = None
 
@@ -139,21 +139,21 @@ class Colocated:
         return self._state is not PhaseState.SAMPLING
 
     @property
-    def spent(self) -> Mapping[PhaseState, Spent]:
-        return self._spent
+    def totals(self) -> Mapping[PhaseState, PhaseTotals]:
+        return self._totals
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        return self._turn(PhaseState.TRAINING, pinned=1)
+        return self._phase(PhaseState.TRAINING, pinned=1)
 
     def sampling(self) -> AbstractAsyncContextManager[None]:
-        return self._turn(PhaseState.SAMPLING, pinned=0)
+        return self._phase(PhaseState.SAMPLING, pinned=0)
 
     def awake(self) -> AbstractAsyncContextManager[None]:
-        return self._turn(PhaseState.SAMPLING, pinned=1)
+        return self._phase(PhaseState.SAMPLING, pinned=1)
 
     async def run(self, samplers: Sleeper) -> None:
         while True:
-            self._consider()
+            self._switch_if_due()
             self._changed.clear()
             if self._state in self._sides:
                 with suppress(TimeoutError):
@@ -163,9 +163,9 @@ class Colocated:
                 return
 
     @asynccontextmanager
-    async def _turn(self, turn: PhaseState, *, pinned: int) -> AsyncIterator[None]:
-        side = self._sides[turn]
-        await self._enter(side, turn)
+    async def _phase(self, phase: PhaseState, *, pinned: int) -> AsyncIterator[None]:
+        side = self._sides[phase]
+        await self._enter(side, phase)
         side.inside += 1
         side.pinned += pinned
         try:
@@ -174,16 +174,16 @@ class Colocated:
             side.inside -= 1
             side.pinned -= pinned
             side.left_at = self._clock()
-            self._consider()
+            self._switch_if_due()
 
-    async def _enter(self, side: _Side, turn: PhaseState) -> None:
-        if self._state is turn:
+    async def _enter(self, side: _Side, phase: PhaseState) -> None:
+        if self._state is phase:
             return
         ticket = object()
         side.waiting[ticket] = self._clock()
-        self._consider()
+        self._switch_if_due()
         try:
-            while self._state is not turn:
+            while self._state is not phase:
                 if self._broken is not None:
                     raise self._broken
                 await side.opened.wait()
@@ -191,17 +191,17 @@ class Colocated:
             del side.waiting[ticket]
             self._changed.set()
 
-    def _consider(self) -> None:
-        """Begin the switch if it is due. At once, not in a task: the next one might pin the phase again."""
+    def _switch_if_due(self) -> None:
+        """Begin a due switch at once, not in a task: the next context might pin the phase again."""
         if self._due_in() <= TICK_S:
             self._sides[self._state].opened.clear()
             self._closed_at = self._clock()
-            self._become(_SWITCHES[self._state])
+            self._set_state(_SWITCHES[self._state])
         self._changed.set()
 
     def _due_in(self) -> float:
         here = self._sides.get(self._state)
-        if here is None or here.pinned or here.waiting:  # who waits here is on the way in
+        if here is None or here.pinned or here.waiting:  # those that wait here are about to enter
             return math.inf
         there = self._sides[
             PhaseState.TRAINING if self._state is PhaseState.SAMPLING else PhaseState.SAMPLING
@@ -211,7 +211,7 @@ class Colocated:
         return due_in(view, self._limits)
 
     async def _switch(self, samplers: Sleeper) -> bool:
-        """False: it failed, and a unit that waited for it tells its clients and ends the engine."""
+        """Switch; False: it failed, and a unit that waited for it fails its requests and ends the engine."""
         try:
             if self._state is PhaseState.TO_TRAINING:
                 await samplers.sleep()
@@ -228,28 +228,28 @@ class Colocated:
             return False
         return True
 
-    def _open(self, turn: PhaseState) -> None:
+    def _open(self, phase: PhaseState) -> None:
         cost = self._clock() - self._since
-        self._become(turn)
-        self._sides[turn].opened.set()
-        _log.info("%s from here on, after a switch of %.3f s", turn, cost)
+        self._set_state(phase)
+        self._sides[phase].opened.set()
+        _log.info("%s from now on, after a switch of %.3f s", phase, cost)
 
     def _fail(self, error: TrainerError) -> None:
         self._broken = error
-        self._become(PhaseState.BROKEN)
+        self._set_state(PhaseState.BROKEN)
         for side in self._sides.values():
             side.opened.set()
 
-    def _become(self, state: PhaseState) -> None:
+    def _set_state(self, state: PhaseState) -> None:
         now = self._clock()
-        spent = self._spent[self._state]
-        spent.count += 1
-        spent.seconds += now - self._since
+        totals = self._totals[self._state]
+        totals.count += 1
+        totals.seconds += now - self._since
         self._state, self._since = state, now
 
 
 class AwakeLock:
-    """A lock whose holder finds vLLM awake, and awake it stays."""
+    """Lock that keeps vLLM awake while it is held."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -257,12 +257,12 @@ class AwakeLock:
         self._awake: AbstractAsyncContextManager[None] | None = None
 
     async def __aenter__(self) -> None:
-        """The lock first: those who wait for it must not keep the samplers awake."""
+        """Acquire the lock first: waiting for it must not keep the samplers awake."""
         await self._lock.acquire()
         awake = self._placement.awake()
         try:
             await awake.__aenter__()
-        except BaseException:  # also who is cancelled while waiting leaves the lock to the others
+        except BaseException:  # a cancelled wait must leave the lock to the others
             self._lock.release()
             raise
         self._awake = awake

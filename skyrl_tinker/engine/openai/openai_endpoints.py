@@ -1,4 +1,4 @@
-"""The OpenAI-compatible routes: a base model's name or a tinker:// path in, vLLM's own answer out."""
+"""OpenAI-compatible routes: take a base model's name or a tinker:// path, return vLLM's own response."""
 
 import asyncio
 import hashlib
@@ -15,7 +15,12 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.openai.openai_requests import Wanted, longest_prompt, texts_to_count, upstream_body
+from skyrl_tinker.engine.openai.openai_requests import (
+    OpenAIRequest,
+    longest_prompt,
+    texts_to_count,
+    upstream_body,
+)
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
@@ -40,26 +45,27 @@ Path = Literal["/v1/completions", "/v1/chat/completions"]
 
 @dataclass(frozen=True, slots=True)
 class _OpenAICall:
-    """One request as vLLM gets it, but for the name of the model."""
+    """Request in vLLM's form, without the name of the model."""
 
-    wanted: Wanted
+    request: OpenAIRequest
     version: WeightVersion | None
     body: dict[str, Any]
 
     @property
     def path(self) -> Path:
-        return "/v1/chat/completions" if isinstance(self.wanted, ChatCompletionRequest) else "/v1/completions"
+        chat = isinstance(self.request, ChatCompletionRequest)
+        return "/v1/chat/completions" if chat else "/v1/completions"
 
     @property
     def headers(self) -> dict[str, str]:
-        """Requests that can share cached prefixes go to the same server."""
+        """Headers that route requests with a common prefix to the same server, for its prefix cache."""
         digest = hashlib.sha256((self.version.name if self.version else BASE_MODEL).encode())
         digest.update(orjson.dumps(self.body.get("messages", self.body.get("prompt")))[:_AFFINITY_BYTES])
         return {"X-Session-ID": digest.hexdigest()[:32]}
 
-    def renamed(self, answer: dict[str, Any]) -> bytes:
-        """The client reads the name that it gave."""
-        return orjson.dumps(answer | {"model": self.wanted.model} if "model" in answer else answer)
+    def renamed(self, response: dict[str, Any]) -> bytes:
+        """Encode a response under the model name that the client gave."""
+        return orjson.dumps(response | {"model": self.request.model} if "model" in response else response)
 
 
 class OpenAIServer:
@@ -79,15 +85,15 @@ class OpenAIServer:
         ]
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, CompletionRequest, "completion")
+        return await self._respond(http, CompletionRequest, "completion")
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, ChatCompletionRequest, "chat_completion")
+        return await self._respond(http, ChatCompletionRequest, "chat_completion")
 
-    async def _answer(self, http: web.Request, model: type[Wanted], kind: str) -> web.StreamResponse:
+    async def _respond(self, http: web.Request, model: type[OpenAIRequest], kind: str) -> web.StreamResponse:
         try:
             call = await self._prepare(parse_openai(model, orjson.loads(await http.read())), _owner(http))
-            answer = await (self._stream(http, call) if call.wanted.stream else self._whole(call))
+            response = await (self._stream(http, call) if call.request.stream else self._complete(call))
         except SkyrlTinkerError as error:
             self._metrics.counted(kind, error.category)
             return web.json_response(error_body(error), status=error.status)
@@ -95,29 +101,33 @@ class OpenAIServer:
             self._metrics.counted(kind, "cancelled")
             raise
         self._metrics.counted(kind, "ok")
-        return answer
+        return response
 
-    # From what the client asks to what vLLM is asked
+    # From the client's request to vLLM's
 
-    async def _prepare(self, wanted: Wanted, owner: OwnerId | None) -> _OpenAICall:
-        version = await self._target(wanted.model, owner)
-        counts = await asyncio.gather(*(self._count(each) for each in texts_to_count(wanted, self._facts)))
-        length = longest_prompt(wanted, counts, self._facts)
-        return _OpenAICall(wanted, version, upstream_body(wanted, length, self._facts))
+    async def _prepare(self, request: OpenAIRequest, owner: OwnerId | None) -> _OpenAICall:
+        version = await self._version(request.model, owner)
+        texts = texts_to_count(request, self._facts)
+        counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
+        length = longest_prompt(request, counts, self._facts)
+        return _OpenAICall(request, version, upstream_body(request, length, self._facts))
 
-    async def _target(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
-        """None: the base model. NotFoundError; FieldError for another kind of checkpoint."""
+    async def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
+        """Return the version that a model name means, None for the base model.
+
+        Raises NotFoundError, and FieldError for another kind of checkpoint.
+        """
         if model in self._facts.names:
             return None
         if not model.startswith(tinker_path.SCHEME):
             raise NotFoundError(
                 f"no model {model!r}: expected {' or '.join(self._facts.names)}, or a tinker:// path"
             )
-        wanted = tinker_path.parse(model)
-        if wanted.kind is not CheckpointKind.SAMPLER_WEIGHTS:
+        path = tinker_path.parse(model)
+        if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
             raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")
         async with self._store.read() as conn:
-            row = await checkpoint_records.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
+            row = await checkpoint_records.find(conn, owner, path.model_id, path.kind, path.name)
             version = (
                 await sampling_sessions.version(conn, row.version_id) if row and row.version_id else None
             )
@@ -126,29 +136,29 @@ class OpenAIServer:
         checkpoint_rules.require_served(row, self._facts.names)
         return version
 
-    async def _count(self, text: dict[str, Any]) -> int:
-        """Tokens of a prompt. Every version has the tokenizer of the base model."""
+    async def _count_tokens(self, text: dict[str, Any]) -> int:
+        """Count the tokens of a prompt. Every version has the tokenizer of the base model."""
         body = {"model": BASE_MODEL, **text}
-        answer = await self._fleet.surviving(lambda: self._fleet.client.tokenize(body))
-        return int(answer["count"])
+        response = await self._fleet.surviving(lambda: self._fleet.client.tokenize(body))
+        return int(response["count"])
 
     # To vLLM and back
 
-    async def _whole(self, call: _OpenAICall) -> web.Response:
-        answer = await self._persistently(lambda: self._ask(call))
-        self._metrics.sampled_tokens(answer["usage"].get("completion_tokens") or 0)
-        return web.Response(body=call.renamed(answer), content_type="application/json")
+    async def _complete(self, call: _OpenAICall) -> web.Response:
+        response = await self._with_retry(lambda: self._send(call))
+        self._metrics.sampled_tokens(response["usage"].get("completion_tokens") or 0)
+        return web.Response(body=call.renamed(response), content_type="application/json")
 
-    async def _ask(self, call: _OpenAICall) -> Any:
+    async def _send(self, call: _OpenAICall) -> Any:
         client = self._fleet.client
-        chat = isinstance(call.wanted, ChatCompletionRequest)
+        chat = isinstance(call.request, ChatCompletionRequest)
         async with self._samplers.serving(call.version) as name:
-            ask = client.chat_completion if chat else client.completion
-            return await ask(call.body | {"model": name}, headers=call.headers)
+            send = client.chat_completion if chat else client.completion
+            return await send(call.body | {"model": name}, headers=call.headers)
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
         async with AsyncExitStack() as upstream:
-            events = await self._persistently(lambda: self._open(call, upstream))
+            events = await self._with_retry(lambda: self._open(call, upstream))
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             )
@@ -156,15 +166,15 @@ class OpenAIServer:
             try:
                 async with _read_ahead(events, upstream) as ahead:
                     async for event in ahead:
-                        if passed_on := self._passed_on(call, event):
-                            await response.write(b"data: " + passed_on + b"\n\n")
+                        if forwarded := self._forwarded(call, event):
+                            await response.write(b"data: " + forwarded + b"\n\n")
             except SamplerError as error:  # too late for a status
                 await response.write(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
             await response.write_eof()
         return response
 
     async def _open(self, call: _OpenAICall, upstream: AsyncExitStack) -> AsyncIterator[bytes]:
-        """Events, once the first is here: until then another replica may take over."""
+        """Open a stream; returns once the first event is here: until then another replica may take over."""
         async with AsyncExitStack() as stack:
             name = await stack.enter_async_context(self._samplers.serving(call.version))
             stream = self._fleet.client.stream(call.path, call.body | {"model": name}, headers=call.headers)
@@ -173,20 +183,20 @@ class OpenAIServer:
             upstream.push_async_exit(stack.pop_all())
             return _chained(first, events)
 
-    def _passed_on(self, call: _OpenAICall, event: bytes) -> bytes | None:
-        """vLLM always tells the usage, for the metrics; the client learns it if it asked."""
+    def _forwarded(self, call: _OpenAICall, event: bytes) -> bytes | None:
+        """Return the event for the client, None for usage that only the metrics asked for."""
         if event == _END:
             return event
         chunk = orjson.loads(event)
         if chunk.get("choices") == []:
             self._metrics.sampled_tokens(chunk["usage"]["completion_tokens"])
-            options = call.wanted.stream_options
+            options = call.request.stream_options
             if options is None or not options.include_usage:
                 return None
         return call.renamed(chunk)
 
-    async def _persistently(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Tried again when vLLM died under it, or had lost the adapter."""
+    async def _with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Make an attempt, and another one when vLLM died in it or had lost the adapter."""
         try:
             return await self._fleet.surviving(attempt)
         except NotFoundError:
@@ -194,19 +204,19 @@ class OpenAIServer:
 
 
 def _owner(http: web.Request) -> OwnerId | None:
-    """As the API says: only it can connect."""
+    """Return the owner that the API names: only the API can connect."""
     owner = http.headers.get(OWNER_HEADER)
     return None if owner is None else OwnerId(int(owner))
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The payloads of a stream, [DONE] last. SamplerError when it breaks off."""
-    left, event = b"", b""
+    """Yield the payloads of a stream, [DONE] last. Raises SamplerError when it breaks off."""
+    rest, event = b"", b""
     try:
         async for piece in pieces:
-            *events, left = (left + piece).split(b"\n\n")
-            for each in events:
-                event = each.removeprefix(b"data: ")
+            *lines, rest = (rest + piece).split(b"\n\n")
+            for line in lines:
+                event = line.removeprefix(b"data: ")
                 yield event
     except aiohttp.ClientError as error:
         raise SamplerError(f"the sampler broke off: {error!r}") from error
@@ -218,30 +228,32 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 async def _read_ahead(
     events: AsyncIterator[bytes], upstream: AsyncExitStack
 ) -> AsyncIterator[AsyncIterator[bytes]]:
-    """The same events, taken as fast as they come, `upstream` left behind the last one: a client that reads
-    slowly, or no more, must not keep weights in use that others make room for."""
-    taken: asyncio.Queue[bytes | None] = asyncio.Queue()
+    """Buffer the events as fast as they come, and leave `upstream` after the last one.
 
-    async def take() -> None:
+    A client that reads slowly, or has stopped reading, must not keep weights in use.
+    """
+    buffer: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def read() -> None:
         try:
             async with upstream:
                 async for event in events:
-                    taken.put_nowait(event)
+                    buffer.put_nowait(event)
         finally:
-            taken.put_nowait(None)
+            buffer.put_nowait(None)
 
-    taking = asyncio.create_task(take())
+    reader = asyncio.create_task(read())
     try:
-        yield _emptied(taken, taking)
+        yield _buffered(buffer, reader)
     finally:
-        taking.cancel()
-        await asyncio.wait((taking,))
+        reader.cancel()
+        await asyncio.wait((reader,))
 
 
-async def _emptied(taken: asyncio.Queue[bytes | None], taking: asyncio.Task[None]) -> AsyncIterator[bytes]:
-    while (event := await taken.get()) is not None:
+async def _buffered(buffer: asyncio.Queue[bytes | None], reader: asyncio.Task[None]) -> AsyncIterator[bytes]:
+    while (event := await buffer.get()) is not None:
         yield event
-    await taking  # raises what it broke off with
+    await reader  # raises what it broke off with
 
 
 async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

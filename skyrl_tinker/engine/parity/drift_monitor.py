@@ -1,4 +1,4 @@
-"""After every sync: do the samplers give a model's tokens the logprobs that the trainer gave them?"""
+"""Drift monitor: after every sync, compares the samplers' logprobs of a probe with the trainer's."""
 
 import logging
 import math
@@ -23,13 +23,13 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 METRIC = "sampler_logprob_gap"
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
-"""Of the trainer's dtype: bfloat16 alone moves logprobs by 0.02 to 0.12."""
+"""Largest difference allowed, by the trainer's dtype: bfloat16 alone moves logprobs by 0.02 to 0.12."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredProbe:
-    """A model's probe as the trainer scored it, [tokens - 1], with the weights that are being published."""
+    """Probe of a model, scored by the trainer with the weights being published: logprobs [tokens - 1]."""
 
     key: ModelKey
     model_id: ModelId
@@ -37,7 +37,7 @@ class ScoredProbe:
 
 
 class DriftMonitor:
-    """The trainer's half runs in the turn of the save; the samplers' half after the save is answered."""
+    """Scores on the trainer while the save holds it, and on the samplers after the save has its result."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class DriftMonitor:
         self._metrics = metrics
         self._tokens = probe_tokens(facts, tokens)
         self._bound = bound
-        self._news: dict[ModelKey, float] = {}
-        self._apart: set[ModelKey] = set()
+        self._gaps: dict[ModelKey, float] = {}  # not reported yet
+        self._drifted: set[ModelKey] = set()
 
-    async def begin(self) -> None:
-        """What an earlier engine warned of is over."""
+    async def clear_warning(self) -> None:
+        """Withdraw the warning of an earlier engine."""
         await self._warn(None)
 
     async def score(self, models: Mapping[ModelKey, ModelId]) -> list[ScoredProbe]:
-        """All in one pass. Those whose probe failed are left out: it must not fail their save."""
+        """Score the probe of all models in one pass; failed ones are left out, so that their saves go on."""
         if len(self._tokens) < 2 or not models:
             return []
         outputs = await trainer_logprobs(self._trainer, list(models), self._tokens)
@@ -78,52 +78,52 @@ class DriftMonitor:
         return scored
 
     async def compare(self, scored: ScoredProbe, version: WeightVersion, *, inflight: bool) -> None:
-        """Ask the samplers, and tell: the metrics, the model's next step, and beyond the bound the user.
+        """Compare with the samplers; report the gap in the metrics, the model's next step and a warning.
 
-        An inflight version is asked as those ask who sample it: nobody's rollouts make room for the probe.
+        An inflight version is sampled through its target, like rollouts, so that none of them is interrupted.
         """
-        wanted = self._samplers.target(scored.key, version) if inflight else version
+        target = self._samplers.target(scored.key, version) if inflight else version
         try:
-            sampled, served = await sampler_logprobs(self._samplers, wanted, self._tokens)
-        except SkyrlTinkerError as error:  # dropped meanwhile, samplers down, or logprobs that are no numbers
+            sampled, served = await sampler_logprobs(self._samplers, target, self._tokens)
+        except SkyrlTinkerError as error:  # dropped meanwhile, samplers down, or NaN logprobs
             _log.info("the logprobs of %s were not compared: %s", version.name, error)
             return
         if inflight and served != version.name:  # the target has moved on, and is compared again
             return
         gap = largest_difference(sampled, scored.logprobs)
         self._metrics.compared(gap)
-        self._news[scored.key] = _worse(gap, self._news.get(scored.key, 0.0))
+        self._gaps[scored.key] = _worse(gap, self._gaps.get(scored.key, 0.0))
         await self._judge(scored, gap)
 
-    def take(self, model: ModelKey) -> dict[str, float]:
-        """What a step's metrics tell: the largest gap that nobody was told of yet."""
-        return {METRIC: self._news.pop(model)} if model in self._news else {}
+    def pop_gap(self, model: ModelKey) -> dict[str, float]:
+        """Return the largest gap since the last call, for the metrics of a step; empty if there is none."""
+        return {METRIC: self._gaps.pop(model)} if model in self._gaps else {}
 
     async def forget(self, model: ModelKey) -> None:
-        """It is released: nobody asks any more, and what it was warned of is over."""
-        self._news.pop(model, None)
-        await self._agrees(model)
+        """Forget a released model, and withdraw its warning."""
+        self._gaps.pop(model, None)
+        await self._note_agreement(model)
 
     async def _judge(self, scored: ScoredProbe, gap: float) -> None:
-        """The store keeps a warning from the first model that is apart until the last one agrees again."""
+        """Keep a warning in the store from the first model beyond the bound until the last agrees again."""
         if gap <= self._bound:  # false for NaN
-            await self._agrees(scored.key)
+            await self._note_agreement(scored.key)
             return
         warning = (
             f"the sampler's logprobs of {scored.model_id} differ from the trainer's by {gap:.1e}, "
             f"allowed {self._bound:.0e} (logprob_gap_bound): importance ratios start away from 1"
         )
         _log.warning("%s", warning)
-        first = not self._apart
-        self._apart.add(scored.key)
+        first = not self._drifted
+        self._drifted.add(scored.key)
         if first:
             await persistently(lambda: self._warn(warning))
 
-    async def _agrees(self, model: ModelKey) -> None:
-        if model not in self._apart:
+    async def _note_agreement(self, model: ModelKey) -> None:
+        if model not in self._drifted:
             return
-        self._apart.discard(model)
-        if not self._apart:
+        self._drifted.discard(model)
+        if not self._drifted:
             await persistently(lambda: self._warn(None))
 
     async def _warn(self, warning: str | None) -> None:

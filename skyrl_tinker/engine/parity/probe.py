@@ -1,4 +1,4 @@
-"""The same tokens scored by trainer and samplers: what they say of each must agree."""
+"""Probe: the same tokens scored by trainer and samplers, whose logprobs must agree."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 
 def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:
-    """[count] (at most a context of them), always the same for one base model."""
+    """Return `count` tokens, at most a context of them, always the same for one base model."""
     count = min(count, facts.context_length)
     return tuple(np.random.default_rng(0).integers(0, facts.vocab_size, count).tolist())
 
@@ -29,8 +29,10 @@ def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:
 async def trainer_logprobs(
     trainer: TrainerGroup, models: Sequence[ModelKey], tokens: Sequence[int], *, backward: bool = False
 ) -> list[Float32 | Failure]:
-    """By model, in one pass: log p(tokens[i+1] | tokens[:i+1]), [N-1] float32; NaN when its logits are not
-    finite."""
+    """Return log p(tokens[i+1] | tokens[:i+1]) of each model, [N-1] float32, scored in one pass.
+
+    NaN where the logits of a model are not finite.
+    """
     datum = Datum(
         np.asarray(tokens[:-1], np.int32),
         np.asarray(tokens[1:], np.int64),
@@ -53,16 +55,16 @@ def _logprobs(output: PassOutput | Failure, count: int) -> Float32 | Failure:
 
 
 async def sampler_logprobs(
-    samplers: Samplers, wanted: Wanted, tokens: tuple[int, ...]
+    samplers: Samplers, target: Wanted, tokens: tuple[int, ...]
 ) -> tuple[Float32, str | None]:
-    """The same, [N-1], from the samplers, and the version with which they scored, if they say so."""
+    """Return the samplers' logprobs, [N-1], and the version with which they scored, if they name it."""
     request = SampleRequest(tokens, 1, SamplingParams(max_tokens=1), prompt_logprobs=True)
-    output = await samplers.sample(wanted, request)
+    output = await samplers.sample(target, request)
     spans = output.sequences[0].versions
     logprobs = np.asarray((output.prompt_logprobs or ())[1:], np.float32)
     return logprobs, spans[0].version if spans else None
 
 
 def largest_difference(one: Float32, other: Float32) -> float:
-    """NaN when any of them is."""
+    """Return max |one - other|; NaN when any value is."""
     return float(np.abs(one - other).max())

@@ -1,4 +1,4 @@
-"""At start: do trainer and samplers agree? The same tokens, base and adapter in one batch, in numbers."""
+"""Start-up check: trainer and samplers score the same tokens, with base and adapter in one batch."""
 
 import asyncio
 import shutil
@@ -37,7 +37,7 @@ TOLERANCE = 1e-3  # holds for float32; other dtypes are reported, unbounded
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the trainer says: `base` and `adapter` are log p(tokens[i+1] | tokens[:i+1]), [N-1] float32."""
+    """Trainer's scores: `base` and `adapter` are log p(tokens[i+1] | tokens[:i+1]), [N-1] float32."""
 
     tokens: tuple[int, ...]  # [N]
     base: Float32
@@ -57,11 +57,11 @@ class LogprobGap:
 
 
 async def probe(trainer: TrainerGroup, facts: BaseModelFacts) -> Probe:
-    """The trainer's half; needs no sampler."""
+    """Score on the trainer; needs no sampler."""
     tokens = probe_tokens(facts, TOKENS)
     await trainer.create_model(MODEL, LoraSpec(rank=8, seed=0))
     try:
-        base = await _logprobs(trainer, tokens, backward=True)  # B is zero still
+        base = await _logprobs(trainer, tokens, backward=True)  # B is still zero
         await trainer.optim_step([StepItem(REQUEST, MODEL, AdamParams(LEARNING_RATE))])
         adapter = await _logprobs(trainer, tokens)
         weights = await trainer.capture_adapters([MODEL])
@@ -78,7 +78,7 @@ async def _logprobs(trainer: TrainerGroup, tokens: tuple[int, ...], *, backward:
 
 
 async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, directory: Path) -> LogprobGap:
-    """The samplers' half. `directory` is used for the adapter and removed."""
+    """Score on the samplers and compare. `directory` is used for the adapter and removed."""
     await asyncio.to_thread(publish_adapter, probed.weights, directory, facts.directory)
     version = WeightVersion(VERSION, "lora", str(directory))
     try:
@@ -94,7 +94,7 @@ async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, dire
 
 
 def require_agreement(gap: LogprobGap, dtype: str) -> None:
-    """StartupError with the numbers."""
+    """Raise StartupError with the numbers when they are beyond the tolerance."""
     agree = gap.base <= TOLERANCE and gap.adapter <= TOLERANCE  # false for NaN
     if dtype == "float32" and not agree:
         raise StartupError(

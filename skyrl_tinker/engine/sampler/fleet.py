@@ -259,11 +259,11 @@ class Fleet:
     async def _tell(self, status: EngineStatus) -> None:
         try:
             if not self._members:
-                await status.say("restarting", "no sampler serves; they start again, models are unharmed")
+                await status.report("restarting", "no sampler serves; they start again, models are unharmed")
             elif self.size < self._replicas:
-                await status.say("ready", f"{self.size} of {self._replicas} replicas serve")
+                await status.report("ready", f"{self.size} of {self._replicas} replicas serve")
             else:
-                await status.say("ready", "")
+                await status.report("ready", "")
         except OperationalError as error:  # a database that fails briefly ends no engine
             _log.warning("the status could not be told: %s", error)
 

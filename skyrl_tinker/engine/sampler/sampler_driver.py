@@ -40,14 +40,14 @@ class SamplerDriver:
         samplers: Samplers,
         outbox: Outbox,
         concurrency: int,
-        metrics: Metrics | None = None,
+        metrics: Metrics,
     ) -> None:
         """`concurrency`: most requests in flight per replica; the bodies of others stay in the store."""
         self._store = store
         self._samplers = samplers
         self._outbox = outbox
         self._concurrency = concurrency
-        self._metrics = metrics or Metrics()
+        self._metrics = metrics
         self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
         self._starting: set[int] = set()  # their bodies are being read
         self._queued = SampleQueue()
@@ -77,7 +77,7 @@ class SamplerDriver:
 
         Those that have finished stay as they are.
         """
-        self._queued.drop(failures)
+        self._queued.discard(failures)
         self._starting.difference_update(failures)
         for task in [self._tasks[future_id] for future_id in failures if future_id in self._tasks]:
             task.cancel()  # its connection is closed, and vLLM aborts what it was for
@@ -114,7 +114,7 @@ class SamplerDriver:
 
     def _over(self, future_id: int, _: asyncio.Task[None]) -> None:
         del self._tasks[future_id]
-        self._ends.one()
+        self._ends.record()
         self._changed.set()
 
     async def _next(self) -> list[QueuedRow]:
@@ -122,7 +122,7 @@ class SamplerDriver:
         while not (count := min(len(self._queued), BATCH, self._room())) > 0:
             self._changed.clear()
             await self._changed.wait()
-        return [self._queued.take() for _ in range(count)]
+        return [self._queued.pop() for _ in range(count)]
 
     def _room(self) -> int:
         return self._concurrency * self._samplers.replicas - len(self._tasks)

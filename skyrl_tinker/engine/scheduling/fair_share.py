@@ -1,4 +1,4 @@
-"""Whose turn it is, among tenants and among one tenant's models. A tenant is a session, whatever it has."""
+"""Fair queueing among tenants and among the models of one tenant. A tenant is a session."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,81 +11,89 @@ from skyrl_tinker.engine.scheduling.lanes import PASSES, cost, model_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 Waiting = Mapping[ModelKey, Sequence[QueuedRow]]
-"""What each model may run, in order; never nothing."""
-Anybody = SessionId | ModelKey
+"""Runnable rows of each model, in order; never empty."""
+Contender = SessionId | ModelKey
 Key = TypeVar("Key", SessionId, ModelKey)
 
 
 class ServiceRecord(NamedTuple):
-    """Of a tenant or a model that waits."""
+    """Scheduling record of one waiting tenant or model."""
 
-    turn: float  # number of the unit in which it had its last one; the lowest has the next
-    tokens: int  # that it has had in passes; the fewest go on
+    last_unit: float  # number of the unit in which it was last served; the lowest is next
+    tokens: int  # served in passes; the fewest come first
 
 
 @dataclass(frozen=True, slots=True)
 class FairShare:
-    """Carried from unit to unit. Who has nothing to run is forgotten, so nobody saves up or owes for ever."""
+    """Scheduling records, carried from unit to unit.
+
+    Tenants and models without runnable work are forgotten, so no credit or debt lasts.
+    """
 
     units: int = 0
-    standings: Mapping[Anybody, ServiceRecord] = field(default_factory=dict)
+    records: Mapping[Contender, ServiceRecord] = field(default_factory=dict)
 
-    def of(self, waiting: Waiting) -> "FairShare":
-        """With all who wait, and nobody else."""
-        models = _by_tenant(waiting)
-        standings = self._entered(models)
-        for each in models.values():
-            standings |= self._entered(each)
-        return FairShare(self.units, standings)
+    def restricted_to(self, waiting: Waiting) -> "FairShare":
+        """Return the records of exactly the tenants and models with runnable work."""
+        tenants = _by_tenant(waiting)
+        records = self._records_of(tenants)
+        for models in tenants.values():
+            records |= self._records_of(models)
+        return FairShare(self.units, records)
 
-    def first(self, waiting: Waiting) -> QueuedRow:
-        """What has the next turn: of the tenant whose last one is longest ago, and so of its models."""
-        return min((rows[0] for rows in waiting.values()), key=self._turn)
+    def next_row(self, waiting: Waiting) -> QueuedRow:
+        """Return the first row of the least recently served model of the least recently served tenant."""
+        return min((rows[0] for rows in waiting.values()), key=self._priority)
 
-    def tenants(self, waiting: Waiting) -> tuple[SessionId, ...]:
-        """In the order of their turns."""
-        rows = sorted((rows[0] for rows in waiting.values()), key=self._turn)
+    def tenant_order(self, waiting: Waiting) -> tuple[SessionId, ...]:
+        """Return the waiting tenants in the order in which they will be served."""
+        rows = sorted((rows[0] for rows in waiting.values()), key=self._priority)
         return tuple(dict.fromkeys(row.session_id for row in rows))
 
-    def _turn(self, row: QueuedRow) -> tuple[float, float, int]:
-        return self.standings[row.session_id].turn, self.standings[model_of(row)].turn, row.id
+    def _priority(self, row: QueuedRow) -> tuple[float, float, int]:
+        return self.records[row.session_id].last_unit, self.records[model_of(row)].last_unit, row.id
 
-    def in_turn(self, waiting: Waiting) -> Iterator[QueuedRow]:
-        """Deficit round robin, a request at a time, over tenants and within each over its models: the next is
-        of whoever has had the fewest tokens, and what one has had beyond the others stays in the ledger.
+    def round_robin(self, waiting: Waiting) -> Iterator[QueuedRow]:
+        """Yield all rows by deficit round robin over tenants, and within each over its models.
+
+        The next row is always of the one with the fewest tokens; an excess over the others stays on record.
         """
-        models = _by_tenant(waiting)
-        return self._shared({tenant: self._shared(models[tenant]) for tenant in models})
+        tenants = _by_tenant(waiting)
+        return self._merged({tenant: self._merged(models) for tenant, models in tenants.items()})
 
-    def after(self, first: QueuedRow, rows: Sequence[QueuedRow]) -> "FairShare":
-        """With a unit of these rows. It was the turn of the first one's tenant, not of those who came along;
-        a model has got on in either case."""
+    def charged(self, first: QueuedRow, rows: Sequence[QueuedRow]) -> "FairShare":
+        """Return the records after a unit of these rows.
+
+        The unit counts as service of the tenant of `first` only, not of those batched with it; for models it
+        counts in either case.
+        """
         unit = self.units + 1
-        standings = dict(self.standings)
+        records = dict(self.records)
         for row in rows:
             tokens = cost(row) if row.kind in PASSES else 0
-            turn, had = standings[row.session_id]
-            standings[row.session_id] = ServiceRecord(turn, had + tokens)
-            standings[model_of(row)] = ServiceRecord(unit, standings[model_of(row)].tokens + tokens)
-        standings[first.session_id] = ServiceRecord(unit, standings[first.session_id].tokens)
-        return FairShare(unit, standings)
+            last_unit, served = records[row.session_id]
+            records[row.session_id] = ServiceRecord(last_unit, served + tokens)
+            records[model_of(row)] = ServiceRecord(unit, records[model_of(row)].tokens + tokens)
+        records[first.session_id] = ServiceRecord(unit, records[first.session_id].tokens)
+        return FairShare(unit, records)
 
-    def _entered(self, keys: Collection[Anybody]) -> dict[Anybody, ServiceRecord]:
-        """A newcomer came while the newest unit ran: it is behind all but those whose turn that was.
+    def _records_of(self, keys: Collection[Contender]) -> dict[Contender, ServiceRecord]:
+        """Return their records, with new ones for newcomers.
 
-        Of tokens it has had as few as anybody.
+        A newcomer arrived while the newest unit ran, so it comes after all but those served in that unit, and
+        it starts with the fewest tokens of all.
         """
-        known = {key: self.standings[key] for key in keys if key in self.standings}
-        new = ServiceRecord(self.units - 0.5, min((each.tokens for each in known.values()), default=0))
+        known = {key: self.records[key] for key in keys if key in self.records}
+        new = ServiceRecord(self.units - 0.5, min((record.tokens for record in known.values()), default=0))
         return {key: known.get(key, new) for key in keys}
 
-    def _shared(self, queues: Mapping[Key, Iterable[QueuedRow]]) -> Iterator[QueuedRow]:
-        tagged = (_tagged(self.standings[key].tokens, rows) for key, rows in queues.items())
+    def _merged(self, queues: Mapping[Key, Iterable[QueuedRow]]) -> Iterator[QueuedRow]:
+        tagged = (_tagged(self.records[key].tokens, rows) for key, rows in queues.items())
         return (row for _, _, row in merge(*tagged))
 
 
 def _tagged(tokens: int, rows: Iterable[QueuedRow]) -> Iterator[tuple[int, int, QueuedRow]]:
-    """Each row with the tokens that its owner has had before it."""
+    """Tag each row with the tokens served to its owner before it."""
     for row in rows:
         yield tokens, row.id, row  # ids differ: rows are never compared
         tokens += cost(row)

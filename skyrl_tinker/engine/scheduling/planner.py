@@ -1,8 +1,8 @@
-"""What the workers do next. Pure: what every lane may run in, one unit of work out.
+"""Choice of the workers' next unit of work, from the runnable rows of all lanes. Pure code.
 
-Tenants take turns: whose turn it is says what kind of work comes next, and all that is ready of that kind
-goes along, passes within a budget. So a tenant waits at most one unit for each of those who were there before
-it, whatever they sent and with however many models, and passes and barriers never starve each other.
+Tenants are served in turn: the tenant that is next decides the kind of work, and all ready work of that kind
+is batched with it, passes within a token budget. So a tenant waits at most one unit for each tenant that came
+before it, whatever they sent and with however many models, and passes and barriers never starve each other.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 MERGING = frozenset({RequestKind.OPTIM_STEP, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER})
-"""Barriers that the workers take for several models at once."""
+"""Barriers that the workers execute for several models at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Barriers:
-    """Of one kind, each of another model; several only if they are of a MERGING kind."""
+    """Barriers of one kind, each of a different model; several only if the kind is MERGING."""
 
     rows: tuple[QueuedRow, ...]
 
@@ -46,44 +46,44 @@ class Planner:
         """`budget`: tokens in a pass. A single request that is larger still runs, alone."""
         self._lanes = lanes
         self._budget = budget
-        self._ledger = FairShare()
+        self._shares = FairShare()
 
-    def next(self) -> Unit | None:
-        """None when nothing may run."""
-        unit, ledger = self._plan()
+    def pop(self) -> Unit | None:
+        """Take the next unit; None when nothing is runnable."""
+        unit, shares = self._plan()
         if unit is not None:
-            self._take(unit, ledger)
+            self._start(unit, shares)
         return unit
 
-    def ahead(self) -> Pass | None:
-        """The next unit, taken while another runs, if it is a full pass: a smaller one may still grow."""
-        unit, ledger = self._plan()
+    def pop_full_pass(self) -> Pass | None:
+        """Take the next unit while another runs, if it is a full pass: a smaller one may still grow."""
+        unit, shares = self._plan()
         if not isinstance(unit, Pass) or not unit.full:
             return None
-        self._take(unit, ledger)
+        self._start(unit, shares)
         return unit
 
     def tenants(self) -> tuple[SessionId, ...]:
-        """Who has something to run, in the order of their turns."""
+        """Return the tenants with runnable work in the order in which they will be served."""
         waiting = self._lanes.runnable(1)
-        return self._ledger.of(waiting).tenants(waiting)
+        return self._shares.restricted_to(waiting).tenant_order(waiting)
 
     def _plan(self) -> tuple[Unit | None, FairShare]:
-        return next_unit(self._lanes.runnable(self._budget), self._ledger, self._budget)
+        return next_unit(self._lanes.runnable(self._budget), self._shares, self._budget)
 
-    def _take(self, unit: Unit, ledger: FairShare) -> None:
-        self._lanes.take(unit.rows)
-        self._ledger = ledger
+    def _start(self, unit: Unit, shares: FairShare) -> None:
+        self._lanes.start(unit.rows)
+        self._shares = shares
 
 
-def next_unit(waiting: Waiting, ledger: FairShare, budget: int) -> tuple[Unit | None, FairShare]:
-    """The next unit, None when nothing waits, and the ledger after it."""
+def next_unit(waiting: Waiting, shares: FairShare, budget: int) -> tuple[Unit | None, FairShare]:
+    """Return the next unit, None when nothing waits, and the shares after it."""
     if not waiting:
-        return None, ledger
-    ledger = ledger.of(waiting)
-    first = ledger.first(waiting)
-    unit = _pass(first, waiting, ledger, budget) if first.kind in PASSES else _barriers(first, waiting)
-    return unit, ledger.after(first, unit.rows)
+        return None, shares
+    shares = shares.restricted_to(waiting)
+    first = shares.next_row(waiting)
+    unit = _pass(first, waiting, shares, budget) if first.kind in PASSES else _barriers(first, waiting)
+    return unit, shares.charged(first, unit.rows)
 
 
 def _barriers(first: QueuedRow, waiting: Waiting) -> Barriers:
@@ -92,14 +92,14 @@ def _barriers(first: QueuedRow, waiting: Waiting) -> Barriers:
     return Barriers(tuple(rows[0] for rows in waiting.values() if rows[0].kind is first.kind))
 
 
-def _pass(first: QueuedRow, waiting: Waiting, ledger: FairShare, budget: int) -> Pass:
-    """Whose turn it is has its request in, however large; then all have their shares of what is left."""
+def _pass(first: QueuedRow, waiting: Waiting, shares: FairShare, budget: int) -> Pass:
+    """Build a pass of `first`, however large, and of fair shares of the budget that it leaves."""
     passes = {model: rows for model, rows in waiting.items() if rows[0].kind in PASSES}
-    others = (row for row in ledger.in_turn(passes) if row is not first)
-    taken: list[QueuedRow] = []
+    others = (row for row in shares.round_robin(passes) if row is not first)
+    batch: list[QueuedRow] = []
     for row in chain([first], others):
-        if taken and cost(row) > budget:
-            return Pass(tuple(taken), full=True)
-        taken.append(row)
+        if batch and cost(row) > budget:
+            return Pass(tuple(batch), full=True)
+        batch.append(row)
         budget -= cost(row)
-    return Pass(tuple(taken), full=budget <= 0)
+    return Pass(tuple(batch), full=budget <= 0)

@@ -1,4 +1,4 @@
-"""Samples that wait: sessions take turns, one sample each, so that a flood of one keeps no other waiting."""
+"""Queue of waiting samples: round robin over sessions, so that no session delays the others."""
 
 import math
 from collections import OrderedDict, deque
@@ -11,23 +11,23 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 
 
 class SampleQueue:
-    """Of one session in the order of their ids."""
+    """Round robin over sessions; first in, first out within each."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[SessionId, deque[QueuedRow]] = OrderedDict()  # who is next comes first
+        self._queues: OrderedDict[SessionId, deque[QueuedRow]] = OrderedDict()  # the next session first
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, rows: Sequence[QueuedRow]) -> None:
-        """In the order of their ids, which are higher than those of all before."""
+        """Append rows in the order of their ids, which are higher than all before."""
         for row in rows:
             self._queues.setdefault(row.session_id, deque()).append(row)
         self._count += len(rows)
 
-    def take(self) -> QueuedRow:
-        """The next one. There must be one."""
+    def pop(self) -> QueuedRow:
+        """Remove and return the next row. There must be one."""
         session, queue = next(iter(self._queues.items()))
         row = queue.popleft()
         self._count -= 1
@@ -36,8 +36,8 @@ class SampleQueue:
             del self._queues[session]
         return row
 
-    def drop(self, ids: Container[int]) -> None:
-        """By future id; those that do not wait are passed over."""
+    def discard(self, ids: Container[int]) -> None:
+        """Remove the rows with these future ids; ids that do not wait are ignored."""
         for session, queue in list(self._queues.items()):
             kept = deque(row for row in queue if row.id not in ids)
             self._count -= len(queue) - len(kept)
@@ -47,7 +47,7 @@ class SampleQueue:
                 del self._queues[session]
 
     def view(self) -> tuple[dict[str, QueueView], int]:
-        """By session, who is next first, and of how many one is shown."""
+        """Return the queues by session, the next one first, and the stride: one row in so many is shown."""
         stride = max(1, math.ceil(self._count / SHOWN))
         queues = {
             str(session): QueueView(tuple(row.id for row in islice(queue, 0, None, stride)), len(queue))

@@ -1,4 +1,4 @@
-"""How fast work has gone lately: what is told to those who wait."""
+"""Recent speed of work, for the estimates that waiting clients get."""
 
 import time
 from collections import deque
@@ -9,15 +9,15 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 
 UNITS = 16
 ENDS, ENDS_S = 1024, 60.0
-"""How far back it is counted what ended: so many, in this time."""
+"""Most completions that are kept, and for how many seconds."""
 
 
 class UnitTimes:
-    """Of units of work, one after another. `running`: the rows of the one that runs."""
+    """Durations of the last units of work. `running`: the rows of the unit that runs."""
 
     def __init__(self) -> None:
         self.running: Sequence[QueuedRow] = ()
-        self._took: deque[float] = deque(maxlen=UNITS)
+        self._durations: deque[float] = deque(maxlen=UNITS)
 
     @contextmanager
     def unit(self, rows: Sequence[QueuedRow]) -> Iterator[None]:
@@ -26,24 +26,24 @@ class UnitTimes:
             yield
         finally:
             self.running = ()
-            self._took.append(time.monotonic() - began)
+            self._durations.append(time.monotonic() - began)
 
     def seconds(self) -> float | None:
-        """Of the last units on average; None before the first."""
-        return sum(self._took) / len(self._took) if self._took else None
+        """Return the mean duration of the last units; None before the first."""
+        return sum(self._durations) / len(self._durations) if self._durations else None
 
 
 class EndRate:
-    """Of much that goes on side by side."""
+    """Completions per second of work that runs concurrently."""
 
     def __init__(self) -> None:
-        self._at: deque[float] = deque(maxlen=ENDS)
+        self._times: deque[float] = deque(maxlen=ENDS)
 
-    def one(self) -> None:
-        self._at.append(time.monotonic())
+    def record(self) -> None:
+        self._times.append(time.monotonic())
 
     def per_second(self) -> float | None:
-        """Lately; None when nothing ended."""
+        """Return the recent rate; None when nothing ended."""
         now = time.monotonic()
-        recent = [at for at in self._at if at > now - ENDS_S]
+        recent = [at for at in self._times if at > now - ENDS_S]
         return len(recent) / (now - recent[0]) if recent and now > recent[0] else None

@@ -1,4 +1,4 @@
-"""Creating models and loading into them: what the trainer driver runs one at a time."""
+"""Creation of models, and loads of checkpoints into new and existing ones."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.values import BaseModelFacts, OptimizerFamily
-from skyrl_tinker.engine.outbox import Outcome, json_answer
+from skyrl_tinker.engine.outbox import FutureResult, Outcome, json_answer
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
@@ -24,14 +24,14 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A result and what must be committed with it."""
+    """Result of a creation, and the ops that must be committed with it."""
 
     outcome: Outcome
-    also: tuple[Op[Any], ...] = ()
+    also: tuple[Op[Any], ...]
 
 
 class ModelCreation:
-    """The workers' models, made and loaded. Every method raises SkyrlTinkerError on failure."""
+    """Creates and loads models on the workers. Every method raises SkyrlTinkerError on failure."""
 
     def __init__(
         self,
@@ -46,68 +46,73 @@ class ModelCreation:
         self._facts = facts
         self._saver = saver
         self._max_lora_rank = max_lora_rank
-        self._reading: str | None = None
+        self._loading: str | None = None
 
-    def reads(self, directory: str) -> bool:
-        """Whether a checkpoint's directory is being loaded."""
-        return directory == self._reading
+    def is_loading(self, directory: str) -> bool:
+        """Return True while a checkpoint is loaded from this directory."""
+        return directory == self._loading
 
     async def create(self, model: ModelRow) -> Finished:
         await self._trainer.create_model(model.key, model.spec, _family(model.optimizer_config))
         answer = json_answer({"model_id": model.model_id, "type": "create_model"})
-        return Finished(answer, (_ready(model),))
+        return Finished(answer, (_set_ready(model),))
 
     async def create_from(self, model: ModelRow, body: CreateViaLoadBody) -> Finished:
-        """A new model in the shape and with the weights of a checkpoint."""
+        """Create a model with the shape and the weights of a checkpoint."""
         self._require_served(body.base_model)
         async with self._training_state(model, body.path, body.optimizer) as checkpoint:
             config = checkpoint.optimizer_config if body.optimizer else body.optimizer_config
             await self._trainer.create_model(model.key, checkpoint.spec, _family(config))
             try:
                 await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)
-            except Exception:  # whatever it was: without its weights the new model is nobody's
+            except Exception:  # whatever it was: without its weights the new model is of no use
                 await self._trainer.release(model.key)
                 raise
-        answer = json_answer({"path": body.path, "model_id": model.model_id, "type": "load_weights"})
-        return Finished(answer, (_becomes(model, checkpoint, config), _ready(model)))
+        return Finished(_loaded(model, body.path), (_set_spec(model, checkpoint, config), _set_ready(model)))
 
-    async def load(self, model: ModelRow, body: LoadWeightsBody) -> Finished:
-        """In place; gradients accumulated so far are gone."""
+    async def load(self, model: ModelRow, body: LoadWeightsBody) -> Outcome:
+        """Load a checkpoint in place; the gradients accumulated so far are dropped."""
         async with self._training_state(model, body.path, body.optimizer) as checkpoint:
             await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)
-        return Finished(json_answer({"path": body.path, "model_id": model.model_id, "type": "load_weights"}))
+        return _loaded(model, body.path)
 
     @asynccontextmanager
     async def _training_state(
         self, model: ModelRow, path: str, optimizer: bool
     ) -> AsyncIterator[CheckpointRow]:
-        """A checkpoint that fits, and that the owner of `model` may read. Inside, its directory stays, though
-        it be replaced or deleted meanwhile."""
-        found = await self._find(model, path, optimizer)
-        self._reading = found.directory
+        """Find a checkpoint that fits and that the owner of `model` may read.
+
+        Inside the context its directory stays, even if it is replaced or deleted meanwhile.
+        """
+        checkpoint = await self._find(model, path, optimizer)
+        self._loading = checkpoint.directory
         try:
-            yield found
+            yield checkpoint
         finally:
-            self._reading = None
+            self._loading = None
 
     async def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
-        wanted = tinker_path.parse(path)
+        parsed = tinker_path.parse(path)
         async with self._store.read() as conn:
             owner = await session_records.owner_of(conn, model.session_id)
-            found = await checkpoint_records.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
-            own = await model_records.find(conn, owner, wanted.model_id) is not None
-        if found is None and own and self._saver.persisting(wanted):
+            checkpoint = await checkpoint_records.find(conn, owner, parsed.model_id, parsed.kind, parsed.name)
+            owned = await model_records.find(conn, owner, parsed.model_id) is not None
+        if checkpoint is None and owned and self._saver.persisting(parsed):
             raise UserError(f"{path} is still being written: load it when its save is answered")
-        if found is None:
+        if checkpoint is None:
             raise checkpoint_rules.not_found(path)
         checkpoint_rules.require_resumable(
-            found, optimizer=optimizer, base_models=self._facts.names, max_lora_rank=self._max_lora_rank
+            checkpoint, optimizer=optimizer, base_models=self._facts.names, max_lora_rank=self._max_lora_rank
         )
-        return found
+        return checkpoint
 
     def _require_served(self, base_model: str | None) -> None:
         if base_model is not None and base_model not in self._facts.names:
             raise UserError(f"base_model is {base_model!r}, expected one of {', '.join(self._facts.names)}")
+
+
+def _loaded(model: ModelRow, path: str) -> FutureResult:
+    return json_answer({"path": path, "model_id": model.model_id, "type": "load_weights"})
 
 
 def _family(config: Mapping[str, Any]) -> OptimizerFamily:
@@ -115,14 +120,14 @@ def _family(config: Mapping[str, Any]) -> OptimizerFamily:
     return family
 
 
-def _ready(model: ModelRow) -> Op[None]:
+def _set_ready(model: ModelRow) -> Op[None]:
     async def op(conn: AsyncConnection) -> None:
         await model_records.set_state(conn, model.key, ModelState.READY)
 
     return op
 
 
-def _becomes(model: ModelRow, checkpoint: CheckpointRow, optimizer_config: Mapping[str, Any]) -> Op[None]:
+def _set_spec(model: ModelRow, checkpoint: CheckpointRow, optimizer_config: Mapping[str, Any]) -> Op[None]:
     async def op(conn: AsyncConnection) -> None:
         await model_records.set_spec(
             conn, model.key, checkpoint.spec, checkpoint.base_model, optimizer_config

@@ -1,6 +1,6 @@
-"""The requests of a pass as the workers get them: read from their bodies, and with what these refer to.
+"""Requests of a pass in the workers' form: read from their bodies, with the records and losses they refer to.
 
-What one request does wrong is its own Failure and nobody else's.
+An error in one request is the Failure of that request only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,7 @@ from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.domain.values import CustomLoss, Datum, Failure, ForwardBackward, PassItem
 from skyrl_tinker.engine.outbox import failure_of
+from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.trainer.provenance import Records, shown, with_records
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.custom_loss import check_custom_inputs
@@ -32,7 +33,7 @@ def attempt(work: Callable[[], T]) -> T | Failure:
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A row of a pass with its body read."""
+    """Row of a pass with its body read."""
 
     row: QueuedRow
     model: ModelKey
@@ -40,42 +41,41 @@ class ReadRow:
 
     @classmethod
     def read(cls, row: QueuedRow, bodies: Mapping[int, bytes]) -> "ReadRow":
-        """`bodies`: by row id. Raises what reading the body raises."""
-        assert row.model_key is not None, "training requests have a model"
+        """Read the body of a row. `bodies`: by row id. Raises what reading the body raises."""
         if row.id not in bodies:
-            raise UserError("its time was over before its turn")
-        return cls(row, row.model_key, pass_requests.from_canonical(bodies[row.id]))
+            raise UserError("the request expired before it started")
+        return cls(row, model_of(row), pass_requests.from_canonical(bodies[row.id]))
 
     @property
     def sequences(self) -> set[str]:
-        """Whose records it needs."""
+        """Ids of the sequences whose records it needs."""
         if not LOSSES[self.request.loss_fn].recorded:
             return set()
         return {span.sequence_id for datum in self.request.data for span in datum.spans}
 
     @property
-    def refers(self) -> bool:
-        """To something beyond its body."""
+    def has_references(self) -> bool:
+        """True if it refers to something beyond its body."""
         return self.request.loss_id is not None or bool(LOSSES[self.request.loss_fn].recorded)
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What the store knows of all that the requests of a pass refer to."""
+class References:
+    """Stored objects that the requests of a pass refer to."""
 
     records: Records = field(default_factory=Records)
     custom: Mapping[tuple[SessionId, str], CustomLoss] = field(default_factory=dict)
 
     @classmethod
-    async def look_up(cls, conn: AsyncConnection, rows: Sequence[ReadRow]) -> "Known":
-        """All that these refer to."""
-        records = await Records.look_up(conn, set().union(*(each.sequences for each in rows)))
-        losses = {(each.row.session_id, each.request.loss_id) for each in rows if each.request.loss_id}
-        found = {key: await custom_losses.get(conn, *key) for key in losses}
-        return cls(records, {key: loss for key, loss in found.items() if loss is not None})
+    async def look_up(cls, conn: AsyncConnection, rows: Sequence[ReadRow]) -> "References":
+        """Look up all that these rows refer to."""
+        records = await Records.look_up(conn, set().union(*(row.sequences for row in rows)))
+        ids = {(read.row.session_id, read.request.loss_id) for read in rows if read.request.loss_id}
+        losses = {key: await custom_losses.get(conn, *key) for key in ids}
+        return cls(records, {key: loss for key, loss in losses.items() if loss is not None})
 
     def item(self, read: ReadRow) -> PassItem:
-        """Raises UserError that names what its request refers to in vain."""
+        """Return the item for the workers. Raises UserError that names an unknown reference."""
         request, row = read.request, read.row
         assert row.seq_id is not None, "training requests are numbered"
         return PassItem(

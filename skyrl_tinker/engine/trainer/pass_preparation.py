@@ -1,7 +1,6 @@
-"""Forward and forward_backward: stored bodies in, response protobufs out. Heavy parts run in threads."""
+"""Forward and forward_backward: from stored bodies to response protobufs. Heavy parts run in threads."""
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -9,7 +8,8 @@ from typing import TypeVar
 from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, Usage
 from skyrl_tinker.engine.outbox import FutureResult, Outcome, failure_of, persistently
 from skyrl_tinker.engine.scheduling.planner import Pass
-from skyrl_tinker.engine.trainer.pass_items import Known, ReadRow, attempt
+from skyrl_tinker.engine.trainer.pass_items import ReadRow, References, attempt
+from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op
@@ -18,18 +18,17 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PreparedPass, TrainerGroup
 
-SMALL_BYTES = 64 << 10
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyPass:
-    """A pass whose batch is made, of the rows that can run."""
+    """Pass with the batch of those of its rows that can run."""
 
     rows: tuple[QueuedRow, ...]
-    refused: Mapping[int, Failure]  # why the others cannot, by row id
+    refused: Mapping[int, Failure]  # failures of the other rows, by row id
     batch: PreparedPass | None  # None: no row can run
-    sequences: frozenset[str]  # whose records it uses
+    sequences: frozenset[str]  # ids of those whose records it uses
 
 
 class PassCoordinator:
@@ -38,23 +37,23 @@ class PassCoordinator:
         self._trainer = trainer
 
     async def prepare(self, unit: Pass) -> ReadyPass:
-        """Needs no worker, so it may run while they are busy with the unit before."""
+        """Make the batch; needs no worker, so it may run while they are busy with the previous unit."""
         ids = [row.id for row in unit.rows]
         bodies = await self._fetch(lambda conn: queue.bodies(conn, ids))
         size = sum(map(len, bodies.values()))
-        read, unread = await _off_loop(size, lambda: _read(unit.rows, bodies))
-        known = await self._known(read)
-        batch, refused = await _off_loop(size, lambda: self._build(read, known))
-        used = (each.sequences for row_id, each in read.items() if row_id not in refused)
+        read, unread = await off_loop(size, lambda: _read(unit.rows, bodies))
+        references = await self._references(read)
+        batch, refused = await off_loop(size, lambda: self._build(read, references))
+        used = (row.sequences for row_id, row in read.items() if row_id not in refused)
         return ReadyPass(unit.rows, unread | refused, batch, frozenset().union(*used))
 
-    async def run(self, ready: ReadyPass) -> list[PassOutput | Failure]:
-        """One output per row, in their order. TrainerError when the workers are broken."""
+    async def execute(self, ready: ReadyPass) -> list[PassOutput | Failure]:
+        """Return one output per row, in order. Raises TrainerError when the workers are broken."""
         outputs = iter([] if ready.batch is None else await self._trainer.run_pass(ready.batch))
         return [ready.refused.get(row.id) or next(outputs) for row in ready.rows]
 
-    async def renew(self, ready: ReadyPass) -> None:
-        """What was recorded of the sequences that it used lives on."""
+    async def renew_records(self, ready: ReadyPass) -> None:
+        """Postpone the expiry of the sequence records that the pass used."""
         if ready.sequences:
             renewal = partial(stability_records.renew, ids=ready.sequences)
             await persistently(lambda: self._store.write(renewal))
@@ -62,19 +61,21 @@ class PassCoordinator:
     async def _fetch(self, op: Op[T]) -> T:
         return await persistently(lambda: self._store.fetch(op))
 
-    async def _known(self, read: Mapping[int, ReadRow]) -> Known:
-        referring = [each for each in read.values() if each.refers]
-        return await self._fetch(lambda conn: Known.look_up(conn, referring)) if referring else Known()
+    async def _references(self, read: Mapping[int, ReadRow]) -> References:
+        rows = [row for row in read.values() if row.has_references]
+        return await self._fetch(lambda conn: References.look_up(conn, rows)) if rows else References()
 
     def _build(
-        self, read: Mapping[int, ReadRow], known: Known
+        self, read: Mapping[int, ReadRow], references: References
     ) -> tuple[PreparedPass | None, dict[int, Failure]]:
-        items, refused = _apart({row_id: attempt(partial(known.item, each)) for row_id, each in read.items()})
+        items, refused = _split(
+            {row_id: attempt(partial(references.item, row)) for row_id, row in read.items()}
+        )
         batch, unfit = self._batch(items)
         return batch, refused | unfit
 
     def _batch(self, items: Mapping[int, PassItem]) -> tuple[PreparedPass | None, dict[int, Failure]]:
-        """If it cannot be made, of those that fit into one of their own."""
+        """Make the batch of all items or, if that fails, of those that fit into a batch of their own."""
         if not items:
             return None, {}
         try:
@@ -83,7 +84,7 @@ class PassCoordinator:
             alone = {
                 row_id: attempt(partial(self._trainer.prepare, [item])) for row_id, item in items.items()
             }
-            _, unfit = _apart(alone)
+            _, unfit = _split(alone)
             if not unfit:
                 return None, dict.fromkeys(items, failure_of(error))
         batch, more = self._batch({row_id: item for row_id, item in items.items() if row_id not in unfit})
@@ -92,15 +93,18 @@ class PassCoordinator:
 
 async def encode(outputs: Sequence[PassOutput | Failure]) -> list[Outcome]:
     size = sum(
-        logprobs.nbytes for each in outputs if isinstance(each, PassOutput) for logprobs in each.logprobs
+        logprobs.nbytes
+        for output in outputs
+        if isinstance(output, PassOutput)
+        for logprobs in output.logprobs
     )
-    return await _off_loop(size, lambda: [attempt(partial(_encode, output)) for output in outputs])
+    return await off_loop(size, lambda: [attempt(partial(_encode, output)) for output in outputs])
 
 
 def _encode(output: PassOutput | Failure) -> Outcome:
     if isinstance(output, Failure):
         return output
-    tokens = sum(len(each) for each in output.logprobs)
+    tokens = sum(len(logprobs) for logprobs in output.logprobs)
     return FutureResult(
         pass_results.PROTOBUF, pass_results.encode_forward_backward_output(output), usage=Usage(tokens)
     )
@@ -109,16 +113,11 @@ def _encode(output: PassOutput | Failure) -> Outcome:
 def _read(
     rows: Sequence[QueuedRow], bodies: Mapping[int, bytes]
 ) -> tuple[dict[int, ReadRow], dict[int, Failure]]:
-    return _apart({row.id: attempt(partial(ReadRow.read, row, bodies)) for row in rows})
+    return _split({row.id: attempt(partial(ReadRow.read, row, bodies)) for row in rows})
 
 
-def _apart(attempts: Mapping[int, T | Failure]) -> tuple[dict[int, T], dict[int, Failure]]:
-    """What went well, and what did not, by row id."""
-    failures = {row_id: each for row_id, each in attempts.items() if isinstance(each, Failure)}
-    values = {row_id: each for row_id, each in attempts.items() if not isinstance(each, Failure)}
+def _split(attempts: Mapping[int, T | Failure]) -> tuple[dict[int, T], dict[int, Failure]]:
+    """Split into values and failures, by row id."""
+    failures = {row_id: value for row_id, value in attempts.items() if isinstance(value, Failure)}
+    values = {row_id: value for row_id, value in attempts.items() if not isinstance(value, Failure)}
     return values, failures
-
-
-async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    """In a thread, unless it is so little (in bytes) that going there takes longer."""
-    return work() if size <= SMALL_BYTES else await asyncio.to_thread(work)

@@ -1,4 +1,4 @@
-"""Where target tokens come from: a datum's spans, checked against what was recorded while sampling."""
+"""Provenance of target tokens: a datum's spans, checked against the records of their sampling."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,20 +25,20 @@ _WITHOUT_RECORD: Mapping[FutureStatus | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Of the sequences that were looked up; `fates`: how the requests stand that sample those without."""
+    """Records of the sequences that were looked up; `fates`: status of the requests of those without one."""
 
-    found: Mapping[Key, SequenceRecord] = field(default_factory=dict)
+    by_key: Mapping[Key, SequenceRecord] = field(default_factory=dict)
     fates: Mapping[Key, FutureStatus] = field(default_factory=dict)
 
     @classmethod
     async def look_up(cls, conn: AsyncConnection, ids: Collection[str]) -> "Records":
-        found = await stability_records.find(conn, ids)
-        missing = set(ids) - {sequence_id for _, sequence_id in found}
-        return cls(found, await stability_records.fates(conn, missing))
+        by_key = await stability_records.find(conn, ids)
+        missing = set(ids) - {sequence_id for _, sequence_id in by_key}
+        return cls(by_key, await stability_records.fates(conn, missing))
 
     def get(self, session: SessionId, span: ProvenanceSpan, where: str) -> SequenceRecord:
-        """Another session's sequence is as unknown as one that never was. `where` names the span."""
-        record = self.found.get((session, span.sequence_id))
+        """Return a span's record; one of another session counts as unknown. `where` names the span."""
+        record = self.by_key.get((session, span.sequence_id))
         if record is None:
             why = _WITHOUT_RECORD[self.fates.get((session, span.sequence_id))]
             raise UserError(f"{where} names sequence {shown(span.sequence_id)}, {why}")
@@ -46,7 +46,7 @@ class Records:
 
 
 def with_records(datum: Datum, where: str, session: SessionId, records: Records) -> Datum:
-    """With `sampling_logprobs` and `sampled` (1.0, of the prompt 0.0) for every target, both float32 [N].
+    """Add `sampling_logprobs` and `sampled` (1.0, of the prompt 0.0) for every target, both float32 [N].
 
     Raises UserError that names datum (`where`), span and sequence.
     """
@@ -54,15 +54,15 @@ def with_records(datum: Datum, where: str, session: SessionId, records: Records)
     sampled = np.zeros(len(datum.target_tokens), np.float32)
     start = 0
     for index, span in enumerate(datum.spans):
-        named = f"{where}: loss_fn_input_spans[{index}]"
-        record = records.get(session, span, named)
-        _check_bounds(span, record, named)
+        field_name = f"{where}: loss_fn_input_spans[{index}]"
+        record = records.get(session, span, field_name)
+        _check_bounds(span, record, field_name)
         if span.sampled:
-            _check_tokens(datum, start, span, record, named)
+            _check_tokens(datum, start, span, record, field_name)
             logprobs[start : start + span.length] = _covered(record.logprobs, span)
             sampled[start : start + span.length] = 1.0
         else:
-            _check_silent(datum, start, span, named)
+            _check_untrained(datum, start, span, field_name)
         start += span.length
     return replace(datum, inputs={**datum.inputs, "sampling_logprobs": logprobs, "sampled": sampled})
 
@@ -89,11 +89,11 @@ def _check_tokens(datum: Datum, start: int, span: ProvenanceSpan, record: Sequen
         )
 
 
-def _check_silent(datum: Datum, start: int, span: ProvenanceSpan, where: str) -> None:
-    """Only what was sampled can be trained on: an advantage elsewhere would be lost without a word."""
+def _check_untrained(datum: Datum, start: int, span: ProvenanceSpan, where: str) -> None:
+    """Require zero advantages: only sampled tokens are trained on, others would be silently ignored."""
     advantages = datum.inputs["advantages"][start : start + span.length]
-    if (found := np.flatnonzero(advantages)).size:
-        first = int(found[0])
+    if (nonzero := np.flatnonzero(advantages)).size:
+        first = int(nonzero[0])
         raise UserError(
             f"{where} is of a prompt: advantages[{start + first}] is {advantages[first]}, expected 0"
         )

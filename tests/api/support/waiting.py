@@ -11,6 +11,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
+from skyrl_tinker.engine.compose import make_trainer_driver
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.http_server import EngineHttpServer
@@ -22,7 +23,6 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
-from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -69,11 +69,11 @@ class Waiting:
         root = self.settings.checkpoint_root
         saver = Saver(store, trainer, outbox, root)
         gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
-        keeper = ModelCreation(store, trainer, FACTS, saver, 64)
+        creation = ModelCreation(store, trainer, FACTS, saver, 64)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
         nobody = cast(Any, None)
-        self.driver = TrainerDriver(
-            store, trainer, keeper, saver, exporter, nobody, outbox, 16384, gaps, metrics, self.placement
+        self.driver = make_trainer_driver(
+            store, trainer, creation, saver, exporter, nobody, outbox, 16384, gaps, metrics, self.placement
         )
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency, metrics)
         self._intake = Intake(store, self.bell, self.driver, self.sampler, 0, metrics)

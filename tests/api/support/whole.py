@@ -19,6 +19,7 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
+from skyrl_tinker.engine.compose import make_trainer_driver
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -28,7 +29,6 @@ from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
-from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.api.support.world import FACTS, World, running
@@ -116,19 +116,20 @@ class Engine:
         self.trainer, self.samplers = Trainer(), Samplers()
         self.store = store
         trainer, samplers = cast(Any, self.trainer), cast(Any, self.samplers)
-        metrics, outbox = Metrics(), Outbox(store, bell)
+        metrics = Metrics()
+        outbox = Outbox(store, bell, metrics)
         root, ephemeral = settings.checkpoint_root, settings.root / "ephemeral"
         ephemeral.mkdir()
         saver = Saver(store, trainer, outbox, root)
         gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
         publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, gaps, metrics)
-        keeper = ModelCreation(store, trainer, FACTS, saver, settings.max_lora_rank)
+        creation = ModelCreation(store, trainer, FACTS, saver, settings.max_lora_rank)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
-        self.driver = TrainerDriver(
-            store, trainer, keeper, saver, exporter, publisher, outbox, settings.unit_tokens, gaps, metrics
+        self.driver = make_trainer_driver(
+            store, trainer, creation, saver, exporter, publisher, outbox, settings.unit_tokens, gaps, metrics
         )
-        self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency)
-        self.intake = Intake(store, bell, self.driver, self.sampler, 0)
+        self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
+        self.intake = Intake(store, bell, self.driver, self.sampler, 0, metrics)
 
     async def run(self) -> None:
         await asyncio.gather(self.driver.run(), self.sampler.run(), self.intake.run())

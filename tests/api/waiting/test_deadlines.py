@@ -37,7 +37,7 @@ async def server_failure(made: Waiting, request_id: str) -> str:
 async def parked(made: Waiting, model: str, seq_id: int) -> str:
     """A step that the engine has seen and cannot run."""
     request_id = await submit(made.api, "optim_step", step(model, seq_id))
-    await until(lambda: holds(lambda: any(s.lowest == seq_id for s in made.driver.stands().values())))
+    await until(lambda: holds(lambda: any(s.lowest == seq_id for s in made.driver.lane_statuses().values())))
     return request_id
 
 
@@ -60,7 +60,7 @@ async def test_whoever_still_sends_is_waited_for(made: Waiting) -> None:
     due = await made.deadlines.enforce(time.time())
     assert due == pytest.approx(time.time() + 900, abs=5)
     last = await submit(made.api, "optim_step", step(model, 2))
-    await until(lambda: holds(lambda: made.driver.stands()[ModelKey(1)].lowest == 2))
+    await until(lambda: holds(lambda: made.driver.lane_statuses()[ModelKey(1)].lowest == 2))
     assert await made.deadlines.enforce(due) > due  # the last one came later than the first
     await submit(made.api, "optim_step", step(model, 1))
     for request_id in (last, early):
@@ -94,9 +94,9 @@ async def test_one_that_had_no_turn_is_skipped(made: Waiting) -> None:
     await submit(made.api, "forward_backward", old_json(busy, 1))
     await until(lambda: holds(lambda: "pass" in made.trainer.names()))
     late = await submit(made.api, "forward", old_json(waiting_long, 1, "forward_input"))
-    await until(lambda: holds(lambda: bool(made.driver.stands())))
+    await until(lambda: holds(lambda: bool(made.driver.lane_statuses())))
     await made.deadlines.enforce(time.time() + DAY + 1)
-    assert "it never had its turn on the trainer" in await server_failure(made, late)
+    assert "it never started on the trainer" in await server_failure(made, late)
     made.trainer.go_on.set()
     after = await submit(made.api, "optim_step", step(waiting_long, 2))
     assert (await made.api.retrieve(after)).json()["metrics"] == STEP["metrics"]

@@ -61,7 +61,7 @@ async def test_without_a_measurement_there_is_no_estimate() -> None:
     with pace.unit(()):
         await asyncio.sleep(0.05)
     for _ in range(5):
-        ends.one()
+        ends.record()
         await asyncio.sleep(0.01)
     assert (pace.seconds() or 0) >= 0.05
     assert 0 < (ends.per_second() or 0) <= 500

@@ -1,4 +1,4 @@
-"""Trainer and samplers take turns on their devices: one at a time, everybody in time, nobody for nothing."""
+"""Trainer and samplers take turns on their devices: one at a time, within limits, and only if needed."""
 
 import asyncio
 import math
@@ -80,7 +80,7 @@ class Devices:
     @property
     def switches(self) -> int:
         return sum(
-            self.placement.spent[state].count for state in (PhaseState.TO_TRAINING, PhaseState.TO_SAMPLING)
+            self.placement.totals[state].count for state in (PhaseState.TO_TRAINING, PhaseState.TO_SAMPLING)
         )
 
     @asynccontextmanager
@@ -176,9 +176,9 @@ def test_a_long_generation_stands_still_and_goes_on() -> None:
             await sample
 
     simulate(story())
-    spent = devices.placement.spent
-    assert spent[PhaseState.TO_TRAINING].count == spent[PhaseState.TO_SAMPLING].count == 1
-    assert spent[PhaseState.TRAINING].seconds == pytest.approx(5.0 + IDLE_S, abs=0.02)
+    totals = devices.placement.totals
+    assert totals[PhaseState.TO_TRAINING].count == totals[PhaseState.TO_SAMPLING].count == 1
+    assert totals[PhaseState.TRAINING].seconds == pytest.approx(5.0 + IDLE_S, abs=0.02)
     assert devices.waits[PhaseState.TRAINING] == [pytest.approx(LIMITS.max_s + devices.switch_s, abs=0.02)]
 
 
@@ -207,9 +207,9 @@ def test_both_sides_flooded_share_the_time() -> None:
                 await devices.unit(0.5)
 
     simulate(story())
-    spent = devices.placement.spent
-    assert 0.7 < spent[PhaseState.SAMPLING].seconds / spent[PhaseState.TRAINING].seconds < 1.4
-    assert spent[PhaseState.TRAINING].seconds / spent[PhaseState.TRAINING].count == pytest.approx(
+    totals = devices.placement.totals
+    assert 0.7 < totals[PhaseState.SAMPLING].seconds / totals[PhaseState.TRAINING].seconds < 1.4
+    assert totals[PhaseState.TRAINING].seconds / totals[PhaseState.TRAINING].count == pytest.approx(
         3.0, abs=0.6
     )
 
@@ -287,4 +287,4 @@ async def test_separate_parts_never_wait() -> None:
     placement = Separate()
     async with placement.training(), placement.sampling(), placement.awake(), AwakeLock(placement):
         await placement.run(Devices())
-    assert not placement.spent
+    assert not placement.totals

@@ -76,8 +76,8 @@ def scored() -> ScoredProbe:
 async def test_the_largest_difference_is_told_once(store: Store) -> None:
     gaps = monitor(store, Ends())
     await gaps.compare(scored(), VERSION, inflight=False)
-    assert gaps.take(MODEL) == {METRIC: 0.5}
-    assert gaps.take(MODEL) == {}
+    assert gaps.pop_gap(MODEL) == {METRIC: 0.5}
+    assert gaps.pop_gap(MODEL) == {}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ async def test_what_the_samplers_cannot_score_ends_nothing(store: Store, error: 
     ends.error = error
     gaps = monitor(store, ends)
     await gaps.compare(scored(), VERSION, inflight=False)
-    assert gaps.take(MODEL) == {}
+    assert gaps.pop_gap(MODEL) == {}
 
 
 async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(store: Store) -> None:
@@ -101,10 +101,10 @@ async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(sto
     gaps = monitor(store, ends)
     await gaps.compare(scored(), VERSION, inflight=True)
     assert [type(wanted) for wanted in ends.asked] == [InflightTarget]
-    assert gaps.take(MODEL) == {METRIC: 0.5}
+    assert gaps.pop_gap(MODEL) == {METRIC: 0.5}
     ends.serves = "v4"
     await gaps.compare(scored(), VERSION, inflight=True)
-    assert gaps.take(MODEL) == {}, "these were the logprobs of newer weights"
+    assert gaps.pop_gap(MODEL) == {}, "these were the logprobs of newer weights"
 
 
 async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) -> None:
@@ -117,7 +117,7 @@ async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) ->
     assert "differ" in str(await warning(store)), "of the other one"
     await gaps.forget(apart.key)
     assert await warning(store) is None
-    assert gaps.take(apart.key) == {}
+    assert gaps.pop_gap(apart.key) == {}
 
 
 async def warning(store: Store) -> object:

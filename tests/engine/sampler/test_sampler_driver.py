@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
+from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
@@ -43,7 +44,8 @@ async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
     nothing = cast(Any, None)
     fleet = Fleet(nothing, RemoteInferenceClient("", ()))
     samplers = Samplers(fleet, nothing, FACTS, 8)
-    driver = SamplerDriver(store, samplers, Outbox(store, bell), 8)
+    metrics = Metrics()
+    driver = SamplerDriver(store, samplers, Outbox(store, bell, metrics), 8, metrics)
     running = asyncio.create_task(driver.run())
     for seq_id in range(2):  # what the first one found must not open the door to the second
         accepted = await submit_sample(store, session, "old", seq_id)

@@ -48,7 +48,7 @@ def trainer() -> Trainer:
 
 @pytest.fixture
 def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: Trainer) -> Publisher:
-    parts = cast(Any, trainer), cast(Any, None), Outbox(store, bell)
+    parts = cast(Any, trainer), cast(Any, None), Outbox(store, bell, Metrics())
     return Publisher(store, *parts, FACTS, tmp_path, tmp_path / "checkpoints", cast(Any, None), Metrics())
 
 

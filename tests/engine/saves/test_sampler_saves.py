@@ -24,7 +24,7 @@ from skyrl_tinker.domain.values import (
     SampleRequest,
     WeightVersion,
 )
-from skyrl_tinker.engine import outbox as answers
+from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
@@ -91,14 +91,11 @@ class World:
     def __init__(self, store: Store, bell: Doorbell, tmp_path: Path) -> None:
         self.store = store
         self.trainer, self.samplers = Trainer(), Samplers()
-        ends, outbox, metrics = (
-            (cast(Any, self.trainer), cast(Any, self.samplers)),
-            Outbox(store, bell),
-            Metrics(),
-        )
+        ends, metrics = (cast(Any, self.trainer), cast(Any, self.samplers)), Metrics()
+        results = Outbox(store, bell, metrics)
         self.gaps = DriftMonitor(store, *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
         directories = tmp_path / "ram", tmp_path / "disk"
-        self.publisher = Publisher(store, *ends, outbox, FACTS, *directories, self.gaps, metrics)
+        self.publisher = Publisher(store, *ends, results, FACTS, *directories, self.gaps, metrics)
 
     async def submit(self, spec: LoraSpec | None = None) -> tuple[ModelKey, Accepted]:
         """The save of a new model."""
@@ -135,7 +132,7 @@ async def test_several_models_share_one_capture_and_one_probe(world: World) -> N
     assert world.trainer.told == [("capture", keys), ("probe", keys)]
     sessions = {(await world.answer(accepted))["sampling_session_id"] for _, accepted in saves}
     assert len(sessions) == len(saves)
-    assert [world.gaps.take(key) for key in keys] == [{METRIC: 0.5}] * 3
+    assert [world.gaps.pop_gap(key) for key in keys] == [{METRIC: 0.5}] * 3
 
 
 async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
@@ -146,7 +143,7 @@ async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     assert await journal.error_of(world.store, full[1]) == Failure("no space left on device", "server")
     assert await journal.error_of(world.store, lost[1]) == Failure("down", "server")
     assert (await world.answer(fine[1]))["type"] == "save_weights_for_sampler"
-    assert [world.gaps.take(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
+    assert [world.gaps.pop_gap(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
 
 
 async def test_a_database_that_fails_for_a_moment_costs_no_save(
@@ -163,7 +160,7 @@ async def test_a_database_that_fails_for_a_moment_costs_no_save(
         await publish(conn, version, directory)
 
     monkeypatch.setattr(sampling_sessions, "set_directory", fails_once)
-    monkeypatch.setattr(answers, "RETRY_S", 0.01)
+    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     _, saved = await world.submit()
     await world.run()
     assert failures == []

@@ -49,13 +49,13 @@ class Engine:
     async def run(self) -> None:
         planner, ahead = Planner(self.lanes, BUDGET), None
         while True:
-            unit = ahead or planner.next()
+            unit = ahead or planner.pop()
             if unit is None:
                 self.woken.clear()
                 await self.woken.wait()
                 continue
             self.begun.append(unit)
-            ahead = planner.ahead() if isinstance(unit, Pass) else None
+            ahead = planner.pop_full_pass() if isinstance(unit, Pass) else None
             await asyncio.sleep(UNIT_S)
             for row in unit.rows:
                 self.answers.pop(row.id).set_result(len(self.begun) - 1)

@@ -33,7 +33,7 @@ def created(*rows: QueuedRow) -> Lanes:
     lanes = Lanes()
     lanes.open(MODEL)
     lanes.add(row(0, RequestKind.CREATE_MODEL))
-    lanes.take(lanes.runnable(BUDGET)[MODEL])
+    lanes.start(lanes.runnable(BUDGET)[MODEL])
     for each in rows:
         lanes.add(each)
     return lanes
@@ -44,7 +44,7 @@ def drain(lanes: Lanes) -> list[int]:
     order: list[int] = []
     while heads := lanes.runnable(BUDGET):
         for rows in heads.values():
-            lanes.take(rows)
+            lanes.start(rows)
             order += [each.seq_id for each in rows if each.seq_id is not None]
     return order
 
@@ -99,7 +99,7 @@ def test_a_refused_forward_backward_poisons_its_window_and_names_itself() -> Non
     lanes = created(row(2, STEP))
     lanes.add(refused(1), "datum 0: weights has length 2, expected 3")
     lanes.runnable(BUDGET)
-    assert lanes.poison_of(MODEL) == (
+    assert lanes.window_error(MODEL) == (
         "forward_backward with seq_id 1 was refused: datum 0: weights has length 2, expected 3"
     )
 
@@ -107,14 +107,14 @@ def test_a_refused_forward_backward_poisons_its_window_and_names_itself() -> Non
 def test_a_refused_forward_poisons_nothing() -> None:
     lanes = created(refused(1, FORWARD), row(2, STEP))
     lanes.runnable(BUDGET)
-    assert lanes.poison_of(MODEL) is None
+    assert lanes.window_error(MODEL) is None
 
 
 def test_a_refusal_in_the_next_window_leaves_this_one_alone() -> None:
     lanes = created(row(1), row(2, STEP), refused(3))
-    lanes.take(lanes.runnable(BUDGET)[MODEL])
+    lanes.start(lanes.runnable(BUDGET)[MODEL])
     lanes.runnable(BUDGET)
-    assert lanes.poison_of(MODEL) is None
+    assert lanes.window_error(MODEL) is None
 
 
 def test_a_refused_step_still_comes_to_clear_its_window() -> None:
@@ -124,11 +124,11 @@ def test_a_refused_step_still_comes_to_clear_its_window() -> None:
 
 def test_the_first_reason_for_poison_stays_until_cleansed() -> None:
     lanes = created()
-    lanes.poison(MODEL, "first")
-    lanes.poison(MODEL, "second")
-    assert lanes.poison_of(MODEL) == "first"
-    lanes.cleanse(MODEL)
-    assert lanes.poison_of(MODEL) is None
+    lanes.invalidate_window(MODEL, "first")
+    lanes.invalidate_window(MODEL, "second")
+    assert lanes.window_error(MODEL) == "first"
+    lanes.reset_window(MODEL)
+    assert lanes.window_error(MODEL) is None
 
 
 def test_closing_returns_the_waiting_rows_that_nobody_answered_yet() -> None:
@@ -150,22 +150,22 @@ def test_models_do_not_wait_for_each_other() -> None:
 def test_taking_out_of_order_is_a_bug_that_shows() -> None:
     lanes = created(row(1), row(2))
     with pytest.raises(AssertionError, match="out of order"):
-        lanes.take([row(2)])
+        lanes.start([row(2)])
 
 
 @pytest.mark.parametrize("kind", [RequestKind.SAVE_WEIGHTS, RequestKind.LOAD_WEIGHTS])
 def test_a_held_lane_runs_up_to_its_next_save_or_load(kind: RequestKind) -> None:
     lanes = created(row(1), row(2, STEP), row(3, kind), row(4))
-    lanes.hold(MODEL)
+    lanes.block_storage(MODEL)
     assert drain(lanes) == [1, 2]
-    assert lanes.held(MODEL)
-    lanes.resume(MODEL)
+    assert lanes.storage_blocked(MODEL)
+    lanes.unblock_storage(MODEL)
     assert drain(lanes) == [3, 4]
 
 
 def test_a_model_that_was_closed_meanwhile_is_resumed_in_vain() -> None:
     lanes = created()
-    lanes.hold(MODEL)
+    lanes.block_storage(MODEL)
     lanes.close(MODEL, Failure("lost", "server"))
-    lanes.resume(MODEL)
-    assert not lanes.held(MODEL)
+    lanes.unblock_storage(MODEL)
+    assert not lanes.storage_blocked(MODEL)

@@ -35,7 +35,7 @@ sent = st.builds(
     st.integers(0, 6),
 )
 """What the trainer driver does meanwhile, by name of the planner's method."""
-asked = st.sampled_from(["next", "ahead"])
+asked = st.sampled_from(["pop", "pop_full_pass"])
 
 
 def requests(schedule: Sequence[Sent | str]) -> list[QueuedRow | str]:
@@ -72,7 +72,7 @@ class Run:
         before = self.lanes.runnable(BUDGET)
         unit: Unit | None = getattr(self.planner, method)()
         if unit is None:
-            assert method == "ahead" or not before, "work waits, and there is none"
+            assert method == "pop_full_pass" or not before, "work waits, and there is none"
             return False
         self._check_size(unit, before)
         self._check_waits(unit, before)
@@ -119,7 +119,7 @@ def test_any_schedule(schedule: list[Sent | str]) -> None:
             run.plan(event)
         else:
             run.lanes.add(event)
-    while run.plan("next"):
+    while run.plan("pop"):
         pass
     for model in range(TENANTS * MODELS):
         mine = [row.seq_id for row in run.ran if row.model_key == model]

@@ -1,4 +1,4 @@
-"""Who waits for samples waits for everybody alike."""
+"""Sessions that wait for samples are served alike."""
 
 import random
 
@@ -34,7 +34,7 @@ def test_a_flood_keeps_nobody_waiting() -> None:
     queue = SampleQueue()
     queue.add([row(number, "flood") for number in range(1000)])
     queue.add([row(1000 + number, "small") for number in range(3)])
-    taken = [queue.take() for _ in range(10)]
+    taken = [queue.pop() for _ in range(10)]
     assert [each.id for each in taken] == [0, 1000, 1, 1001, 2, 1002, 3, 4, 5, 6]
     assert len(queue) == 993
 
@@ -42,8 +42,8 @@ def test_a_flood_keeps_nobody_waiting() -> None:
 def test_what_is_dropped_is_gone_and_the_others_keep_their_turns() -> None:
     queue = SampleQueue()
     queue.add([row(number, "abc"[number % 3]) for number in range(9)])
-    queue.drop({1, 4, 7, 3, 99})
-    assert [queue.take().id for _ in range(len(queue))] == [0, 2, 6, 5, 8]
+    queue.discard({1, 4, 7, 3, 99})
+    assert [queue.pop().id for _ in range(len(queue))] == [0, 2, 6, 5, 8]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -52,9 +52,9 @@ def test_it_is_told_how_many_come_first(seed: int) -> None:
     queue = SampleQueue()
     queue.add([row(number, draw.choice("aaabbc")) for number in range(40)])
     for _ in range(draw.randrange(20)):
-        queue.take()
+        queue.pop()
     seen = view(queue)
-    rows = [queue.take() for _ in range(len(queue))]
+    rows = [queue.pop() for _ in range(len(queue))]
     assert [seen.ahead(each.session_id, each.id) for each in rows] == list(range(len(rows)))
     assert seen.ahead("nobody", 1) is None
 

@@ -1,4 +1,4 @@
-"""An event loop on which time passes only while nobody has anything to do, and then at once."""
+"""Event loop on which time passes only while no task can run, and then at once."""
 
 import asyncio
 import selectors
@@ -12,7 +12,7 @@ class _Selector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if not ready:
-            assert timeout is not None, "everybody waits for ever"
+            assert timeout is not None, "all tasks wait indefinitely"
             self.now += timeout
         return ready
 
@@ -35,6 +35,6 @@ def now() -> float:
 
 
 def simulate(story: Coroutine[Any, Any, None]) -> None:
-    """Hours take milliseconds; AssertionError when everybody waits for ever."""
+    """Hours take milliseconds; AssertionError when all tasks wait indefinitely."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         runner.run(story)

@@ -1,4 +1,4 @@
-"""A trainer driver on a real store. The workers are scripted: what they compute matters not."""
+"""A trainer driver on a real store. The workers are scripted: what they compute does not matter."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,6 +21,7 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
+from skyrl_tinker.engine.compose import make_trainer_driver
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -29,7 +30,6 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
-from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.queue import Accepted, Outcome
 from skyrl_tinker.store.store import Store
@@ -40,7 +40,7 @@ FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1
 
 
 class Workers:
-    """Notes what it is told; fails what `failing` holds."""
+    """Records its calls; fails what `failing` holds."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -139,19 +139,19 @@ class World:
         self.root = root
         self.workers = Workers()
         trainer = trainer or cast(TrainerGroup, self.workers)
-        outbox = Outbox(store, bell)
-        saver = Saver(store, trainer, outbox, root)
-        keeper = ModelCreation(store, trainer, FACTS, saver, 64)
-        nobody: Any = cast(Any, None)
         metrics = Metrics()
+        outbox = Outbox(store, bell, metrics)
+        saver = Saver(store, trainer, outbox, root)
+        self.creation = ModelCreation(store, trainer, FACTS, saver, 64)
+        nobody: Any = cast(Any, None)
         gaps = DriftMonitor(store, trainer, nobody, FACTS, metrics, tokens=0, bound=1e-3)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
-        self.driver = TrainerDriver(
-            store, trainer, keeper, saver, exporter, nobody, outbox, unit_tokens, gaps, metrics
+        self.driver = make_trainer_driver(
+            store, trainer, self.creation, saver, exporter, nobody, outbox, unit_tokens, gaps, metrics
         )
-        sampler = SamplerDriver(store, cast(Any, None), outbox, 8)
+        sampler = SamplerDriver(store, cast(Any, None), outbox, 8, metrics)
         self.bell = bell
-        self.intake = Intake(store, bell, self.driver, sampler, 0)
+        self.intake = Intake(store, bell, self.driver, sampler, 0, metrics)
         self.running = asyncio.gather(self.driver.run(), self.intake.run())
 
     async def model(self) -> ModelId:

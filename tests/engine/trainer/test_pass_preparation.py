@@ -64,7 +64,7 @@ class World:
         return await PassCoordinator(self.store, self.group).prepare(Pass(rows, full=False))
 
     async def run(self, *rows: QueuedRow) -> list[PassOutput | Failure]:
-        return await PassCoordinator(self.store, self.group).run(await self.prepare(*rows))
+        return await PassCoordinator(self.store, self.group).execute(await self.prepare(*rows))
 
     async def refusal(self, *spans: ProvenanceSpan, tokens: Sequence[int] = (*PROMPT, *SAMPLED)) -> Failure:
         """Of a datum with these spans, which follows one without a fault in the same request."""
@@ -282,7 +282,7 @@ async def test_what_does_not_fit_into_a_batch_is_found_and_the_others_run(
         await world.row(2, turn(good)),
     )
     runner = PassCoordinator(world.store, Choosy(world.group, {rows[0].request_id}))
-    failure, *fine = await runner.run(await runner.prepare(Pass(rows, full=False)))
+    failure, *fine = await runner.execute(await runner.prepare(Pass(rows, full=False)))
     assert failure == Failure("MemoryError: too large", "server")
     assert [type(output) for output in fine] == [PassOutput, PassOutput]
 
@@ -291,7 +291,7 @@ async def test_a_pass_without_a_row_that_can_run_runs_nothing(world: World) -> N
     ready = await world.prepare(await world.row(1, turn("nobody")), await world.row(2, turn("nobody")))
     assert ready.batch is None
     worked = world.group.busy_s
-    outputs = await PassCoordinator(world.store, world.group).run(ready)
+    outputs = await PassCoordinator(world.store, world.group).execute(ready)
     assert [type(output) for output in outputs] == [Failure, Failure]
     assert world.group.busy_s == worked
 
@@ -307,7 +307,7 @@ async def test_only_records_that_trained_are_renewed(world: World) -> None:
     unused = (await recorded.sampled(world.store, world.session, SAMPLED, 3, number=1)).sequence_id
     before = [await _last_used(world.store, name) for name in (used, unused)]
     ready = await world.prepare(await world.row(1, turn(used)), await world.row(2, turn(unused), turn("?")))
-    await PassCoordinator(world.store, world.group).renew(ready)
+    await PassCoordinator(world.store, world.group).renew_records(ready)
     after = [await _last_used(world.store, name) for name in (used, unused)]
     assert after[0] > before[0]
     assert after[1] == before[1]

@@ -1,0 +1,114 @@
+"""Start-up of the engine: trainer, samplers, comparison of both, recovery; reports how far it is."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import Any
+
+from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from skyrl_tinker.engine import recovery
+from skyrl_tinker.engine.colocation.placement import make_placement
+from skyrl_tinker.engine.compose import (
+    Backends,
+    Environment,
+    make_samplers,
+    make_tmpfs_spill,
+    sampler_spec,
+    trainer_spec,
+)
+from skyrl_tinker.engine.parity import startup_check
+from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, sampler_gpus
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.store import sampling_sessions, server_state
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import TrainerGroup
+
+_log = logging.getLogger(__name__)
+
+
+async def read_base_model(store: Store) -> BaseModelFacts:
+    async with store.read() as conn:
+        facts: Any = await server_state.get(conn, "base_model")
+    if facts is None:
+        raise StartupError("the store names no base model: start the engine with `skyrl-tinker serve`")
+    lists = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
+    return BaseModelFacts(**(facts | lists))
+
+
+class StartUp:
+    """Brings up the backends; appends to `shutdowns` what ends each of them."""
+
+    def __init__(self, env: Environment, facts: BaseModelFacts, shutdowns: ToEnd) -> None:
+        self._env = env
+        self._settings = env.settings
+        self._directories = env.directories
+        self._facts = facts
+        self._shutdowns = shutdowns
+        self._waiting_for = {"trainer", "sampler"}
+
+    async def bring_up(self) -> Backends:
+        """Start trainer and samplers side by side. Raises StartupError when they disagree on logprobs."""
+        settings, directories, facts = self._settings, self._directories, self._facts
+        if settings.device == "cuda":
+            self._env.ray.require_gpus(settings.trainer_ranks, sampler_gpus(settings))
+        await self._report()
+        trainer = TrainerGroup.launch(trainer_spec(settings, directories, facts), self._env.ray.require_alive)
+        self._shutdowns.append(trainer.shutdown)
+        placement = make_placement(settings, trainer)
+        async with asyncio.TaskGroup() as tasks:
+            probe = tasks.create_task(self._start_trainer(trainer))
+            shared = await self._shared_gpus(trainer, probe)
+            spec = sampler_spec(settings, directories, facts, shared)
+            servers = launch_servers(settings, spec, self._shutdowns)
+            tasks.create_task(self._await_ready("sampler", servers.ready()))
+        fleet = await assemble(settings, servers, placement, directories.log_dir, self._shutdowns)
+        samplers = make_samplers(settings, facts, trainer, fleet)
+        if settings.sampler_urls:
+            await fleet.adopt()
+        if (probed := probe.result()) is not None:
+            await self._compare(probed, samplers)
+        return Backends(trainer, fleet, samplers, placement)
+
+    async def recover(self) -> None:
+        """Tidy up after an earlier engine: partial files, models and requests that died with it."""
+        root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
+        await asyncio.to_thread(recovery.sweep_partial, [ephemeral, root, *root.glob("*/*")])
+        async with self._env.store.read() as conn:
+            versions = await sampling_sessions.ephemeral_versions(conn)
+        spill = make_tmpfs_spill(self._directories)
+        await asyncio.to_thread(spill.sweep, {version.name for version in versions})
+        lost = await recovery.recover(self._env.store, self._env.status.died_after)
+        if lost:
+            _log.warning("%d models of an earlier engine are lost", lost)
+        self._env.status.recovered()
+
+    async def _start_trainer(self, trainer: TrainerGroup) -> startup_check.Probe | None:
+        await self._await_ready("trainer", trainer.ready())
+        probed = await startup_check.probe(trainer, self._facts) if self._settings.canary else None
+        if self._settings.placement == "colocated":
+            await trainer.offload()  # the samplers have the first phase
+        return probed
+
+    async def _shared_gpus(self, trainer: TrainerGroup, started: Awaitable[Any]) -> tuple[Gpu, ...]:
+        """Return the trainer's GPUs once it has left them: vLLM takes its memory when it starts."""
+        if self._settings.placement != "colocated":
+            return ()
+        await started
+        return await trainer.gpus()
+
+    async def _await_ready(self, name: str, ready: Awaitable[None]) -> None:
+        await ready
+        _log.info("the %s is up", name)
+        self._waiting_for.discard(name)
+        await self._report()
+
+    async def _report(self) -> None:
+        parts = " and ".join(sorted(self._waiting_for)) or "the comparison of trainer and sampler"
+        await self._env.status.report("starting", f"waiting for {parts}")
+
+    async def _compare(self, probed: startup_check.Probe, samplers: Samplers) -> None:
+        directory = self._directories.ephemeral_dir / "canary"
+        gap = await startup_check.compare(probed, samplers, self._facts, directory)
+        _log.info("logprobs of trainer and sampler differ by at most: %s", gap)
+        startup_check.require_agreement(gap, self._settings.trainer_dtype)

@@ -1,0 +1,129 @@
+"""Life of the models on the workers: opened, created, then released, unloaded or lost."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import ModelKey, ModelState
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine import recovery
+from skyrl_tinker.engine.outbox import Outbox, Outcome, json_answer
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
+from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.trainer.model_creation import Finished
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import TrainerGroup
+
+SESSION_OVER = Failure("the session of this model is finished; its training state is released", "user")
+UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")
+
+
+class ModelLifecycle:
+    """Opens and closes the lanes of models, and knows which models the workers have."""
+
+    def __init__(
+        self, store: Store, trainer: TrainerGroup, lanes: Lanes, drift_monitor: DriftMonitor, outbox: Outbox
+    ) -> None:
+        self._store = store
+        self._trainer = trainer
+        self._lanes = lanes
+        self._drift_monitor = drift_monitor
+        self._outbox = outbox
+        self._on_workers: set[ModelKey] = set()
+        self._releasing: set[ModelKey] = set()  # their sessions are over
+        self._unloading: dict[ModelKey, QueuedRow] = {}  # by model, its unload_model request
+
+    async def row(self, model: ModelKey) -> ModelRow:
+        async with self._store.read() as conn:
+            row = await model_records.by_key(conn, model)
+        assert row is not None, "futures refer to models"
+        return row
+
+    async def closed_by(self, model: ModelKey) -> Failure | None:
+        """Return why nothing of this model can run; a model that is new to this engine gets its lane."""
+        if not self._lanes.knows(model):
+            row = await self.row(model)
+            if row.state is ModelState.CREATING:
+                self._lanes.open(model)
+            else:
+                self._lanes.close(model, _failure_of(row))
+        return self._lanes.closed_by(model)
+
+    async def finish_creation(self, row: QueuedRow, finished: Finished) -> None:
+        self._on_workers.add(model_of(row))
+        await self._outbox.send([(row.id, finished.outcome)], *finished.also)
+
+    async def fail_creation(self, row: QueuedRow, model: ModelRow, failure: Failure) -> None:
+        """Fail a creation and every request that waits for it."""
+        waiting = Failure(f"model {model.model_id} was not created: {failure.message}", failure.category)
+        failures = [(row.id, failure), *self._close(model.key, waiting)]
+        await self._outbox.send(failures, _set_state(model.key, ModelState.FAILED, failure.message))
+
+    async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
+        """Fail all requests of these models, those that wait and those to come."""
+        closed = [self._close(model, failure) for model, failure in failures.items()]
+        await self._outbox.send(outcome for outcomes in closed for outcome in outcomes)
+
+    def unload(self, row: QueuedRow) -> None:
+        """Release a model, as its client asked, once all requests before this one have run."""
+        self._unloading[model_of(row)] = row
+        self._lanes.end(model_of(row))
+
+    def release(self, model: ModelKey) -> None:
+        """Release a model whose session is over, once it has nothing left that can run."""
+        self._releasing.add(model)
+
+    async def retire(self) -> None:
+        """Mark lost models, and release those that are to go and have nothing left that can run."""
+        for model in self._trainer.take_lost() & self._on_workers:
+            await self._mark_lost(model)
+        if self._releasing:
+            busy, blocked = self._lanes.runnable(1), self._lanes.storage_blocked
+            for model in [model for model in self._releasing if model not in busy and not blocked(model)]:
+                self._releasing.discard(model)
+                await self._release(model, SESSION_OVER)
+        for model in list(self._unloading):
+            if self._lanes.drained(model) and not self._lanes.storage_blocked(model):
+                await self._release(model, UNLOADED)
+
+    async def _mark_lost(self, model: ModelKey) -> None:
+        """Close a model whose state died with a worker."""
+        self._on_workers.discard(model)
+        await self._drift_monitor.forget(model)
+        row = await self.row(model)
+        async with self._store.read() as conn:
+            reason = await recovery.why_lost(conn, row, "a trainer process died")
+        failures = self._close(model, Failure(reason, "server"))
+        await self._outbox.send(failures, _set_state(model, ModelState.LOST, reason))
+
+    async def _release(self, model: ModelKey, failure: Failure) -> None:
+        if model in self._on_workers:
+            self._on_workers.discard(model)
+            await self._drift_monitor.forget(model)
+            await self._trainer.release(model)
+        outcomes = self._close(model, failure)
+        if request := self._unloading.pop(model, None):
+            outcomes.append((request.id, json_answer({"model_id": (await self.row(model)).model_id})))
+        await self._outbox.send(outcomes, _set_state(model, ModelState.RELEASED, failure.message))
+
+    def _close(self, model: ModelKey, failure: Failure) -> list[tuple[int, Outcome]]:
+        """Close a lane; returns the failures of the requests that waited in it, by future id."""
+        return [(row.id, failure) for row in self._lanes.close(model, failure)]
+
+
+def _set_state(model: ModelKey, state: ModelState, reason: str) -> Op[Any]:
+    async def op(conn: AsyncConnection) -> None:
+        await model_records.set_state(conn, model, state, reason)
+
+    return op
+
+
+def _failure_of(model: ModelRow) -> Failure:
+    """Return what requests of a model that cannot be trained any more get."""
+    reason = model.state_reason or f"model {model.model_id} is {model.state}"
+    return Failure(reason, "server" if model.state is ModelState.LOST else "user")

@@ -1,0 +1,86 @@
+"""Released, lost and never created models, and the requests that wait for them. Workers are scripted."""
+
+import asyncio
+
+import pytest
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState
+from skyrl_tinker.engine import outbox
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.model_records import ModelRow
+from tests.engine.support import journal
+from tests.engine.support.world import World
+
+
+async def test_a_full_disk_under_the_database_delays_creations_and_releases(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
+
+    async def set_state(
+        conn: AsyncConnection, key: ModelKey, state: ModelState, reason: str | None = None
+    ) -> None:
+        if failures:
+            raise failures.pop()
+        await write(conn, key, state, reason)
+
+    monkeypatch.setattr(model_records, "set_state", set_state)
+    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
+    model = await world.model()
+    assert failures == []
+    failures.append(OperationalError("UPDATE", None, OSError("disk full")))
+    world.driver.release(await journal.key_of(world.store, model))
+    released = await world.until(lambda: journal.model_of(world.store, model), _is_released)
+    assert released.state is ModelState.RELEASED
+    assert world.workers.names() == ["create", "release"]
+
+
+def _is_released(row: ModelRow) -> bool:
+    return row.state is ModelState.RELEASED
+
+
+async def test_a_failed_creation_fails_what_waits_behind_it(world: World) -> None:
+    world.workers.failing["create"] = UserError("no memory for another copy")
+    accepted = await journal.submit_create(world.store, await journal.new_session(world.store))
+    assert accepted.model_id is not None
+    behind = await journal.submit_pass(world.store, accepted.model_id, 1)
+    for each in (accepted, behind):
+        await world.done(each)
+        assert "no memory" in (await journal.error_of(world.store, each)).message
+    assert (await journal.model_of(world.store, accepted.model_id)).state is ModelState.FAILED
+
+
+async def test_a_model_that_died_with_its_worker_says_so_and_the_others_train_on(world: World) -> None:
+    model, neighbour = await world.model(), await world.model()
+    world.workers.lost = {await journal.key_of(world.store, model)}
+    parked = await journal.submit_pass(world.store, model, 5)
+    fine = await journal.submit_pass(world.store, neighbour, 1)
+    assert (await world.done(fine)).status is FutureStatus.DONE
+    await world.done(parked)
+    late = await journal.submit_step(world.store, model, 1)
+    await world.done(late)
+    reason = f"a trainer process died and the training state of model {model} is lost; it had no checkpoint"
+    for accepted in (parked, late):
+        failure = await journal.error_of(world.store, accepted)
+        assert (failure.category, failure.message.startswith(reason)) == ("server", True), failure
+    lost = await journal.model_of(world.store, model)
+    assert lost.state is ModelState.LOST
+
+
+async def test_a_released_model_runs_what_it_can_and_fails_the_rest(world: World) -> None:
+    model = await world.model()
+    key = await journal.key_of(world.store, model)
+    world.workers.go_on.clear()
+    ready = await journal.submit_pass(world.store, model, 1)
+    parked = await journal.submit_pass(world.store, model, 3)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    world.driver.release(key)
+    world.workers.go_on.set()
+    assert (await world.done(ready)).status is FutureStatus.DONE
+    await world.done(parked)
+    assert "finished" in (await journal.error_of(world.store, parked)).message
+    assert (await journal.model_of(world.store, model)).state is ModelState.RELEASED
+    assert world.workers.names()[-1] == "release"
