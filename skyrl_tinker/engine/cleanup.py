@@ -111,11 +111,11 @@ class Cleanup:
         again dies when they are gone."""
         if self._samplers.in_use(version):
             return False
-        await self._samplers.drop(version)
+        await self._samplers.unload(version)
         if self._samplers.in_use(version):  # since a moment ago: dropping waits for its turn
             return False
         await self._store.write(lambda conn: sampling_sessions.drop_version(conn, version.id))
-        self._sampler.forget_targets()
+        self._sampler.forget_sources()
         return True
 
     async def _remove_checkpoints(self) -> None:

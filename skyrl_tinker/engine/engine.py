@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine import recovery
 from skyrl_tinker.engine.cleanup import Cleanup
@@ -121,7 +122,7 @@ class Engine:
         fleet = await assemble(self._settings, servers, placement, self._places.log_dir, self._to_end)
         samplers = Samplers(fleet, self._transport(trainer), facts, self._settings.max_cpu_loras)
         if self._settings.sampler_urls:
-            await fleet.adopt()
+            await fleet.adopt(samplers.equip)
         if (probed := probe.result()) is not None:
             await self._compare(probed, samplers, facts)
         return trainer, fleet, samplers, placement
@@ -241,7 +242,7 @@ class Engine:
             tasks.create_task(Intake(store, self._bell, training, sampler, cursor, metrics).run())
             tasks.create_task(cleaner.run())
             tasks.create_task(deadlines.run())
-            tasks.create_task(fleet.supervise(self._status))
+            tasks.create_task(fleet.supervise(self._status, samplers.equip))
             tasks.create_task(placement.run(SleepControl(fleet)))
             tasks.create_task(_watch(trainer))
             tasks.create_task(_watch_ray(self._ray))

@@ -129,7 +129,7 @@ class OpenAIServer:
     async def _count(self, text: dict[str, Any]) -> int:
         """Tokens of a prompt. Every version has the tokenizer of the base model."""
         body = {"model": BASE_MODEL, **text}
-        answer = await self._fleet.surviving(lambda: self._fleet.client.tokenize(body))
+        answer = await self._fleet.with_retry(lambda: self._fleet.client.data.tokenize(body))
         return int(answer["count"])
 
     # To vLLM and back
@@ -140,10 +140,10 @@ class OpenAIServer:
         return web.Response(body=call.renamed(answer), content_type="application/json")
 
     async def _ask(self, call: _OpenAICall) -> Any:
-        client = self._fleet.client
+        data = self._fleet.client.data
         chat = isinstance(call.wanted, ChatCompletionRequest)
-        async with self._samplers.serving(call.version) as name:
-            ask = client.chat_completion if chat else client.completion
+        async with self._samplers.lease(call.version) as name:
+            ask = data.chat_completion if chat else data.completion
             return await ask(call.body | {"model": name}, headers=call.headers)
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
@@ -166,8 +166,10 @@ class OpenAIServer:
     async def _open(self, call: _OpenAICall, upstream: AsyncExitStack) -> AsyncIterator[bytes]:
         """Events, once the first is here: until then another replica may take over."""
         async with AsyncExitStack() as stack:
-            name = await stack.enter_async_context(self._samplers.serving(call.version))
-            stream = self._fleet.client.stream(call.path, call.body | {"model": name}, headers=call.headers)
+            name = await stack.enter_async_context(self._samplers.lease(call.version))
+            stream = self._fleet.client.data.stream(
+                call.path, call.body | {"model": name}, headers=call.headers
+            )
             events = _events(await stack.enter_async_context(stream))
             first = await anext(events)
             upstream.push_async_exit(stack.pop_all())
@@ -188,9 +190,9 @@ class OpenAIServer:
     async def _persistently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Tried again when vLLM died under it, or had lost the adapter."""
         try:
-            return await self._fleet.surviving(attempt)
+            return await self._fleet.with_retry(attempt)
         except NotFoundError:
-            return await self._fleet.surviving(attempt)
+            return await self._fleet.with_retry(attempt)
 
 
 def _owner(http: web.Request) -> OwnerId | None:

@@ -190,7 +190,7 @@ class Publisher:
 
     async def _give_up(self, capture: Capture) -> None:
         with suppress(SamplerError):  # a sampler that is down has no adapters anyway
-            await self._samplers.drop(capture.version)
+            await self._samplers.unload(capture.version)
         for directory in (capture.staging, capture.directory):
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
         drop = partial(sampling_sessions.drop_version, version_id=capture.version.id)

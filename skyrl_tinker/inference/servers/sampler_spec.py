@@ -1,4 +1,4 @@
-"""What a sampler replica is told, and what follows: memory, flags, environment of its vLLM process."""
+"""Specification of a sampler replica, and the memory, flags and environment of its vLLM process."""
 
 import os
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import psutil
 
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES
 
-MiB = 1 << 20
 SMALLEST_KV_BYTES = 64 * MiB
 KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
 PROCESS_BYTES = 1024 * MiB  # what the two processes need beside weights and KV cache
@@ -39,7 +39,7 @@ class SamplerSpec:
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
 
     def gpus_of(self, replica: int) -> tuple[Gpu, ...]:
-        """The shared ones that it runs on."""
+        """The shared GPUs that the replica runs on."""
         size = self.tensor_parallel_size
         return self.shared_gpus[replica * size : (replica + 1) * size]
 
@@ -51,7 +51,7 @@ def kv_bytes(spec: SamplerSpec) -> int:
 
 
 def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None = None) -> None:
-    """SamplerError with the numbers when CPU replicas do not fit `available` bytes (default: the free).
+    """Raise SamplerError with the numbers when CPU replicas do not fit `available` bytes (default: the free).
 
     Weights count twice: once as loaded, once as packed for the CPU's kernels.
     """
@@ -92,9 +92,9 @@ def flags(spec: SamplerSpec, port: int) -> list[str]:
     switches = ["--enable-scale-out", "--enable-lora", "--enable-prompt-tokens-details"]
     quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
     cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes(spec))] if spec.device == "cpu" else []
-    own = cpu if spec.device == "cpu" else _gpu_flags(spec)
+    device = cpu if spec.device == "cpu" else _gpu_flags(spec)
     pairs = [text for flag, value in common.items() for text in (flag, str(value))]
-    return [*pairs, "--served-model-name", *_names(spec.model), *switches, *quiet, *own]
+    return [*pairs, "--served-model-name", *_names(spec.model), *switches, *quiet, *device]
 
 
 def _gpu_flags(spec: SamplerSpec) -> list[str]:
@@ -119,7 +119,7 @@ def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
 
 
 def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The development routes (weights, pause) are on loopback only."""
+    """Environment of vLLM's API server. Its development routes (weights, pause) are on loopback only."""
     common = {
         ENABLED_BY: "1",
         "HF_HUB_OFFLINE": "1",  # the model is always a local directory
@@ -127,13 +127,13 @@ def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) ->
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the first one is what vllm_prompt_scores adds to
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin's score_extraction patches the first one
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # context + 1: the last token is sampled, never fed
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # the default 5 s races with pooled connections
     }
     cpu = {
-        # A worker alone lives in the engine process.
+        # A single worker runs in the engine process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if spec.tensor_parallel_size == 1 else "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
