@@ -152,10 +152,10 @@ async def test_a_changed_set_of_replicas_meets_anew(
 class Sabotaged(ControlPlane):
     """All replicas, of which the last has forgotten the update when it is told to finish."""
 
-    def of(self, url: str) -> ControlPlane:
+    def replica(self, url: str) -> ControlPlane:
         if url == self.server_urls[-1]:
             return _Forgetful((url,), http=self.http)
-        return super().of(url)
+        return super().replica(url)
 
 
 class _Forgetful(ControlPlane):

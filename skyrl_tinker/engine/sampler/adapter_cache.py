@@ -15,7 +15,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 
 
 class AdapterCache:
-    """At most `capacity` are loaded, as many as each vLLM keeps in memory: it never has to evict one in use.
+    """Cache of at most `capacity` adapters, as many as each vLLM keeps in memory: it never evicts one in use.
 
     When all are in use, versions wait in turn. For each that waits, one of those that are loaded, the least
     recently used, takes no more requests until it is idle and can go, so that none starves.
@@ -52,7 +52,7 @@ class AdapterCache:
             self._wake()
 
     def in_use(self, version: WeightVersion) -> bool:
-        """Whether requests hold it or wait for it."""
+        """Return whether requests hold it or wait for it."""
         return version.id in self._users or version.id in self._waiting
 
     async def load(self, version: WeightVersion) -> None:
@@ -114,7 +114,7 @@ class AdapterCache:
         return self._missing()[:1] == [version.id] and self._has_place()
 
     def _missing(self) -> list[VersionId]:
-        """Versions that requests wait for, in turn."""
+        """List the versions that requests wait for, in turn."""
         return [version for version in self._waiting if version not in self._loaded]
 
     def _has_place(self) -> bool:

@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 class Servers(Protocol):
-    """ServerGroup or ExternalServers of inference.servers."""
+    """Processes of the replicas: ServerGroup or ExternalServers of inference.servers."""
 
-    async def lost(self, index: int) -> Loss: ...
+    async def wait_lost(self, index: int) -> Loss: ...
     def suspect(self) -> None: ...
     async def end(self, index: int) -> bool: ...
     async def replace(self, index: int) -> str: ...
@@ -46,7 +46,7 @@ class Fleet:
         router: Router | None = None,
         placement: Placement = SEPARATE,
     ) -> None:
-        """All `client.server_urls` are ready, and known to the router if there is one of ours."""
+        """Start with all `client.server_urls`, which are ready, and known to the router if it is ours."""
         self.client = client
         self.changing = AwakeLock(placement)
         self.placement = placement
@@ -63,7 +63,7 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """How many replicas serve now."""
+        """Number of replicas that serve now."""
         return len(self._members)
 
     async def adopt(self, equip: Equip) -> None:
@@ -112,18 +112,18 @@ class Fleet:
     async def _keep_replica(self, index: int, status: EngineStatus, equip: Equip) -> None:
         while True:
             loss = await self._wait_lost(index)
-            _log.error("sampler %d at %s is lost and is brought back: %s", index, loss.url, loss.reason)
+            _log.error("sampler %d at %s is lost and is replaced: %s", index, loss.url, loss.reason)
             self._remove(index)
             await self._report(status)
             await self._end(loss)
             self._leaving.discard(loss.url)
             self._note_change()
-            await self._bring_back(index, equip)
+            await self._replace(index, equip)
             await self._report(status)
 
     async def _wait_lost(self, index: int) -> Loss:
         """Return once this member has died or is condemned."""
-        lost = asyncio.ensure_future(self._servers.lost(index))
+        lost = asyncio.ensure_future(self._servers.wait_lost(index))
         condemned = asyncio.ensure_future(self._wait_for(lambda: index in self._condemned))
         try:
             await asyncio.wait((lost, condemned), return_when=asyncio.FIRST_COMPLETED)
@@ -151,7 +151,7 @@ class Fleet:
             for attempt in self._attempts:
                 attempt.cancel()
 
-    async def _bring_back(self, index: int, equip: Equip) -> None:
+    async def _replace(self, index: int, equip: Equip) -> None:
         while True:
             try:
                 async with self.placement.awake():  # it needs the memory that is the trainer's in its turns
@@ -159,7 +159,9 @@ class Fleet:
                     await self._admit(index, url, equip)
                 break
             except SamplerError as error:
-                _log.error("sampler %d does not come back, trying again in %.0f s: %s", index, RETRY_S, error)
+                _log.error(
+                    "sampler %d could not be replaced, trying again in %.0f s: %s", index, RETRY_S, error
+                )
                 await asyncio.sleep(RETRY_S)
         _log.info("sampler %d serves again at %s", index, url)
 
@@ -167,7 +169,7 @@ class Fleet:
         """Equip a newcomer and make it a member. SamplerError when it dies before."""
         async with self.changing:
             equipping = asyncio.ensure_future(_equip(url, equip))
-            lost = asyncio.ensure_future(self._servers.lost(index))
+            lost = asyncio.ensure_future(self._servers.wait_lost(index))
             try:
                 await asyncio.wait((equipping, lost), return_when=asyncio.FIRST_COMPLETED)
                 if not equipping.done():
@@ -231,7 +233,7 @@ class Fleet:
             self._attempts.discard(task)
 
     async def _loss_since(self, losses: int) -> bool:
-        """Whether a replica or router was lost since `losses` was read; False: the fault lies elsewhere."""
+        """Wait for a loss since `losses` was read; return False if none comes: the fault lies elsewhere."""
         self._servers.suspect()
         try:
             async with asyncio.timeout(NOTICED_WITHIN_S):
@@ -251,7 +253,8 @@ class Fleet:
     async def _report(self, status: EngineStatus) -> None:
         try:
             if not self._members:
-                await status.say("restarting", "no sampler serves; they start again, models are unharmed")
+                detail = "no sampler is running: they are being restarted; models are unaffected"
+                await status.say("restarting", detail)
             elif self.size < self._replicas:
                 await status.say("ready", f"{self.size} of {self._replicas} replicas serve")
             else:

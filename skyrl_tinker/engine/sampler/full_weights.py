@@ -20,7 +20,7 @@ class Swaps(Protocol):
         ...
 
     async def served(self) -> str:
-        """The name of what the samplers serve: requested when a swap has failed."""
+        """Return the name of the weights that the samplers serve: called when a swap has failed."""
         ...
 
 
@@ -77,8 +77,7 @@ class FullWeights:
             self._wake()
 
     async def offer(self, source: SampleSource) -> None:
-        """Bring it now where that helps and delays no request: to an inflight target whose requests run, and
-        to idle samplers."""
+        """Bring it to an inflight target whose requests run, or to idle samplers; otherwise do nothing."""
         while self._swapping is not None:
             await self._wait_for_change()
         idle = not self._inside and not self._waiting
@@ -93,11 +92,11 @@ class FullWeights:
 
     @property
     def swapping(self) -> bool:
-        """Whether other weights are on their way to the samplers."""
+        """True while other weights are on their way to the samplers."""
         return self._swapping is not None
 
     def in_use(self, version: WeightVersion) -> bool:
-        """Whether requests run on it, or it is on its way to the samplers."""
+        """Return whether requests run on it, or it is on its way to the samplers."""
         running = self._inside > 0 and self._state.version == version
         return running or (self._swapping is not None and self._coming == version)
 

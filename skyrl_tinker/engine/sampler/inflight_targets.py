@@ -24,7 +24,7 @@ SampleSource = WeightVersion | InflightTarget | None
 
 
 def newest(source: WeightVersion | InflightTarget) -> WeightVersion:
-    """The version that the source stands for now."""
+    """Return the version that the source stands for now."""
     return source.version if isinstance(source, InflightTarget) else source
 
 
@@ -35,8 +35,7 @@ class InflightTargets:
         self._targets: dict[ModelKey, InflightTarget] = {}
 
     def at_least(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
-        """The target of this model, moved on to `version` unless it is newer: publications may overtake
-        each other."""
+        """Return the model's target, moved on to `version` unless newer: publications may be reordered."""
         target = self._targets.get(model)
         if target is None:
             target = self._targets[model] = InflightTarget(model, version)

@@ -46,6 +46,6 @@ async def assemble(
 
 
 def sampler_gpus(settings: Settings) -> int:
-    """How many GPUs our replicas take beside the trainer's."""
+    """Count the GPUs that our replicas take beside the trainer's."""
     none = settings.sampler_urls or settings.placement == "colocated"
     return 0 if none else settings.replicas * settings.tensor_parallel_size

@@ -17,7 +17,7 @@ ABORT_PAUSE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class SampleCall:
-    """`session_key`, `eos`, `context` and `tag` are those of DataPlane.sample."""
+    """One try of a sample; `session_key`, `eos`, `context` and `tag` are those of DataPlane.sample."""
 
     data: DataPlane
     leases: Leases
@@ -28,7 +28,7 @@ class SampleCall:
     tag: str | None = None
 
     async def execute(self, request: SampleRequest) -> SampleOutput:
-        """Errors are those of DataPlane.sample and of the lease."""
+        """Sample. Errors are those of DataPlane.sample and of the lease."""
         parts = split(request)
         if len(parts) == 1:
             return join(request, [await self._complete(parts[0])])

@@ -60,11 +60,11 @@ class SamplerDriver:
         self._changed.set()
 
     def queued(self) -> int:
-        """Requests that wait for a free slot."""
+        """Count the requests that wait for a free slot."""
         return len(self._queued)
 
     def in_flight(self) -> int:
-        """Requests that the samplers have."""
+        """Count the requests that the samplers have."""
         return len(self._tasks)
 
     async def cancel(self, rows: Sequence[QueuedRow]) -> None:
@@ -84,7 +84,7 @@ class SamplerDriver:
         await self._outbox.send([*failures.items(), *also.items()])
 
     def view(self) -> SamplingView:
-        """The queues and the rate at which samples end."""
+        """Return the queues and the rate at which samples end."""
         queues, stride = self._queued.view()
         return SamplingView(
             queues,
@@ -158,7 +158,7 @@ class SamplerDriver:
             return failure_of(error)
 
     async def _source(self, session: SamplingSessionId) -> SampleSource:
-        """The weights that this sampling client samples. NotFoundError once its session is over."""
+        """Return the weights that this sampling client samples. NotFoundError once its session is over."""
         if session not in self._sources:
             if len(self._sources) >= CACHED_SESSIONS:
                 self._sources.clear()
@@ -188,7 +188,7 @@ def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tu
 async def _session_version(
     conn: AsyncConnection, session: SamplingSessionId
 ) -> tuple[SamplingSessionRow, WeightVersion | None]:
-    """The session and its version, None for the base model."""
+    """Read the session and its version, None for the base model."""
     row = await sampling_sessions.get(conn, session)
     if row is None:
         raise NotFoundError(f"no sampling session {session}")

@@ -50,27 +50,27 @@ class Samplers:
             return await self._fleet.with_retry(lambda: self._sample(source, request))
 
     def lease(self, source: SampleSource) -> Lease:
-        """A lease for one request that the caller sends to vLLM itself."""
+        """Return a lease for one request that the caller sends to vLLM itself."""
         return self._leases.open(source)
 
     @property
     def replicas(self) -> int:
-        """How many serve now, at least 1: requests that come while all are down wait inside."""
+        """Number of members, at least 1: requests that come while all are down wait inside."""
         return max(1, self._fleet.size)
 
     @property
     def paused(self) -> str | None:
-        """Why no sample makes progress just now; None while they do."""
+        """Reason why no sample makes progress just now; None while they do."""
         if not self._fleet.size:
-            return "no sampler serves: they are being started again"
+            return "no sampler is running: they are being restarted"
         if self._full_weights.swapping:
             return "samplers are updating weights"
         if self._fleet.placement.asleep:
-            return "the trainer has its turn on the devices of the samplers"
+            return "the trainer is using the samplers' devices"
         return None
 
     def in_use(self, version: WeightVersion) -> bool:
-        """Whether a sample of it is under way."""
+        """Return whether a sample of it is under way."""
         return (
             version.id in self._users or self._adapters.in_use(version) or self._full_weights.in_use(version)
         )
@@ -84,7 +84,7 @@ class Samplers:
             )
 
     def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
-        """The weights that inflight sampling clients of this model sample: `version` or a newer one."""
+        """Return the weights that inflight clients of this model sample: `version` or a newer one."""
         return self._targets.at_least(model, version)
 
     async def load(self, version: WeightVersion) -> None:
@@ -94,8 +94,10 @@ class Samplers:
                 await self._adapters.load(version)
 
     async def announce(self, source: WeightVersion | InflightTarget) -> None:
-        """Take notice of a published version: inflight requests that run on an older one go on with it; full
-        parameters come to samplers that are idle. Never raises: all comes on demand."""
+        """Bring a published version to its inflight requests, and full parameters to idle samplers.
+
+        Never raises: all comes on demand.
+        """
         with _on_demand(newest(source)):
             if newest(source).kind == "full":
                 await self._full_weights.offer(source)
@@ -150,11 +152,11 @@ def _on_demand(version: WeightVersion) -> Iterator[None]:
     try:
         yield
     except SkyrlTinkerError as error:
-        _log.warning("%s was not brought to the samplers at once: %s", version.name, error)
+        _log.warning("%s is not loaded by the samplers yet: %s", version.name, error)
 
 
 def _session_key(source: SampleSource, request: SampleRequest) -> str:
-    """A key by which requests that can share cached prefixes go to the same server."""
+    """Return the key by which requests that can share cached prefixes go to the same server."""
     name = source.tag if isinstance(source, InflightTarget) else source.name if source else BASE_MODEL
     digest = hashlib.sha256(name.encode())
     digest.update(array("q", request.prompt[:AFFINITY_TOKENS]).tobytes())

@@ -31,7 +31,7 @@ class SleepControl:
     async def _call(self, url: str, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await call(self._fleet.client.control.of(url))
+                await call(self._fleet.client.control.replica(url))
         except (SamplerError, TimeoutError) as error:
             self._fleet.condemn(url, f"it did not {what}: {error!r}")
             await self._fleet.wait_ended(url)

@@ -42,7 +42,7 @@ class TmpfsSpill:
                     shutil.rmtree(path, ignore_errors=True)
 
     def _would_help(self) -> bool:
-        """False where the weights lie on a disk anyway."""
+        """Return False where the weights lie on a disk anyway."""
         self._disk.mkdir(parents=True, exist_ok=True)
         return os.stat(self._memory).st_dev != os.stat(self._disk).st_dev
 

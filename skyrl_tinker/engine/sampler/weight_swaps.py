@@ -10,7 +10,7 @@ from skyrl_tinker.weight_sync.sync import WeightSyncError, WeightTransport, sync
 
 
 class WeightSwaps:
-    """A version None stands for the base weights."""
+    """Swaps of the weights that the fleet serves. A version None stands for the base weights."""
 
     def __init__(self, fleet: Fleet, transport: WeightTransport, facts: BaseModelFacts) -> None:
         self._fleet = fleet
@@ -31,7 +31,7 @@ class WeightSwaps:
                 raise
 
     async def served(self) -> str:
-        """The name of what all members serve. SamplerError when they disagree."""
+        """Return the name of the weights that all members serve. SamplerError when they disagree."""
         async with self._fleet.changing:
             name = await self._fleet.client.control.weight_version()
         return BASE_MODEL if name == VLLM_START_VERSION else name

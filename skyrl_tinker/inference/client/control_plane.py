@@ -30,17 +30,17 @@ class ControlPlane:
     http: JsonHttp = field(default_factory=JsonHttp)
     in_flight: InFlight = field(default_factory=InFlight)
 
-    def of(self, url: str) -> "ControlPlane":
-        """The control plane of one replica, over the same connections."""
+    def replica(self, url: str) -> "ControlPlane":
+        """Return the control plane of one replica, over the same connections."""
         return ControlPlane((url,), self.patience_s, self.http)
 
     async def world_sizes(self) -> tuple[int, ...]:
-        """Workers of each replica."""
+        """Count the workers of each replica."""
         answers = await self._call_all("GET", "/get_world_size", params={"include_dp": "true"})
         return tuple(int(answer["world_size"]) for answer in answers)
 
     async def world_size(self) -> int:
-        """Workers of all replicas together."""
+        """Count the workers of all replicas together."""
         return sum(await self.world_sizes())
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -56,7 +56,7 @@ class ControlPlane:
         _require(await self._gather(lambda url: self._unload(url, name)))
 
     async def adapters(self) -> list[str]:
-        """Names of the adapters that any replica has."""
+        """List the names of the adapters that any replica has."""
         answers = await self._call_all("GET", "/v1/models")
         return sorted({model["id"] for answer in answers for model in answer["data"] if model.get("parent")})
 
@@ -77,7 +77,7 @@ class ControlPlane:
         await self._call_all("POST", "/resume")
 
     async def is_paused(self) -> bool:
-        """Whether all are; SamplerError when some are and some are not."""
+        """Return whether all are; SamplerError when some are and some are not."""
         return _common([bool(answer["is_paused"]) for answer in await self._call_all("GET", "/is_paused")])
 
     async def abort(self, tag: str) -> None:
@@ -113,7 +113,7 @@ class ControlPlane:
         await self._call_all("POST", "/wake_up", params=[("tags", tag) for tag in tags], long=True)
 
     async def is_sleeping(self) -> bool:
-        """Whether all are; SamplerError when some are and some are not."""
+        """Return whether all are; SamplerError when some are and some are not."""
         return _common(
             [bool(answer["is_sleeping"]) for answer in await self._call_all("GET", "/is_sleeping")]
         )
@@ -140,12 +140,12 @@ class ControlPlane:
         )
 
     async def weight_version(self) -> str:
-        """The version of the full weights that all replicas serve; VLLM_START_VERSION until an update."""
+        """Return the version of the full weights of all replicas; VLLM_START_VERSION until an update."""
         answers = await self._call_all("GET", "/weight_info")
         return _common([str(answer["weight_version"]) for answer in answers])
 
     async def health(self) -> None:
-        """SamplerError when a replica cannot take requests."""
+        """Raise SamplerError when a replica cannot take requests."""
         await self._call_all("GET", "/health")
 
     async def _load(self, url: str, name: str, path: str) -> bool:
@@ -203,10 +203,10 @@ class ControlPlane:
                 _log.warning("%s could not take back what other replicas failed at: %s", url, result)
 
     async def _gather(self, call: Call, urls: Iterable[str] | None = None) -> dict[str, Any]:
-        """Answers or SamplerErrors by replica. All calls run to their end: none changes things later."""
+        """Return answers or SamplerErrors by replica. All calls run to their end: none acts later."""
         targets = list(self.server_urls if urls is None else urls)
         if not targets and urls is None:
-            raise SamplerError("no sampler serves")
+            raise SamplerError("no sampler is running")
         results = await asyncio.gather(*map(call, targets), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, SamplerError):

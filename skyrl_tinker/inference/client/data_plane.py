@@ -54,36 +54,36 @@ class DataPlane:
         return vllm_responses.parse(payload, request, switched=attempt.switched)
 
     async def generate(self, body: Json, *, headers: Headers | None = None) -> Any:
-        """Token ids in and out."""
+        """Generate with token ids in and out."""
         return await self._post("/inference/v1/generate", body, headers)
 
     async def completion(self, body: Json, *, headers: Headers | None = None) -> Any:
-        """OpenAI's; for `"stream": true` use `stream`."""
+        """Make an OpenAI request; for `"stream": true` use `stream`."""
         return await self._post("/v1/completions", body, headers)
 
     async def chat_completion(self, body: Json, *, headers: Headers | None = None) -> Any:
-        """OpenAI's; for `"stream": true` use `stream`."""
+        """Make an OpenAI request; for `"stream": true` use `stream`."""
         return await self._post("/v1/chat/completions", body, headers)
 
     async def render(self, body: Json) -> list[dict[str, Any]]:
-        """Bodies of `generate` for a completion (one per prompt) or chat completion (one)."""
+        """Return bodies of `generate` for a completion (one per prompt) or chat completion (one)."""
         if "messages" in body:
             return [await self._post("/v1/chat/completions/render", body)]
         return list(await self._post("/v1/completions/render", body))
 
     async def tokenize(self, body: Json) -> Any:
-        """{"model", "prompt"} or {"model", "messages"} -> {"tokens", "count", "max_model_len"}"""
+        """Turn {"model", "prompt"} or {"model", "messages"} into {"tokens", "count", "max_model_len"}."""
         return await self._post("/tokenize", body)
 
     async def detokenize(self, body: Json) -> Any:
-        """{"model", "tokens"} -> {"prompt"}"""
+        """Turn {"model", "tokens"} into {"prompt"}."""
         return await self._post("/detokenize", body)
 
     @asynccontextmanager
     async def stream(
         self, path: StreamPath, body: Json, *, headers: Headers | None = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Server-sent events as vLLM writes them, in pieces of any length. `body` has `"stream": true`.
+        """Yield server-sent events as vLLM writes them, in pieces of any length. `body` has `"stream": true`.
 
         Raises on entering, before anything was yielded. Leaving it early aborts the request.
         """

@@ -66,7 +66,7 @@ class JsonHttp:
     async def stream(
         self, url: str, *, json: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """POST; yields the pieces of the answer as they come. Not tried again.
+        """POST and yield the pieces of the answer as they come. Not tried again.
 
         SamplerError when the connection fails, HttpStatusError on entering for any status from 400.
         """
@@ -128,7 +128,7 @@ def _decode(content: bytes) -> Any:
 
 
 def _message(content: bytes) -> str:
-    """The text in {"error": {"message"}}, {"error": text} or {"detail"}, as vLLM writes them."""
+    """Read the text in {"error": {"message"}}, {"error": text} or {"detail"}, as vLLM writes them."""
     payload = _decode(content)
     if not isinstance(payload, dict):
         return content.decode(errors="replace")[:2000]

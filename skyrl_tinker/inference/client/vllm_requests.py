@@ -32,7 +32,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 def split(request: SampleRequest) -> list[SampleRequest]:
-    """Requests that vLLM can serve, with consecutive seeds: cut at MAX_SEQUENCES and where seed + i wraps.
+    """Split into requests that vLLM can serve, with consecutive seeds: at MAX_SEQUENCES and where seeds wrap.
 
     At temperature 0 all samples are the same, so one is requested. The first part alone scores the prompt,
     with one sample: vLLM would score it anew for each.
@@ -53,7 +53,7 @@ def split(request: SampleRequest) -> list[SampleRequest]:
 def remainder(
     request: SampleRequest, index: int, kept: tuple[int, ...], *, context: int
 ) -> SampleRequest | None:
-    """The request for what follows the kept tokens of sample `index`; None when nothing is to follow."""
+    """Make the request for what follows the kept tokens of sample `index`; None when nothing is to follow."""
     left = max_tokens(request, context) - len(kept)
     if left < 1:
         return None
@@ -62,7 +62,7 @@ def remainder(
 
 
 def body(model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
-    """JSON of POST /inference/v1/generate. UserError when the prompt leaves no room for a token."""
+    """Make the JSON of POST /inference/v1/generate. UserError when the prompt leaves no room for a token."""
     params = request.params
     sampling = {
         "n": request.num_samples,
@@ -93,7 +93,7 @@ def max_tokens(request: SampleRequest, context: int) -> int:
 
 
 def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) -> dict[str, Any]:
-    """Which tokens and texts end a sequence. vLLM's own EOS is off, so this list is complete."""
+    """List the tokens and texts that end a sequence. vLLM's own EOS is off, so the list is complete."""
     if stop == ():
         return {"ignore_eos": True}
     ids = [item for item in stop or () if isinstance(item, int)]
@@ -114,7 +114,7 @@ def _seed(params: SamplingParams, index: int) -> int | None:
 
 
 def _resumed_seed(params: SamplingParams, index: int, position: int) -> int | None:
-    """Seed of sample `index` from its token `position` on; resumed under other weights, it draws anew."""
+    """Return the seed of sample `index` from its token `position` on; what is resumed there draws anew."""
     seed = _seed(params, index)
     if seed is None or position == 0:
         return seed
@@ -130,13 +130,13 @@ def scores_prompt(request: SampleRequest) -> bool:
 
 
 def needs_plugin(request: SampleRequest) -> bool:
-    """Whether the plugin has to score this prompt; one of a single token has no position to score."""
+    """Return whether the plugin has to score this prompt; a single token has no position to score."""
     requested = request.target_prompt_logprobs is not None or request.prompt_alt_tokens_k > 0
     return requested and len(request.prompt) > 1
 
 
 def without_scores(request: SampleRequest) -> SampleRequest:
-    """The same samples, with nothing of the prompt."""
+    """Return the request for the same samples, without scores of the prompt."""
     return replace(
         request,
         prompt_logprobs=False,
@@ -175,12 +175,12 @@ class ScoreWork:
         return int(self.targets.shape[1]) + 2 * self.draws
 
     def uniforms(self) -> npt.NDArray[np.float64]:
-        """[len(prompt) - 1, draws] in [0, 1)"""
+        """Draw [len(prompt) - 1, draws] in [0, 1)."""
         return np.random.default_rng(self.seed).random((len(self.targets), self.draws))
 
 
 def pack(request: SampleRequest) -> dict[str, Any]:
-    """The plugin's work as JSON. Draws of a request without a seed get one here."""
+    """Write the plugin's work as JSON. Draws of a request without a seed get one here."""
     table = target_table(request)
     seed = request.params.seed
     return {
@@ -200,13 +200,16 @@ def unpack_work(packed: dict[str, Any]) -> ScoreWork:
 
 
 def _first_named(table: Int32) -> int:
-    """The first row that names a token: those before it need no score."""
+    """Return the first row that names a token: those before it need no score."""
     named = (table >= 0).any(axis=1)
     return int(named.argmax()) if named.any() else len(table)
 
 
 def target_table(request: SampleRequest) -> Int32:
-    """[len(prompt) - 1, K]: listed cells of CSR are moved to the left, so K is the longest row's length."""
+    """Tabulate targets as [len(prompt) - 1, K].
+
+    Listed cells of CSR are moved to the left, so K is the longest row's length.
+    """
     rows, targets = len(request.prompt) - 1, request.target_prompt_logprobs
     if targets is None:
         return np.empty((rows, 0), np.int32)

@@ -48,7 +48,7 @@ class GeneratedSequence:
     versions: tuple[VersionSpan, ...] = ()
 
     def first(self, count: int) -> "GeneratedSequence":
-        """The first tokens only, still aborted."""
+        """Return the first tokens only, still aborted."""
         return GeneratedSequence(
             self.tokens[:count],
             self.logprobs[:count],
@@ -86,8 +86,10 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class VllmResponse:
-    """`scored`: the prompt's scores are there, or none were requested; `switched`: the request's tag was
-    aborted, so aborted sequences go on under other weights."""
+    """One response of vLLM. `scored`: the prompt's scores are there, or none were requested.
+
+    `switched`: the request's tag was aborted, so aborted sequences go on under other weights.
+    """
 
     sequences: tuple[GeneratedSequence, ...]
     cached_tokens: int
@@ -168,12 +170,12 @@ def _topk_sampled(position: Mapping[str, Any], k: int) -> TopkRow:
 
 
 def _best(candidates: Iterable[tuple[int, float]], k: int) -> TopkRow:
-    """The k most likely (token, logprob), the most likely first; of equal ones the lower token first."""
+    """Return the k most likely (token, logprob), best first; of equal ones the lower token first."""
     return tuple(sorted(candidates, key=lambda candidate: (-candidate[1], candidate[0]))[:k])
 
 
 def _versions(choice: Mapping[str, Any], model: str | None, count: int) -> tuple[VersionSpan, ...]:
-    """Spans of tokens by weight version: the adapter's name; for full weights as vLLM reports them."""
+    """Return spans of tokens by weight version: the adapter's name; for full weights as vLLM reports them."""
     if count == 0:
         return ()
     if model is not None and model != BASE_MODEL:
@@ -188,7 +190,7 @@ def _version_name(name: str) -> str:
 
 
 def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:
-    """[len(prompt)]; NaN for the first token, which has no predecessor, and for those before the last n."""
+    """Return [len(prompt)]; NaN for the first, which has no predecessor, and for those before the last n."""
     first = _first_scored(request)
     return tuple(
         float(row[str(token)]["logprob"]) if row is not None and index >= first else math.nan
@@ -197,7 +199,7 @@ def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:
 
 
 def _topk_prompt(rows: Rows, request: SampleRequest) -> tuple[TopkRow, ...]:
-    """[len(prompt)]; vLLM lists the prompt's own token, too, also where it is not among the k most likely."""
+    """Return [len(prompt)]; vLLM also lists the prompt's own token, where it is not among the k best."""
     first, k = _first_scored(request), request.topk_prompt_logprobs
     return tuple(
         _best(((int(token), float(entry["logprob"])) for token, entry in row.items()), k)
@@ -208,13 +210,13 @@ def _topk_prompt(rows: Rows, request: SampleRequest) -> tuple[TopkRow, ...]:
 
 
 def _first_scored(request: SampleRequest) -> int:
-    """The first prompt position whose score was requested."""
+    """Return the first prompt position whose score was requested."""
     last_n = request.prompt_logprobs_last_n
     return 1 if last_n is None else max(1, len(request.prompt) - last_n)
 
 
 def _prompt_scores(matrix: str, request: SampleRequest) -> PromptScores:
-    """The plugin's matrix: base64 of a .npy file with rows [first, len(prompt) - 1)."""
+    """Read the plugin's matrix: base64 of a .npy file with rows [first, len(prompt) - 1)."""
     scores: Float32 = np.load(io.BytesIO(base64.b64decode(matrix)), allow_pickle=False)
     table = target_table(request)
     width, draws = table.shape[1], request.prompt_alt_tokens_k
@@ -227,7 +229,7 @@ def _prompt_scores(matrix: str, request: SampleRequest) -> PromptScores:
 
 
 def _in_order(targets: TargetTokens | None, whole: Float32) -> tuple[float, ...]:
-    """[cells] in the order of targets.tokens"""
+    """Return [cells] in the order of targets.tokens."""
     if targets is None:
         return ()
     if targets.crow is None:
@@ -249,7 +251,7 @@ def _alt_tokens(columns: Float32, draws: int) -> AltTokens:
 async def resumable(
     request: SampleRequest, aborted: GeneratedSequence, *, switched: bool, text_of: TextOf
 ) -> GeneratedSequence:
-    """The part of an aborted sequence that is kept: it goes on after that, with the logprobs it has.
+    """Return the part of an aborted sequence that is kept: it goes on after that, with the logprobs it has.
 
     * A seeded sequence cannot take up its random numbers in the middle. When nothing but a pause aborted it,
       it starts over and comes out as if never interrupted. When its policy was switched
@@ -273,7 +275,7 @@ async def resumable(
 
 
 def _ends_in_stop(text: str, skipped: int, stops: tuple[str, ...]) -> bool:
-    """Whether a stop string may have begun at the end of text[skipped:]."""
+    """Return whether a stop string may have begun at the end of text[skipped:]."""
     generated = text[skipped:]
     ending = len(generated) - len(generated.rstrip(REPLACEMENT))
     if 0 < ending <= LONGEST_INCOMPLETE and not all(stop.isascii() for stop in stops):

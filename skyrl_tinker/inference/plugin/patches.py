@@ -118,7 +118,7 @@ def bgmv_shrink(
     slots: torch.Tensor,
     scaling: float = 1.0,
 ) -> None:
-    """output[row] = scaling * A[slot of row] @ inputs[row]; zero where the slot is negative."""
+    """Set output[row] = scaling * A[slot of row] @ inputs[row]; zero where the slot is negative."""
     for slot, rows in _rows_by_slot(slots):
         if slot < 0:
             output[rows] = 0
@@ -148,7 +148,7 @@ def bgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """output[row, slice] += B[slot of row] @ inputs[row]; base rows (slot < 0) get nothing added."""
+    """Add to output[row, slice] += B[slot of row] @ inputs[row]; base rows (slot < 0) get nothing added."""
     columns = output[:, slice_offset : slice_offset + slice_size]
     if not add_inputs:
         columns.zero_()
@@ -158,7 +158,7 @@ def bgmv_expand_slice(
 
 
 def _rows_by_slot(slots: torch.Tensor) -> list[tuple[int, torch.Tensor | slice]]:
-    """Rows of each slot; a single slot stands for all rows, also when `slots` has one entry."""
+    """List the rows of each slot; a single slot stands for all rows, also when `slots` has one entry."""
     first = int(slots[0])
     if bool((slots == first).all()):
         return [(first, slice(None))]
@@ -166,7 +166,7 @@ def _rows_by_slot(slots: torch.Tensor) -> list[tuple[int, torch.Tensor | slice]]
 
 
 def _matrix(weights: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tensor:
-    """[slots, 1, out, in] or [slots, out, in] -> [out, in]"""
+    """Slice [slots, 1, out, in] or [slots, out, in] to [out, in]."""
     return weights[slot].reshape(-1, weights.shape[-1]).to(dtype)
 
 

@@ -75,7 +75,7 @@ def _score_step(
 
 
 def _progress_of(runner: Any, request: str) -> _Progress | None:
-    """The request's progress, an attribute of its state, with which it is freed; None: nothing to score."""
+    """Return the request's progress, an attribute of its state; None when there is nothing to score."""
     state = runner.requests[request]
     packed = ((state.sampling_params and state.sampling_params.extra_args) or {}).get(SCORES_KEY)
     if packed is None:
@@ -104,7 +104,7 @@ def _fill(runner: Any, request: str, count: int, hidden_states: torch.Tensor, pr
 
 
 def scores(logits: torch.Tensor, work: ScoreWork, rows: slice, uniforms: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] from logits [rows, vocabulary]; logprobs are raw, draws at the temperature."""
+    """Return [rows, columns] from logits [rows, vocabulary]; logprobs are raw, draws at the temperature."""
     logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
     targets = torch.from_numpy(work.targets[rows].astype(np.int64)).to(logits.device)
     drawn = draw(logits, work.temperature, uniforms)
@@ -113,7 +113,7 @@ def scores(logits: torch.Tensor, work: ScoreWork, rows: slice, uniforms: torch.T
 
 
 def draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor) -> torch.Tensor:
-    """[rows, draws]: for each uniform u the first token up to which there is more probability than u."""
+    """Return [rows, draws]: for each uniform u the first token up to which the probability exceeds u."""
     if temperature == 0 or uniforms.shape[1] == 0:
         return logits.argmax(-1, keepdim=True).expand(-1, uniforms.shape[1])
     mass = torch.softmax(logits.double() / temperature, -1).cumsum(-1)

@@ -42,9 +42,9 @@ class ExternalServers:
     def urls(self) -> tuple[str, ...]:
         return self._urls
 
-    async def lost(self, index: int) -> Loss:
+    async def wait_lost(self, index: int) -> Loss:
         """Return once it serves no more: it refuses connections, or gives no answer for `hang_s`."""
-        return await HealthWatch(self._urls[index], self._hang_s, self._suspicion, _running).lost(index)
+        return await HealthWatch(self._urls[index], self._hang_s, self._suspicion, _running).wait_lost(index)
 
     def suspect(self) -> None:
         """Have all of them checked now: a request failed."""

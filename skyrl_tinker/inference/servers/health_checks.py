@@ -52,7 +52,7 @@ class HealthWatch:
         self._suspicion = suspicion
         self._ended = ended
 
-    async def lost(self, index: int) -> Loss:
+    async def wait_lost(self, index: int) -> Loss:
         """Return once it is lost. Checks count, not seconds, as this process itself may have stood still."""
         silent = 0
         async with aiohttp.ClientSession() as http:
@@ -81,7 +81,7 @@ class HealthWatch:
 
 
 async def health(http: aiohttp.ClientSession, url: str, timeout_s: float) -> int | None:
-    """HTTP status of GET /health; None when there was no answer."""
+    """Return the HTTP status of GET /health; None when there was no answer."""
     try:
         async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(timeout_s)) as response:
             return response.status

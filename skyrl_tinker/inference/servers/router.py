@@ -170,7 +170,7 @@ class Router:
             raise SamplerError(f"the router failed at {path} of {url}: {error!r}") from error
 
     async def _status(self, http: aiohttp.ClientSession) -> int | None:
-        """HTTP status of /liveness; None when it does not answer."""
+        """Return the HTTP status of /liveness; None when it does not answer."""
         try:
             async with http.get(f"{self.url}/liveness", timeout=aiohttp.ClientTimeout(TRY_S)) as response:
                 return response.status

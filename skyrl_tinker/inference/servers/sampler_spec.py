@@ -39,7 +39,7 @@ class SamplerSpec:
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
 
     def gpus_of(self, replica: int) -> tuple[Gpu, ...]:
-        """The shared GPUs that the replica runs on."""
+        """Return the shared GPUs that the replica runs on."""
         size = self.tensor_parallel_size
         return self.shared_gpus[replica * size : (replica + 1) * size]
 
@@ -73,7 +73,7 @@ def _times(replicas: int) -> str:
 
 
 def flags(spec: SamplerSpec, port: int) -> list[str]:
-    """Arguments of vLLM's API server."""
+    """Return the arguments of vLLM's API server."""
     common: dict[str, str | int] = {
         "--model": spec.model.directory,
         "--host": "127.0.0.1",
@@ -107,7 +107,7 @@ def _names(model: BaseModelFacts) -> tuple[str, ...]:
 
 
 def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
-    """The environment of a replica that shares GPUs with the trainer, as if Ray had given them to it.
+    """Return the environment of a replica that shares GPUs with the trainer, as if Ray had assigned them.
 
     vLLM's sleeping allocator refuses PyTorch's expandable segments, which a trainer may well want.
     """
@@ -119,7 +119,7 @@ def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
 
 
 def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of vLLM's API server. Its development routes (weights, pause) are on loopback only."""
+    """Return the environment of vLLM's API server; its routes for weights and pauses are on loopback only."""
     common = {
         ENABLED_BY: "1",
         "HF_HUB_OFFLINE": "1",  # the model is always a local directory

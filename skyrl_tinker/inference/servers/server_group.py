@@ -54,11 +54,11 @@ class ServerGroup:
         """Base URLs, known once `ready` returned; a replacement has another one."""
         return tuple(replica.url for replica in self._replicas)
 
-    async def lost(self, index: int) -> Loss:
+    async def wait_lost(self, index: int) -> Loss:
         """Return once this replica serves no more: a process died (noticed in 2 s), or it hangs."""
         replica = self._replicas[index]
         watch = HealthWatch(replica.url, self._spec.hang_s, self._suspicion, replica.exit_reason)
-        return await watch.lost(index)
+        return await watch.wait_lost(index)
 
     def suspect(self) -> None:
         """Have all of them checked now: a request failed."""
@@ -86,7 +86,7 @@ class ServerGroup:
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
 
     def pids(self) -> list[int]:
-        """Process ids of the vLLM API servers; their engine processes are children of these."""
+        """Return process ids of the vLLM API servers; their engine processes are children of these."""
         return [replica.pid for replica in self._replicas if replica.pid]
 
 
@@ -124,7 +124,7 @@ class _Replica:
         return cast(str, await _answer(self._actor.log_tail.remote()))
 
     async def exit_reason(self) -> str | None:
-        """The reason why it runs no more; None while it runs."""
+        """Return why it runs no more; None while it runs."""
         try:
             code = (await self.status()).exit_code
         except SamplerError as error:
@@ -149,7 +149,7 @@ class _Replica:
 
 
 def _ray_options(spec: SamplerSpec, index: int) -> dict[str, Any]:
-    """Ray's options: GPUs of its own, or a place beside the trainer's ranks, to which Ray counts the GPUs."""
+    """Return Ray's options: GPUs of its own, or a place beside the trainer's ranks, which own the GPUs."""
     shared = spec.gpus_of(index)
     if shared:
         beside = NodeAffinitySchedulingStrategy(shared[0].node, soft=False)

@@ -71,7 +71,7 @@ class VllmServer:
         return ServerStatus(self._url, process.pid, os.getpid(), process.poll())
 
     def log_tail(self) -> str:
-        """The end of this process's log."""
+        """Return the end of this process's log."""
         with self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - TAIL_BYTES))
@@ -107,7 +107,7 @@ class VllmServer:
 
 
 def _shared_memory(pid: int) -> set[Path]:
-    """Files of its descendants in /dev/shm, which vLLM leaves when tensor-parallel workers are killed."""
+    """List its descendants' files in /dev/shm, which vLLM leaves when tensor-parallel workers are killed."""
     files = set()
     with suppress(psutil.NoSuchProcess):  # gone already
         for process in psutil.Process(pid).children(recursive=True):

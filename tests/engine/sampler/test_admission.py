@@ -17,7 +17,7 @@ class Servers:
         self.dies = asyncio.Event()
         self.ended: list[int] = []
 
-    async def lost(self, index: int) -> Loss:
+    async def wait_lost(self, index: int) -> Loss:
         await self.dies.wait()
         return Loss(index, NEW, "it died")
 

@@ -160,7 +160,7 @@ async def test_a_lost_external_replica_is_done_without_and_taken_back_with_all_a
         await line.lay()
         await until_size(fleet, 2)
         assert fleet.client.server_urls[1] == line.url
-        assert name in await fleet.client.control.of(line.url).adapters()
+        assert name in await fleet.client.control.replica(line.url).adapters()
         await sample_many(fleet, name)
     await fleet.client.control.unload_adapter(name)
 

@@ -41,7 +41,7 @@ class Processes:
     def __init__(self) -> None:
         self.ended: list[int] = []
 
-    async def lost(self, index: int) -> Loss:
+    async def wait_lost(self, index: int) -> Loss:
         return await asyncio.Future()
 
     def suspect(self) -> None:

@@ -28,7 +28,7 @@ async def test_a_pause_reaches_all_and_is_taken_back_when_one_hangs(both: Sample
     client, urls = both.client, both.client.server_urls
     await client.control.pause("keep")
     assert await client.control.is_paused()
-    await client.control.of(urls[1]).resume()
+    await client.control.replica(urls[1]).resume()
     with pytest.raises(SamplerError, match="replicas differ"):
         await client.control.is_paused()
     await client.control.resume()
@@ -55,14 +55,14 @@ async def test_an_adapter_is_loaded_on_all_or_on_none(both: Sampler, tmp_path: P
     with pytest.raises(NotFoundError):
         await both(name, ask(prompt_of(5)))
 
-    await client.control.of(urls[1]).load_adapter(name, str(tmp_path / name))
+    await client.control.replica(urls[1]).load_adapter(name, str(tmp_path / name))
     await client.control.load_adapter(name, str(tmp_path / name))  # also where it is already
     client.control.server_urls = (*urls, NOBODY)
     with pytest.raises(SamplerError, match=NOBODY):
         await client.control.load_adapter(name, str(tmp_path / name))
     client.control.server_urls = urls
     for url in urls:  # and what was there stays
-        assert name in await client.control.of(url).adapters()
+        assert name in await client.control.replica(url).adapters()
     await client.control.unload_adapter(name)
     assert name not in await client.control.adapters()
 
@@ -88,7 +88,7 @@ async def test_every_replica_that_failed_is_named(both: Sampler) -> None:
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9/health.*127\.0\.0\.1:10/health"):
         await client.control.health()
     client.control.server_urls = ()
-    with pytest.raises(SamplerError, match="no sampler serves"):
+    with pytest.raises(SamplerError, match="no sampler is running"):
         await client.control.health()
 
 
