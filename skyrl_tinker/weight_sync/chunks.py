@@ -5,7 +5,7 @@ Imports no torch: the engine reads the index too, and bytes have no type.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -152,7 +152,3 @@ def _read_into(descriptor: int, buffer: memoryview, entry: TensorEntry) -> None:
         if not count:
             raise SamplerError(f"{entry.file} ends within tensor {entry.name}")
         done += count
-
-
-def total_bytes(chunks: Sequence[WeightChunk]) -> int:
-    return sum(chunk.size for chunk in chunks)

@@ -54,13 +54,8 @@ class GlooTransport(BroadcastTransport):
     factory = GlooSender
 
     def join_message(self, address: int, rank_offset: int, world: int) -> Message:
-        return {
-            "transport": NAME,
-            "host": HOST,
-            "port": address,
-            "rank_offset": rank_offset,
-            "world_size": world,
-        }
+        group = {"host": HOST, "port": address, "rank_offset": rank_offset, "world_size": world}
+        return {"transport": NAME, **group}
 
     def update_message(self, chunk: WeightChunk, *, last: bool) -> Message:
         return {

@@ -83,11 +83,8 @@ class NcclTransport(BroadcastTransport):
     factory = NcclSender
 
     def join_message(self, address: str, rank_offset: int, world: int) -> Message:
-        """Set the buffer size such that an update is one broadcast on both sides.
-
-        vLLM cuts an update behind the tensor that exceeds the buffer size; our chunks are within it, or they
-        are a single tensor.
-        """
+        # vLLM cuts an update behind the tensor that exceeds the buffer. Our chunks are within it or a single
+        # tensor, so that an update is one broadcast on both sides.
         return {
             "nccl_unique_id_b64": address,
             "rank_offset": rank_offset,

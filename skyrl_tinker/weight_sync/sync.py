@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
-from skyrl_tinker.weight_sync.chunks import total_bytes
 from skyrl_tinker.weight_sync.transport import (
     Phase,
     Replica,
@@ -83,7 +82,8 @@ class _Update:
         finally:  # a trainer that fails at it is dead, which the engine notices
             await _try_all([self._transport.close()])
         assert self._paused_at is not None
-        return Synced(total_bytes(chunks), ended - began, ended - self._paused_at)
+        size = sum(chunk.size for chunk in chunks)
+        return Synced(size, ended - began, ended - self._paused_at)
 
     async def undo(self, previous: tuple[Path, str]) -> tuple[str, ...]:
         """Restore the old weights; return the replicas where that failed."""

@@ -142,7 +142,7 @@ class OpenAIServer:
     async def _ask(self, call: _OpenAICall) -> Any:
         data = self._fleet.client.data
         chat = isinstance(call.wanted, ChatCompletionRequest)
-        async with self._samplers.lease(call.version) as name:
+        async with self._samplers.leases.open(call.version) as name:
             ask = data.chat_completion if chat else data.completion
             return await ask(call.body | {"model": name}, headers=call.headers)
 
@@ -166,10 +166,9 @@ class OpenAIServer:
     async def _open(self, call: _OpenAICall, upstream: AsyncExitStack) -> AsyncIterator[bytes]:
         """Events, once the first is here: until then another replica may take over."""
         async with AsyncExitStack() as stack:
-            name = await stack.enter_async_context(self._samplers.lease(call.version))
-            stream = self._fleet.client.data.stream(
-                call.path, call.body | {"model": name}, headers=call.headers
-            )
+            name = await stack.enter_async_context(self._samplers.leases.open(call.version))
+            body = call.body | {"model": name}
+            stream = self._fleet.client.data.stream(call.path, body, headers=call.headers)
             events = _events(await stack.enter_async_context(stream))
             first = await anext(events)
             upstream.push_async_exit(stack.pop_all())

@@ -27,7 +27,7 @@ class AdapterCache:
         self._loaded: OrderedDict[VersionId, WeightVersion] = OrderedDict()  # least recently used first
         self._users: Counter[VersionId] = Counter()
         self._waiting: OrderedDict[VersionId, int] = OrderedDict()  # how many requests wait for each
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._changed = asyncio.Event()
 
     async def acquire(self, source: WeightVersion | InflightTarget) -> WeightVersion:
         """Return the version whose adapter is loaded, and stays so until `release`.
@@ -89,7 +89,7 @@ class AdapterCache:
         self._waiting[version.id] = self._waiting.get(version.id, 0) + 1
         try:
             while not await self._load_in_turn(version):
-                await self._wait_for_change()
+                await self._changed.wait()
         finally:
             self._waiting[version.id] -= 1
             if not self._waiting[version.id]:
@@ -124,7 +124,7 @@ class AdapterCache:
         return next((version for version in self._loaded if version not in self._users), None)
 
     async def _load(self, version: WeightVersion) -> None:
-        if not await _exists(version):
+        if not await asyncio.to_thread(Path(version.directory).is_dir):
             raise StateLostError(
                 f"the weights of this sampling client are gone from {version.directory}: save them again"
             )
@@ -141,19 +141,6 @@ class AdapterCache:
             with suppress(SamplerError):
                 await self._fleet.client.control.unload_adapter(loaded.name)
 
-    async def _wait_for_change(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)
-
     def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-
-async def _exists(version: WeightVersion) -> bool:
-    return await asyncio.to_thread(Path(version.directory).is_dir)
+        self._changed.set()  # all that wait now, and none later
+        self._changed.clear()

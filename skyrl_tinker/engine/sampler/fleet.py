@@ -199,9 +199,11 @@ class Fleet:
             reason = await router.wait_died()
             _log.error("%s and is started again", reason)
             self._losses += 1
-            self._route(None)  # one member serves all meanwhile
+            self._proxy_url = None  # one member serves all meanwhile
+            self._retarget()
             await self._restart_router(router)
-            self._route(router.url)
+            self._proxy_url = router.url
+            self._retarget()
 
     async def _restart_router(self, router: Router) -> None:
         while True:
@@ -211,10 +213,6 @@ class Fleet:
             except SamplerError as error:
                 _log.error("trying again in %.0f s: %s", RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
-
-    def _route(self, proxy_url: str | None) -> None:
-        self._proxy_url = proxy_url
-        self._retarget()
 
     # Requests that wait
 

@@ -13,15 +13,10 @@ from skyrl_tinker.inference.constants import BASE_MODEL
 
 
 class Swaps(Protocol):
-    """weight_swaps.WeightSwaps."""
+    """Interface of WeightSwaps. Requests that run during a swap are of an inflight target and go on."""
 
-    async def swap(self, new: WeightVersion | None, old: WeightVersion | None) -> None:
-        """Bring in weights; requests that run meanwhile are of an inflight target and go on with the new."""
-        ...
-
-    async def served(self) -> str:
-        """Return the name of the weights that the samplers serve: called when a swap has failed."""
-        ...
+    async def swap(self, new: WeightVersion | None, old: WeightVersion | None) -> None: ...
+    async def served(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +50,7 @@ class FullWeights:
         self._waiting: OrderedDict[Hashable, int] = OrderedDict()  # group -> how many
         self._swapping: asyncio.Task[None] | None = None
         self._coming: WeightVersion | None = None  # while swapping
-        self._changed: set[asyncio.Future[None]] = set()
+        self._changed = asyncio.Event()
 
     async def acquire(self, source: SampleSource) -> None:
         """Return once the samplers serve this; they do so until `release`."""
@@ -66,7 +61,7 @@ class FullWeights:
                 if self._has_turn(group):
                     await self._bring(_state(source))
                 else:
-                    await self._wait_for_change()
+                    await self._changed.wait()
             self._inside += 1
         finally:
             self._stop_waiting(group)
@@ -79,7 +74,7 @@ class FullWeights:
     async def offer(self, source: SampleSource) -> None:
         """Bring it to an inflight target whose requests run, or to idle samplers; otherwise do nothing."""
         while self._swapping is not None:
-            await self._wait_for_change()
+            await self._changed.wait()
         idle = not self._inside and not self._waiting
         runs = self._inside and isinstance(source, InflightTarget) and self._state.group == _group(source)
         if (idle or runs) and self._state != _state(source):
@@ -147,20 +142,9 @@ class FullWeights:
                 return
         self.forget()
 
-    # Waking
-
-    async def _wait_for_change(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._changed.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._changed.discard(waiter)
-
     def _wake(self) -> None:
-        for waiter in self._changed:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._changed.set()  # all that wait now, and none later
+        self._changed.clear()
 
 
 def _group(source: SampleSource) -> Hashable:

@@ -36,10 +36,8 @@ class InflightTargets:
 
     def at_least(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
         """Return the model's target, moved on to `version` unless newer: publications may be reordered."""
-        target = self._targets.get(model)
-        if target is None:
-            target = self._targets[model] = InflightTarget(model, version)
-        elif target.version.id < version.id:
+        target = self._targets.setdefault(model, InflightTarget(model, version))
+        if target.version.id < version.id:
             target.version = version
         return target
 

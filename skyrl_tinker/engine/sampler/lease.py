@@ -1,9 +1,9 @@
 """Leases of the samplers' weights, one for each request to vLLM."""
 
-import sys
-from types import TracebackType
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
 from skyrl_tinker.engine.sampler.full_weights import FullWeights
@@ -12,58 +12,37 @@ from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.inference.constants import BASE_MODEL
 
 
+@dataclass(frozen=True, slots=True)
 class Leases:
-    def __init__(self, placement: Placement, full_weights: FullWeights, adapters: AdapterCache) -> None:
-        self.placement = placement
-        self.full_weights = full_weights
-        self.adapters = adapters
+    placement: Placement
+    full_weights: FullWeights
+    adapters: AdapterCache
 
-    def open(self, source: SampleSource) -> "Lease":
-        return Lease(self, source)
+    @asynccontextmanager
+    async def open(self, source: SampleSource) -> AsyncIterator[str]:
+        """Yield the model to request, which stands for the source's weights until the lease ends.
 
-
-class Lease:
-    """Entered, it yields the model to request, which stands for the source's weights until it is left.
-
-    It holds the samplers' turn on their devices, the resident full weights (under an adapter those of the
-    base), and the adapter. A sample takes one for each request to vLLM, so that turns and weights can change
-    between two of them. Many may be held at once.
-    """
-
-    def __init__(self, leases: Leases, source: SampleSource) -> None:
-        self._full_weights = leases.full_weights
-        self._adapters = leases.adapters
-        self._turn = leases.placement.sampling()
-        self._source = source
-        self._adapter: WeightVersion | None = None
-
-    async def __aenter__(self) -> str:
-        await self._turn.__aenter__()
-        try:
-            return await self._acquire_weights()
-        except BaseException:
-            await self._turn.__aexit__(*sys.exc_info())
-            raise
-
-    async def _acquire_weights(self) -> str:
-        source = self._source
-        if source is None or newest(source).kind == "full":
-            await self._full_weights.acquire(source)
-            return BASE_MODEL
-        await self._full_weights.acquire(None)
-        try:
-            self._adapter = await self._adapters.acquire(source)
-        except BaseException:
-            self._full_weights.release()
-            raise
-        return self._adapter.name
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._adapter is not None:
-            if isinstance(error, NotFoundError):  # a sampler has lost the adapter: the next lease loads it
-                self._adapters.forget(self._adapter)
-            self._adapters.release(self._adapter)
-        self._full_weights.release()
-        await self._turn.__aexit__(kind, error, trace)
+        A lease holds the samplers' turn on their devices, the resident full weights (under an adapter the
+        base's) and the adapter. Each request to vLLM has its own: turns and weights can change between two of
+        one sample.
+        """
+        async with self.placement.sampling():
+            if source is None or newest(source).kind == "full":
+                await self.full_weights.acquire(source)
+                try:
+                    yield BASE_MODEL
+                finally:
+                    self.full_weights.release()
+                return
+            await self.full_weights.acquire(None)
+            try:
+                version = await self.adapters.acquire(source)
+                try:
+                    yield version.name
+                except NotFoundError:  # a sampler has lost the adapter: the next lease loads it again
+                    self.adapters.forget(version)
+                    raise
+                finally:
+                    self.adapters.release(version)
+            finally:
+                self.full_weights.release()

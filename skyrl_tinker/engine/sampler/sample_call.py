@@ -52,12 +52,7 @@ class SampleCall:
         while True:
             async with self.leases.open(self.source) as model:
                 response = await self.data.sample(
-                    model,
-                    request,
-                    session_key=self.session_key,
-                    eos=self.eos,
-                    context=self.context,
-                    tag=self.tag,
+                    model, request, self.session_key, self.eos, self.context, self.tag
                 )
             if response.scored:
                 return response

@@ -12,13 +12,8 @@ from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleReque
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.full_weights import FullWeights
-from skyrl_tinker.engine.sampler.inflight_targets import (
-    InflightTarget,
-    InflightTargets,
-    SampleSource,
-    newest,
-)
-from skyrl_tinker.engine.sampler.lease import Lease, Leases
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, SampleSource, newest
+from skyrl_tinker.engine.sampler.lease import Leases
 from skyrl_tinker.engine.sampler.sample_call import SampleCall
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps, is_there
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
@@ -40,7 +35,7 @@ class Samplers:
         self._swaps = WeightSwaps(fleet, transport, facts)
         self._full_weights = FullWeights(self._swaps)
         self._adapters = AdapterCache(fleet, adapters)
-        self._leases = Leases(fleet.placement, self._full_weights, self._adapters)
+        self.leases = Leases(fleet.placement, self._full_weights, self._adapters)
         self._targets = InflightTargets()
         self._users: Counter[VersionId] = Counter()
 
@@ -48,10 +43,6 @@ class Samplers:
         """Sample, again where vLLM died meanwhile; an inflight target is followed to its newest version."""
         with self._counted(source):  # also between the requests that one sample may take
             return await self._fleet.with_retry(lambda: self._sample(source, request))
-
-    def lease(self, source: SampleSource) -> Lease:
-        """Return a lease for one request that the caller sends to vLLM itself."""
-        return self._leases.open(source)
 
     @property
     def replicas(self) -> int:
@@ -132,7 +123,7 @@ class Samplers:
     async def _sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
         call = SampleCall(
             self._fleet.client.data,
-            self._leases,
+            self.leases,
             source,
             _session_key(source, request),
             self._facts.eos_token_ids,

@@ -26,13 +26,14 @@ class ControlPlane:
     """`server_urls` are all replicas. A call that one of them cannot do raises SamplerError."""
 
     server_urls: tuple[str, ...]
-    patience_s: float = 60.0
     http: JsonHttp = field(default_factory=JsonHttp)
     in_flight: InFlight = field(default_factory=InFlight)
+    patience_s: float = 60.0
+    """Limit for an answer to a call that needs no time."""
 
     def replica(self, url: str) -> "ControlPlane":
         """Return the control plane of one replica, over the same connections."""
-        return ControlPlane((url,), self.patience_s, self.http)
+        return ControlPlane((url,), self.http, patience_s=self.patience_s)
 
     async def world_sizes(self) -> tuple[int, ...]:
         """Count the workers of each replica."""

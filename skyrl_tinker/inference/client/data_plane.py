@@ -33,11 +33,10 @@ class DataPlane:
         self,
         model: str,
         request: SampleRequest,
-        *,
         session_key: str,
         eos: tuple[int, ...],
         context: int,
-        tag: str | None = None,
+        tag: str | None,
     ) -> VllmResponse:
         """Make one vLLM request, for at most MAX_SEQUENCES samples (vllm_requests.split).
 

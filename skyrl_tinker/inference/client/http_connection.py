@@ -81,14 +81,9 @@ class JsonHttp:
 
     @asynccontextmanager
     async def _connections(self, *, pooled: bool) -> AsyncIterator[aiohttp.ClientSession]:
-        """Yield the pool, or a new connection for a call that cannot be tried again.
-
-        vLLM closes a connection on which a call failed, and a pooled one may be taken for the next call just
-        then.
-        """
         if pooled:
             yield self._pool()
-        else:
+        else:  # vLLM closes a connection on which a call failed, just when the next call may take it
             async with _new_session() as session:
                 yield session
 

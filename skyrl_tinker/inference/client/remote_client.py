@@ -14,15 +14,13 @@ class RemoteInferenceClient:
 
     proxy_url: str
     server_urls: tuple[str, ...]
-    patience_s: float = field(default=60.0, compare=False, kw_only=True)
-    """Without an answer for so long, a control call that needs no time has failed."""
     data: DataPlane = field(init=False, repr=False, compare=False)
     control: ControlPlane = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         http, in_flight = JsonHttp(), InFlight()
         self.data = DataPlane(self.proxy_url, http, in_flight)
-        self.control = ControlPlane(self.server_urls, self.patience_s, http, in_flight)
+        self.control = ControlPlane(self.server_urls, http, in_flight)
 
     def retarget(self, proxy_url: str, server_urls: tuple[str, ...]) -> None:
         """Go on with other addresses: members left or came."""

@@ -106,9 +106,6 @@ def stop_strings(stop: tuple[str, ...] | tuple[int, ...] | None) -> tuple[str, .
     return tuple(item for item in stop or () if isinstance(item, str))
 
 
-# Seeds
-
-
 def _seed(params: SamplingParams, index: int) -> int | None:
     return None if params.seed is None else (params.seed + index) % SEEDS
 
@@ -206,10 +203,7 @@ def _first_named(table: Int32) -> int:
 
 
 def target_table(request: SampleRequest) -> Int32:
-    """Tabulate targets as [len(prompt) - 1, K].
-
-    Listed cells of CSR are moved to the left, so K is the longest row's length.
-    """
+    """Tabulate targets as [len(prompt) - 1, K], cells of CSR moved left: K is the longest row's length."""
     rows, targets = len(request.prompt) - 1, request.target_prompt_logprobs
     if targets is None:
         return np.empty((rows, 0), np.int32)

@@ -100,9 +100,6 @@ class VllmResponse:
     scores: PromptScores | None = None
 
 
-# Parsing
-
-
 def parse(payload: Mapping[str, Any], request: SampleRequest, *, switched: bool = False) -> VllmResponse:
     """Parse vLLM's JSON.
 
@@ -122,10 +119,12 @@ def parse(payload: Mapping[str, Any], request: SampleRequest, *, switched: bool 
         not missing,
         switched,
     )
-    if missing:
-        _require_abort(response)
-        return response
-    if not listed and matrix is None:
+    if missing and all(sequence.finish != "abort" for sequence in response.sequences):
+        raise SamplerError(
+            "the sampler left the prompt unscored: does it run with skyrl-tinker's vLLM plugin "
+            "(SKYRL_TINKER_VLLM=1)?"
+        )
+    if missing or (not listed and matrix is None):
         return response
     return replace(
         response,
@@ -133,14 +132,6 @@ def parse(payload: Mapping[str, Any], request: SampleRequest, *, switched: bool 
         topk_prompt_logprobs=_topk_prompt(rows or (), request) if request.topk_prompt_logprobs else None,
         scores=_prompt_scores(matrix, request) if matrix is not None else None,
     )
-
-
-def _require_abort(response: VllmResponse) -> None:
-    if all(sequence.finish != "abort" for sequence in response.sequences):
-        raise SamplerError(
-            "the sampler left the prompt unscored: does it run with skyrl-tinker's vLLM plugin "
-            "(SKYRL_TINKER_VLLM=1)?"
-        )
 
 
 def _generated(choice: Mapping[str, Any], model: str | None, topk: int) -> GeneratedSequence:
@@ -281,9 +272,6 @@ def _ends_in_stop(text: str, skipped: int, stops: tuple[str, ...]) -> bool:
     if 0 < ending <= LONGEST_INCOMPLETE and not all(stop.isascii() for stop in stops):
         return True
     return any(generated.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
-
-
-# Joining
 
 
 def join(request: SampleRequest, responses: Sequence[VllmResponse]) -> SampleOutput:

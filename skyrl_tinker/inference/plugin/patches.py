@@ -77,10 +77,9 @@ def _fork_workers() -> None:
 
 
 def _count_cached_prompts_once() -> None:
-    """Report the prompt tokens cached before the request, not those that its own n sequences cached.
+    """Report the smallest count of n sequences, that of the first to be prefilled.
 
-    The last sequence to end reports its count, which includes what its siblings cached. The first to be
-    prefilled has the smallest count and the right one.
+    Stock vLLM reports that of the last to end, which counts what its siblings cached.
     """
     from vllm.v1.engine.output_processor import RequestState
 
@@ -98,10 +97,9 @@ def _count_cached_prompts_once() -> None:
 
 
 def _multiply_adapters_by_slot() -> None:
-    """Replace the stock LoRA ops.
+    """Replace LoRA ops that copy a matrix for every row, at 20 times the cost of the product.
 
-    They copy an adapter's matrix for every row, which costs 20 times what the product costs. And base-model
-    rows carry slot -1, which is the *last* adapter when they share a batch with adapters.
+    And to them slot -1 of base-model rows is the *last* adapter when they share a batch with adapters.
     """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
@@ -240,10 +238,10 @@ def _rows_of(runner: Any, request: str) -> Iterator[None]:
 
 
 def _zero_reused_blocks() -> None:
-    """Zero blocks of the KV cache before they are reused.
+    """Zero blocks of the KV cache before they are reused, where a diverged model may have left NaN.
 
-    Attention multiplies masked values by zero, and zero times the NaN that a diverged model has left in a
-    block is NaN: samples of the model that gets the block next would be garbage.
+    Attention multiplies masked values by zero, and zero times NaN is NaN: other models' samples would be
+    garbage.
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner

@@ -15,10 +15,7 @@ TRY_S = 5.0
 
 
 class ExternalServers:
-    """Counterpart of ServerGroup that waits for a dead server in place of starting another.
-
-    Adapters and weights reach the servers as paths, so they see the same file system under the same names.
-    """
+    """Counterpart of ServerGroup that waits for dead servers. They see our files under the same paths."""
 
     def __init__(self, urls: Sequence[str], startup_s: float, hang_s: float) -> None:
         """URLs as http://host:port. `startup_s`: how long `ready` waits for them."""
@@ -75,10 +72,7 @@ async def _healthy(url: str) -> None:
 
 
 async def _require_fit(url: str) -> None:
-    """Raise a SamplerError that says what it was started without.
-
-    Adapters of before are unloaded, as their names may be used again.
-    """
+    """Raise a SamplerError that says what it was started without; unload old adapters, names may recur."""
     client = RemoteInferenceClient(url, (url,))
     control = client.control
     try:

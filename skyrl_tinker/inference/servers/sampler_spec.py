@@ -60,16 +60,13 @@ def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None =
     processes = PROCESS_BYTES * spec.tensor_parallel_size
     needed = replicas * (kv_bytes(spec) + 2 * weights + processes)
     if spec.device == "cpu" and needed > free:
+        times = f"{replicas} times " if replicas > 1 else ""
         raise SamplerError(
-            f"the sampler needs {needed // MiB} MiB ({_times(replicas)}{kv_bytes(spec) // MiB} for the KV "
+            f"the sampler needs {needed // MiB} MiB ({times}{kv_bytes(spec) // MiB} for the KV "
             f"cache of {KV_CONTEXTS} x {spec.max_model_len} tokens, {2 * weights // MiB} for weights, "
             f"{processes // MiB} for its processes) but {free // MiB} MiB are free: "
             "set a smaller context_length, fewer replicas or free memory"
         )
-
-
-def _times(replicas: int) -> str:
-    return f"{replicas} times " if replicas > 1 else ""
 
 
 def flags(spec: SamplerSpec, port: int) -> list[str]:
@@ -94,16 +91,13 @@ def flags(spec: SamplerSpec, port: int) -> list[str]:
     cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes(spec))] if spec.device == "cpu" else []
     device = cpu if spec.device == "cpu" else _gpu_flags(spec)
     pairs = [text for flag, value in common.items() for text in (flag, str(value))]
-    return [*pairs, "--served-model-name", *_names(spec.model), *switches, *quiet, *device]
+    names = [BASE_MODEL, *(name for name in spec.model.names if name != BASE_MODEL)]
+    return [*pairs, "--served-model-name", *names, *switches, *quiet, *device]
 
 
 def _gpu_flags(spec: SamplerSpec) -> list[str]:
     share = ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
     return [*share, "--enable-sleep-mode"] if spec.shared_gpus else share
-
-
-def _names(model: BaseModelFacts) -> tuple[str, ...]:
-    return (BASE_MODEL, *(name for name in model.names if name != BASE_MODEL))
 
 
 def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:

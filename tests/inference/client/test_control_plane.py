@@ -19,7 +19,8 @@ async def both(servers: dict[str, Served]) -> AsyncIterator[Sampler]:
     """Two replicas of one model."""
     served = servers["tied"]
     assert len(served.group.urls) == 2
-    client = RemoteInferenceClient(served.group.urls[0], served.group.urls, patience_s=2.0)
+    client = RemoteInferenceClient(served.group.urls[0], served.group.urls)
+    client.control.patience_s = 2.0
     yield Sampler(client, served.facts)
     await client.close()
 

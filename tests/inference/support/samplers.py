@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,9 +62,8 @@ async def sample(
     tag: str | None = None,
 ) -> SampleOutput:
     """Sample as the engine does, from a model or from what `leases` give."""
-    given = FixedLeases(leases) if isinstance(leases, str) else leases
-    call = SampleCall(client.data, cast(Any, given), None, session_key, eos, CONTEXT, tag)
-    return await call.execute(request)
+    given: Any = FixedLeases(leases) if isinstance(leases, str) else leases
+    return await SampleCall(client.data, given, None, session_key, eos, CONTEXT, tag).execute(request)
 
 
 @dataclass
