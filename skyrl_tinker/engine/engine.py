@@ -43,7 +43,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport
-from skyrl_tinker.weight_sync.sync import WeightTransport
+from skyrl_tinker.weight_sync.transport import WeightTransport
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be built for
 PING_S, PING_TIMEOUT_S = 2.0, 30.0

@@ -17,8 +17,6 @@ from skyrl_tinker.weight_sync.transport import (
     WeightUpdateTarget,
 )
 
-__all__ = ["Synced", "WeightSyncError", "WeightTransport", "WeightUpdateTarget", "sync_weights"]
-
 PATIENCE_S = 300.0
 """Limit for one answer of one replica: loading large weights may take minutes."""
 

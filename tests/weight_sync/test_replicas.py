@@ -19,8 +19,8 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.factory import make_transport
-from skyrl_tinker.weight_sync.sync import WeightSyncError, sync_weights
-from skyrl_tinker.weight_sync.transport import Message, WeightTransport
+from skyrl_tinker.weight_sync.sync import sync_weights
+from skyrl_tinker.weight_sync.transport import Message, WeightSyncError, WeightTransport
 from tests.inference.support.samplers import (
     Served,
     ask,

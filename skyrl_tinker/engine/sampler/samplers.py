@@ -19,7 +19,7 @@ from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps, is_there
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
-from skyrl_tinker.weight_sync.sync import WeightTransport
+from skyrl_tinker.weight_sync.transport import WeightTransport
 
 AFFINITY_TOKENS = 128
 _log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
-from skyrl_tinker.weight_sync.sync import WeightSyncError, WeightTransport, sync_weights
+from skyrl_tinker.weight_sync.sync import sync_weights
+from skyrl_tinker.weight_sync.transport import WeightSyncError, WeightTransport
 
 
 class WeightSwaps:

@@ -230,10 +230,8 @@ def _in_order(targets: TargetTokens | None, whole: Float32) -> tuple[float, ...]
 
 
 def _alt_tokens(columns: Float32, draws: int) -> AltTokens:
-    tokens = columns[:, draws:].astype(np.int64)
-    return AltTokens(
-        draws, tuple(map(tuple, tokens.tolist())), tuple(map(tuple, columns[:, :draws].tolist()))
-    )
+    logprobs, tokens = columns[:, :draws].tolist(), columns[:, draws:].astype(np.int64).tolist()
+    return AltTokens(draws, tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)))
 
 
 # Resuming

@@ -17,8 +17,6 @@ from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Susp
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, require_memory
 from skyrl_tinker.inference.servers.vllm_server import ServerStatus, VllmServer
 
-__all__ = ["SamplerSpec", "ServerGroup"]
-
 T = TypeVar("T")
 STARTUP_POLL_S = 0.1
 STARTUP_TRY_S = 5.0

@@ -92,7 +92,8 @@ class VllmServer:
 
     def _kill(self, leftovers: set[Path]) -> None:
         process = self._started()
-        _kill_group(process.pid)
+        with suppress(ProcessLookupError):  # it is gone
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for file in leftovers:
             file.unlink(missing_ok=True)
@@ -123,8 +124,3 @@ def _yield_and_die_with_parent() -> None:
     """Lower the priority, so that where cores are few many samples do not delay trainer, engine and API."""
     os.nice(NICENESS)
     die_with_parent(signal.SIGKILL)
-
-
-def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError):  # it is gone
-        os.killpg(group, signal.SIGKILL)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams, VersionSpan, WeightVersion
+from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.sampler.samplers import Samplers

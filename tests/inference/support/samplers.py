@@ -25,7 +25,8 @@ from skyrl_tinker.domain.values import (
 )
 from skyrl_tinker.engine.sampler.sample_call import SampleCall
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.servers.server_group import SamplerSpec, ServerGroup
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
+from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.server.base_model import resolve
 from skyrl_tinker.server.tiny_model import make_model
 from skyrl_tinker.weight_sync.adapter_files import publish_adapter
