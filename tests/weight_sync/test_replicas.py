@@ -1,4 +1,4 @@
-"""What one and two real trainer ranks captured reaches one and two real replicas, or none of them."""
+"""Weights captured on one and two real trainer ranks reach one and two real replicas, or none of them."""
 
 import asyncio
 import os
@@ -87,7 +87,7 @@ async def capture(group: TrainerGroup, facts: BaseModelFacts, directory: Path) -
 
 
 async def assert_served(url: str, version: str, directory: str | Path) -> None:
-    """By this very replica, and exactly."""
+    """Check that this very replica serves the version, exactly."""
     client = client_of(url)
     assert await client.control.weight_version() == version
     (sequence,) = (await sample(client, "base", ask(PROMPT, max_tokens=32))).sequences
@@ -150,7 +150,7 @@ async def test_a_changed_set_of_replicas_meets_anew(
 
 
 class Sabotaged(ControlPlane):
-    """All replicas, of which the last has forgotten the update when it is told to finish."""
+    """All replicas, of which the last has forgotten the update when it is to finish."""
 
     def replica(self, url: str) -> ControlPlane:
         if url == self.server_urls[-1]:

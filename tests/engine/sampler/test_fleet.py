@@ -35,7 +35,7 @@ class Line:
         self.url = ""
 
     async def lay(self) -> None:
-        """At first anywhere, then where it was."""
+        """Open the line, again at the address that it had."""
         port = int(self.url.rsplit(":", 1)[1]) if self.url else 0
         self._open.set()
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", port)
@@ -70,7 +70,7 @@ class Line:
 
 @pytest.fixture
 async def line(servers: dict[str, Served]) -> AsyncIterator[Line]:
-    """To the second of two replicas."""
+    """A line to the second of two replicas."""
     line = Line(servers["tied"].group.urls[1])
     await line.lay()
     yield line

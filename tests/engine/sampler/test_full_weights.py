@@ -221,7 +221,7 @@ async def test_a_renewal_that_fails_leaves_requests_on_the_old_weights() -> None
 
 
 async def test_weights_on_their_way_to_the_samplers_are_in_use() -> None:
-    """Their files are being read: whoever removes them asks first."""
+    """Files that are being read must not be removed."""
     server = Server()
     request = asyncio.create_task(server.request(A))
     await asyncio.sleep(0)

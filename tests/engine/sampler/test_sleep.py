@@ -36,7 +36,7 @@ class Replica:
 
 
 class Processes:
-    """Nobody dies by itself; whoever is ended takes a moment, and is not brought back."""
+    """Processes that never die, take a moment to be ended, and are not replaced."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []

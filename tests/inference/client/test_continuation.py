@@ -1,4 +1,4 @@
-"""What is kept of an aborted sequence, and what is asked for next; without a server."""
+"""The kept part of an aborted sequence, and the request for the rest; without a server."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What must reach every replica reaches all of them or none, and who failed is named."""
+"""Calls to every replica reach all of them or none, and those that failed are named."""
 
 import socket
 from collections.abc import AsyncIterator

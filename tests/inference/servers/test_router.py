@@ -21,7 +21,7 @@ SESSIONS = 24
 
 @pytest.fixture
 async def router(servers: dict[str, Served], tmp_path: Path) -> AsyncIterator[Router]:
-    """Before the two replicas of the tied model."""
+    """A router before the two replicas of the tied model."""
     started = Router(RouterSpec(str(tmp_path / "logs")))
     await started.start(servers["tied"].group.urls)
     yield started
@@ -42,7 +42,7 @@ async def sample(client: RemoteInferenceClient, session: int, seed: int) -> Samp
 
 
 async def cached(client: RemoteInferenceClient, session: int, seed: int) -> bool:
-    """Whether the replica that got the request had seen the prompt before."""
+    """Return whether the replica that got the request had seen the prompt before."""
     return bool((await sample(client, session, seed)).cached_tokens)
 
 

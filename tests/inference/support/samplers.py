@@ -1,4 +1,4 @@
-"""Words for real vLLM servers, and a plain Hugging Face reference. Nothing here imports vllm."""
+"""Real vLLM servers, and a plain Hugging Face reference. Nothing here imports vllm."""
 
 import hashlib
 from collections.abc import AsyncIterator, Iterator
