@@ -15,7 +15,6 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-MiB = 1 << 20
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 
 

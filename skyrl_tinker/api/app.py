@@ -46,8 +46,9 @@ from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
-from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store

@@ -118,11 +118,11 @@ class Cleanup:
         """
         if self._samplers.in_use(version):
             return False
-        await self._samplers.drop(version)
-        if self._samplers.in_use(version):  # a sample began while the drop waited
+        await self._samplers.unload(version)
+        if self._samplers.in_use(version):  # a sample began while the unload waited
             return False
         await self._store.write(lambda conn: sampling_sessions.drop_version(conn, version.id))
-        self._sampler.forget_targets()
+        self._sampler.forget_sources()
         return True
 
     async def _remove_checkpoints(self) -> None:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 
-from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine.cleanup import Cleanup
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement

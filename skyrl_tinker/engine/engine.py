@@ -60,7 +60,7 @@ class Engine:
             tasks.create_task(parts.intake.run())
             tasks.create_task(parts.cleanup.run())
             tasks.create_task(parts.deadlines.run())
-            tasks.create_task(backends.fleet.supervise(self._env.status))
+            tasks.create_task(backends.fleet.supervise(self._env.status, backends.samplers.equip))
             tasks.create_task(backends.placement.run(SleepControl(backends.fleet)))
             tasks.create_task(_watch_trainer(backends.trainer))
             tasks.create_task(_watch_ray(self._env.ray))

@@ -65,7 +65,7 @@ class StartUp:
         fleet = await assemble(settings, servers, placement, directories.log_dir, self._shutdowns)
         samplers = make_samplers(settings, facts, trainer, fleet)
         if settings.sampler_urls:
-            await fleet.adopt()
+            await fleet.adopt(samplers.equip)
         if (probed := probe.result()) is not None:
             await self._compare(probed, samplers)
         return Backends(trainer, fleet, samplers, placement)

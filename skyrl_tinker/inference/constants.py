@@ -3,6 +3,9 @@
 BASE_MODEL = "base"
 """The name under which every sampler serves the base model."""
 
+VLLM_START_VERSION = "default"
+"""vLLM's name for the weights with which it started: those of the base model."""
+
 MAX_SEQUENCES = 256
 """Sequences decoded in one step, and so the most of one call."""
 

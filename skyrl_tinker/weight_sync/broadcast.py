@@ -1,4 +1,4 @@
-"""What gloo and NCCL share: rank 0 of the trainer broadcasts each chunk to the workers of all replicas."""
+"""Common part of gloo and NCCL: rank 0 of the trainer broadcasts each chunk to all replicas' workers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class BroadcastTransport(ABC):
-    """The engine's side. The group is the sender as rank 0, then the workers of each replica in turn."""
+    """Engine's side. The group is the sender as rank 0, then the workers of each replica in turn."""
 
     factory: Callable[[int], "BroadcastSender"]
 
@@ -25,7 +25,7 @@ class BroadcastTransport(ABC):
         self.limit = chunk_bytes
         self._opened = False
         self._chunks: Sequence[WeightChunk] = ()
-        self._meeting: tuple[Any, ...] = ()
+        self._rendezvous: tuple[Any, ...] = ()
 
     async def open(self, directory: Path) -> Sequence[WeightChunk]:
         if not self._opened:
@@ -36,17 +36,17 @@ class BroadcastTransport(ABC):
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
         world = 1 + sum(workers)
-        place = await self._call("prepare")
-        self._meeting = (place, world)
+        address = await self._call("prepare")
+        self._rendezvous = (address, world)
         offsets = [1 + sum(workers[:replica]) for replica in range(len(workers))]
-        return [self.joining(place, offset, world) for offset in offsets]
+        return [self.join_message(address, offset, world) for offset in offsets]
 
     async def meet(self) -> None:
-        await self._call("meet", *self._meeting)
+        await self._call("meet", *self._rendezvous)
 
     async def load(self, index: int) -> Message:
         await self._call("load", index)
-        return self.update(self._chunks[index], last=index == len(self._chunks) - 1)
+        return self.update_message(self._chunks[index], last=index == len(self._chunks) - 1)
 
     async def send(self) -> None:
         await self._call("send")
@@ -62,11 +62,11 @@ class BroadcastTransport(ABC):
             await self._call("leave")
 
     @abstractmethod
-    def joining(self, place: Any, rank_offset: int, world: int) -> Message:
-        """The init message of a replica whose first worker has rank `rank_offset`."""
+    def join_message(self, address: Any, rank_offset: int, world: int) -> Message:
+        """Make the init message of a replica whose first worker has rank `rank_offset`."""
 
     @abstractmethod
-    def update(self, chunk: WeightChunk, *, last: bool) -> Message: ...
+    def update_message(self, chunk: WeightChunk, *, last: bool) -> Message: ...
 
     async def _call(self, method: str, *args: Any) -> Any:
         (result,) = await self._senders.sender_call(method, *args)
@@ -74,7 +74,7 @@ class BroadcastTransport(ABC):
 
 
 class BroadcastSender(ABC):
-    """Lives in rank 0 of the trainer, in a thread of its own."""
+    """Sender in rank 0 of the trainer, in a thread of its own."""
 
     device: str
 
@@ -83,7 +83,7 @@ class BroadcastSender(ABC):
         self._loaded: torch.Tensor | None = None
 
     def open(self, directory: str, limit: int) -> Sequence[WeightChunk]:
-        """SamplerError when the directory holds no whole files."""
+        """Open a version. SamplerError when the directory holds no whole files."""
         from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
 
         self._buffer = ChunkBuffer(Path(directory), limit, self.device)
@@ -102,14 +102,14 @@ class BroadcastSender(ABC):
 
     @abstractmethod
     def prepare(self) -> Any:
-        """Where the members shall meet: plain data for `joining`."""
+        """Return the address at which the members meet: plain data for `join_message`."""
 
     @abstractmethod
-    def meet(self, place: Any, world: int) -> None: ...
+    def meet(self, address: Any, world: int) -> None: ...
 
     @abstractmethod
     def broadcast(self, packed: "torch.Tensor") -> None:
-        """[bytes] uint8 to all others; it may be overwritten when this returns."""
+        """Send [bytes] uint8 to all others; it may be overwritten when this returns."""
 
     @abstractmethod
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""The sending side's memory: one chunk of one version at a time. Imported in the trainer's ranks only."""
+"""Send buffer: one chunk of one version at a time. Imported in the trainer's ranks only."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from skyrl_tinker.weight_sync.chunks import WeightChunk, read_chunks
 
 
 class ChunkBuffer:
-    """On CUDA the bytes pass through pinned host memory of the same size."""
+    """Buffer for one chunk. On CUDA the bytes pass through pinned host memory of the same size."""
 
     def __init__(self, directory: Path, limit: int, device: str) -> None:
         self.chunks: Sequence[WeightChunk] = read_chunks(directory, limit)
@@ -19,7 +19,7 @@ class ChunkBuffer:
         self.whole = torch.empty(size, dtype=torch.uint8, device=device) if on_gpu else self._host
 
     def load(self, index: int) -> torch.Tensor:
-        """[bytes of the chunk] uint8, valid until the next load; complete when this returns."""
+        """Return [bytes of the chunk] uint8, valid until the next load; complete when this returns."""
         chunk = self.chunks[index]
         host = self._host[: chunk.size]
         chunk.read(host.numpy().data)
@@ -31,7 +31,7 @@ class ChunkBuffer:
 
 
 def unpack(packed: torch.Tensor, chunk: WeightChunk) -> dict[str, torch.Tensor]:
-    """Views of [bytes] uint8 as the tensors of the chunk."""
+    """Return views of [bytes] uint8 as the tensors of the chunk."""
     parts = packed[: chunk.size].split(chunk.sizes)  # type: ignore[no-untyped-call]
     return {
         entry.name: part.view(getattr(torch, entry.dtype)).view(entry.shape)

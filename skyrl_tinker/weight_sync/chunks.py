@@ -1,11 +1,11 @@
-"""A version's weights as their file holds them: which tensors there are, and their bytes, chunk by chunk.
+"""Index of a version's weight files, and their bytes chunk by chunk.
 
-Without torch: the engine reads the index too, and bytes have no type.
+Imports no torch: the engine reads the index too, and bytes have no type.
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -49,7 +49,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightChunk:
-    """Tensors that travel together as one buffer of bytes, one behind the other without gaps."""
+    """Tensors that are sent together as one buffer of bytes, one behind the other without gaps."""
 
     entries: tuple[TensorEntry, ...]
 
@@ -87,7 +87,7 @@ class WeightChunk:
 
 
 def read_chunks(directory: Path, limit: int) -> tuple[WeightChunk, ...]:
-    """The tensors of all *.safetensors in `directory`, cut at `limit` bytes; no data is read.
+    """List the tensors of all *.safetensors in `directory`, cut at `limit` bytes; no data is read.
 
     Elements of more bytes come first, so that every tensor lies aligned in its chunk. SamplerError when
     there are none or a file is damaged.
@@ -100,17 +100,17 @@ def read_chunks(directory: Path, limit: int) -> tuple[WeightChunk, ...]:
 
 
 def cut(entries: Iterable[TensorEntry], limit: int) -> Iterator[WeightChunk]:
-    """Chunks of at most `limit` bytes in the order of `entries`; a larger tensor goes alone."""
-    together: list[TensorEntry] = []
+    """Cut into chunks of at most `limit` bytes in the order of `entries`; a larger tensor is one alone."""
+    group: list[TensorEntry] = []
     size = 0
     for entry in entries:
-        if together and size + entry.size > limit:
-            yield WeightChunk(tuple(together))
-            together, size = [], 0
-        together.append(entry)
+        if group and size + entry.size > limit:
+            yield WeightChunk(tuple(group))
+            group, size = [], 0
+        group.append(entry)
         size += entry.size
-    if together:
-        yield WeightChunk(tuple(together))
+    if group:
+        yield WeightChunk(tuple(group))
 
 
 def _read_index(path: Path) -> list[TensorEntry]:
@@ -152,7 +152,3 @@ def _read_into(descriptor: int, buffer: memoryview, entry: TensorEntry) -> None:
         if not count:
             raise SamplerError(f"{entry.file} ends within tensor {entry.name}")
         done += count
-
-
-def total_bytes(chunks: Sequence[WeightChunk]) -> int:
-    return sum(chunk.size for chunk in chunks)

@@ -1,4 +1,4 @@
-"""Samplers on the trainer's own GPUs read a chunk where the trainer put it, through vLLM's `ipc` engine.
+"""Transport to samplers on the trainer's own GPUs: they read a chunk in place, through vLLM's `ipc` engine.
 
 Not run on a GPU yet: tests/gpu sends between two processes where there is one. Run on CPU: messages, chunks
 and their bytes, against vLLM's own message types and unpacking.
@@ -21,14 +21,14 @@ NAME = "cuda_ipc"
 
 
 class CudaIpcSender:
-    """Lives in every rank of the trainer: each puts the same bytes on its own GPU."""
+    """Sender in every rank of the trainer: each puts the same bytes on its own GPU."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._buffer: ChunkBuffer | None = None
 
     def open(self, directory: str, limit: int) -> tuple[Sequence[WeightChunk], bytes]:
-        """The chunks, and this GPU's id with what a process needs to see the buffer there, pickled."""
+        """Return the chunks, and this GPU's id with a handle of the buffer there, pickled."""
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -40,10 +40,8 @@ class CudaIpcSender:
         return self._buffer.chunks, pickle.dumps((gpu, handle))
 
     def merge(self, handles: Sequence[bytes]) -> str:
-        """All ranks' handles by GPU, as vLLM takes them. Done here because they hold classes of torch."""
-        if self._rank:
-            return ""
-        return merge_handles(handles)
+        """Merge all ranks' handles by GPU, as vLLM takes them; done here, as they hold classes of torch."""
+        return "" if self._rank else merge_handles(handles)
 
     def load(self, index: int) -> None:
         assert self._buffer is not None, "open() comes first"
@@ -86,7 +84,7 @@ class CudaIpcTransport:
         pass
 
     async def load(self, index: int) -> Message:
-        """The workers have read the chunk before when this is called, so its memory may be written again."""
+        """Overwrite the chunk before, which the workers have read when this is called."""
         await self._senders.sender_call("load", index)
         return update_message(self._chunks[index], self._handles)
 
@@ -103,7 +101,7 @@ class CudaIpcTransport:
 
 
 def merge_handles(handles: Sequence[bytes]) -> str:
-    """Pickles of (GPU id, handle) -> base64 of the pickle of {GPU id: handle}; made by our own ranks."""
+    """Merge pickles of (GPU id, handle) to base64 of the pickle of {GPU id: handle}, all of our own ranks."""
     by_gpu: dict[str, Any] = dict(pickle.loads(handle) for handle in handles)
     return base64.b64encode(pickle.dumps(by_gpu)).decode()
 

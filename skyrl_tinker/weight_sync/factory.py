@@ -1,4 +1,4 @@
-"""Which transport a server uses: by its setting, its device and the placement of trainer and samplers."""
+"""Choice of a server's transport by its setting, its device and the placement of trainer and samplers."""
 
 from typing import Literal
 
@@ -24,7 +24,7 @@ _CPU: tuple[TransportName, ...] = ("shared_memory", "gloo")
 
 
 def choose(setting: Setting, device: Device, placement: Placement) -> TransportName:
-    """StartupError when the setting does not fit."""
+    """Return the transport to use. StartupError when the setting does not fit."""
     if device == "cpu":
         chosen: TransportName = "shared_memory" if setting == "auto" else setting
         if chosen not in _CPU:
@@ -39,7 +39,7 @@ def choose(setting: Setting, device: Device, placement: Placement) -> TransportN
 
 
 def backend_of(name: TransportName) -> str:
-    """What vLLM's --weight-transfer-config must name."""
+    """Return the backend that vLLM's --weight-transfer-config must name."""
     return _BACKENDS[name]
 
 

@@ -1,4 +1,4 @@
-"""Samplers on CPU, so far on this host: chunks are broadcast over TCP and staged in the samplers' memory."""
+"""Transport to samplers on CPU, so far on this host: chunks are broadcast over TCP and staged in memory."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAME = "gloo"
 HOST = "127.0.0.1"  # the ranks of the trainer meet there as well
 TIMEOUT_S = 60.0
-"""For the members to meet, and for one chunk: a member that hangs fails it for all."""
+"""Limit for the members to meet, and for one chunk: a member that hangs fails it for all."""
 
 
 class GlooSender(BroadcastSender):
@@ -30,14 +30,14 @@ class GlooSender(BroadcastSender):
         self._group: ProcessGroupGloo | None = None
 
     def prepare(self) -> int:
-        """Returns the port at which the members meet."""
+        """Return the port at which the members meet."""
         self.leave()
         self._store = store = _open_store()
         return int(store.port)
 
-    def meet(self, place: int, world: int) -> None:
+    def meet(self, address: int, world: int) -> None:
         assert self._store is not None, "prepare() comes first"
-        self._group = _join(self._store, HOST, place, 0, world)
+        self._group = _join(self._store, HOST, address, 0, world)
 
     def broadcast(self, packed: "torch.Tensor") -> None:
         assert self._group is not None, "meet() comes first"
@@ -53,11 +53,11 @@ class GlooTransport(BroadcastTransport):
     discard: Message = MappingProxyType({"discard": True})
     factory = GlooSender
 
-    def joining(self, place: int, rank_offset: int, world: int) -> Message:
-        meeting = {"host": HOST, "port": place, "rank_offset": rank_offset, "world_size": world}
-        return {"transport": NAME, **meeting}
+    def join_message(self, address: int, rank_offset: int, world: int) -> Message:
+        group = {"host": HOST, "port": address, "rank_offset": rank_offset, "world_size": world}
+        return {"transport": NAME, **group}
 
-    def update(self, chunk: WeightChunk, *, last: bool) -> Message:
+    def update_message(self, chunk: WeightChunk, *, last: bool) -> Message:
         return {
             "names": chunk.names,
             "shapes": chunk.shapes,
@@ -68,13 +68,13 @@ class GlooTransport(BroadcastTransport):
 
 
 class GlooReceiver:
-    """The side of vLLM. A chunk's memory is free again when its last tensor is loaded."""
+    """Receiver in vLLM. A chunk's memory is free again when its last tensor is loaded."""
 
     def __init__(self, host: str, port: int, rank: int, world: int) -> None:
         self._group = _join(_connect_store(host, port), host, port, rank, world)
 
     def receive(self, update: Any) -> Mapping[str, "Callable[[], torch.Tensor]"]:
-        """Takes part in the broadcast whatever the message says, so that nobody waits for this worker."""
+        """Take part in the broadcast whatever the message says, so that no member waits for this worker."""
         import torch
 
         packed = torch.empty(sum(update.sizes), dtype=torch.uint8)
@@ -107,22 +107,22 @@ def _connect_store(host: str, port: int) -> "TCPStore":
 
 
 def _join(store: "TCPStore", host: str, port: int, rank: int, world: int) -> "ProcessGroupGloo":
-    """A group of its own, beside the process's default one."""
+    """Join a group beside the process's default one."""
     from torch.distributed import ProcessGroupGloo
 
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host, port))]
+    options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(host, port))]
     options._timeout = timedelta(seconds=TIMEOUT_S)
     return ProcessGroupGloo(store, rank, world, options)
 
 
-def _own_address(host: str, port: int) -> str:
-    """Of the interface that leads to `host`; gloo otherwise listens where this host's name points."""
+def _local_address(host: str, port: int) -> str:
+    """Return the address that leads to `host`; gloo otherwise listens where this host's name points."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def _broadcast(group: Any, packed: "torch.Tensor") -> None:
-    """From rank 0; torch's stubs do not know this method of a group."""
+    """Broadcast from rank 0; torch's stubs do not know this method of a group."""
     group.broadcast(packed, 0).wait()

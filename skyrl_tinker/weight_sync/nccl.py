@@ -1,4 +1,4 @@
-"""Samplers on GPUs of their own: chunks are broadcast over NCCL to vLLM's own engine of that name.
+"""Transport to samplers on GPUs of their own: chunks are broadcast over NCCL to vLLM's `nccl` engine.
 
 Not run on a GPU yet. Run on CPU: messages, chunks and their bytes, against vLLM's own message types and
 unpacking.
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 NAME = "nccl"
 TIMEOUT_S = 60.0
-"""For the members to meet, and for one chunk. NCCL itself waits for ever for a member that does not come."""
+"""Limit for the members to meet, and for one chunk. NCCL itself waits indefinitely for a missing member."""
 
 
 class NcclSender(BroadcastSender):
-    """Speaks through vLLM's communicator, so that both sides have the same NCCL."""
+    """Sender that uses vLLM's communicator, so that both sides have the same NCCL."""
 
     device = "cuda"
 
@@ -34,14 +34,14 @@ class NcclSender(BroadcastSender):
         self._group: Any = None
 
     def prepare(self) -> str:
-        """Returns the id under which the members find each other, in base64. It needs no free port."""
+        """Return the id by which the members find each other, in base64. It needs no free port."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self.leave()
         unique = NCCLLibrary().ncclGetUniqueId()
         return base64.b64encode(bytes(unique.internal)).decode()
 
-    def meet(self, place: str, world: int) -> None:
+    def meet(self, address: str, world: int) -> None:
         import torch
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.utils.nccl import unpinned_nccl_env
@@ -51,7 +51,7 @@ class NcclSender(BroadcastSender):
         def join() -> Any:
             with unpinned_nccl_env():
                 return PyNcclCommunicator.from_unique_id_bytes(
-                    base64.b64decode(place), rank=0, world_size=world, device=device
+                    base64.b64decode(address), rank=0, world_size=world, device=device
                 )
 
         self._group = in_time(join, TIMEOUT_S)
@@ -68,7 +68,7 @@ class NcclSender(BroadcastSender):
                 group.broadcast(packed, src=0, stream=stream)
                 stream.synchronize()
 
-        in_time(send, TIMEOUT_S)  # `leave` aborts one that was given up
+        in_time(send, TIMEOUT_S)  # `leave` aborts one that timed out
 
     def leave(self) -> None:
         group, self._group = self._group, None
@@ -82,11 +82,11 @@ class NcclTransport(BroadcastTransport):
     discard: Message = MappingProxyType({})  # names nothing, so vLLM refuses it before any broadcast
     factory = NcclSender
 
-    def joining(self, place: str, rank_offset: int, world: int) -> Message:
-        """vLLM cuts what one update names behind the tensor that exceeds the buffer size. Our chunks are
-        within it or a single tensor, so that an update is one broadcast on both sides."""
+    def join_message(self, address: str, rank_offset: int, world: int) -> Message:
+        # vLLM cuts an update behind the tensor that exceeds the buffer. Our chunks are within it or a single
+        # tensor, so that an update is one broadcast on both sides.
         return {
-            "nccl_unique_id_b64": place,
+            "nccl_unique_id_b64": address,
             "rank_offset": rank_offset,
             "world_size": world,
             "packed": True,
@@ -94,12 +94,12 @@ class NcclTransport(BroadcastTransport):
             "packed_num_buffers": 1,
         }
 
-    def update(self, chunk: WeightChunk, *, last: bool) -> Message:
+    def update_message(self, chunk: WeightChunk, *, last: bool) -> Message:
         return {"names": chunk.names, "dtype_names": chunk.dtypes, "shapes": chunk.shapes}
 
 
 def in_time(work: Callable[[], Any], seconds: float) -> Any:
-    """What it returns. SamplerError when it takes longer: its thread is then left to itself."""
+    """Return the result of `work`. SamplerError when it takes longer: its thread is then abandoned."""
     result: Future[Any] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Samplers on the trainer's host: they map the files in tmpfs, of which only the names travel."""
+"""Transport to samplers on the trainer's host: they map the files in tmpfs and are sent only the names."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ NAME = "shared_memory"
 
 
 class SharedMemoryTransport:
-    """No bytes are sent, so there is no sender.
+    """Transport that sends no bytes, and so has no sender.
 
     The files must not change while they are read; they may be removed when the sync is over. The base model's
     own directory is a valid source, to go back to the base.
@@ -58,13 +58,13 @@ class SharedMemoryTransport:
 
 
 class MappedFiles:
-    """The side of vLLM: tensors are read when they are asked for, so staging them takes no memory."""
+    """Receiver in vLLM. Tensors are read when they are loaded, so staging them takes no memory."""
 
     def __init__(self) -> None:
         self._files: dict[str, Any] = {}
 
     def receive(self, update: Any) -> Mapping[str, "Callable[[], torch.Tensor]"]:
-        """Raises SafetensorError for a damaged file, also when a tensor is not in it."""
+        """Open the files. SafetensorError for a damaged file, also when a tensor is not in it."""
         return {name: self._tensor(file, name) for name, file in zip(update.names, update.files, strict=True)}
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Full parameters to all replicas or to none: the phases of a sync, and the way back when one fails."""
+"""Sync of full parameters to all replicas or none: its phases, and the restoration when one fails."""
 
 import asyncio
 import logging
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
-from skyrl_tinker.weight_sync.chunks import total_bytes
 from skyrl_tinker.weight_sync.transport import (
     Phase,
     Replica,
@@ -18,10 +17,8 @@ from skyrl_tinker.weight_sync.transport import (
     WeightUpdateTarget,
 )
 
-__all__ = ["Synced", "WeightSyncError", "WeightTransport", "WeightUpdateTarget", "sync_weights"]
-
 PATIENCE_S = 300.0
-"""For one answer of one replica: loading large weights may take minutes, for ever is a fault."""
+"""Limit for one answer of one replica: loading large weights may take minutes."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -29,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """`paused_s`: how long requests stood still."""
+    """Figures of one sync. `paused_s`: how long requests stood still."""
 
     size: int  # bytes
     seconds: float
@@ -50,7 +47,7 @@ async def sync_weights(
     Replicas that had taken the new ones were given those of `previous` again (directory and version, which
     must still be there). One sync at a time per transport.
     """
-    update = _Update({url: control.of(url) for url in control.server_urls}, transport)
+    update = _Update({url: control.replica(url) for url in control.server_urls}, transport)
     try:
         return await update.run(directory, version)
     except BaseException as error:
@@ -67,7 +64,7 @@ class _Update:
         self._phase: Phase = "open"
         self._failures: dict[str, SkyrlTinkerError] = {}
         self._paused_at: float | None = None
-        self._changed: tuple[str, ...] = ()  # may not hold the old weights any more
+        self._changed: tuple[str, ...] = ()  # may hold other weights than the old
 
     async def run(self, directory: Path, version: str) -> Synced:
         began = time.monotonic()
@@ -78,26 +75,27 @@ class _Update:
             for index in range(len(chunks)):
                 await self._transfer(index)
             await self._finish(version)
-            await self._every("resume", lambda url: self._replicas[url].resume())
+            await self._call_all("resume", lambda url: self._replicas[url].resume())
             ended = time.monotonic()
-        finally:  # a trainer that cannot do even that is dead, which the engine notices by itself
-            await _attempt([self._transport.close()])
+        finally:  # a trainer that fails at it is dead, which the engine notices
+            await _try_all([self._transport.close()])
         assert self._paused_at is not None
-        return Synced(total_bytes(chunks), ended - began, ended - self._paused_at)
+        size = sum(chunk.size for chunk in chunks)
+        return Synced(size, ended - began, ended - self._paused_at)
 
     async def undo(self, previous: tuple[Path, str]) -> tuple[str, ...]:
-        """Back to the old weights; returns the replicas that could not be brought back."""
-        await _attempt([self._transport.leave()])
+        """Restore the old weights; return the replicas where that failed."""
+        await _try_all([self._transport.leave()])
         await self._discard()
-        lost = [url for url in self._changed if not await self._restored(url, previous)]
+        lost = [url for url in self._changed if not await self._restore(url, previous)]
         if self._paused_at is not None:
-            await _attempt(replica.resume() for url, replica in self._replicas.items() if url not in lost)
+            await _try_all(replica.resume() for url, replica in self._replicas.items() if url not in lost)
         return tuple(lost)
 
     async def explain(self, error: SkyrlTinkerError, version: str, lost: tuple[str, ...]) -> WeightSyncError:
-        """A dead replica explains the broken connections of the others, so it is named alone."""
+        """Make the error; a dead replica explains broken connections of the others, so it is named alone."""
         failures = {} if isinstance(error, TrainerError) else self._failures
-        dead = [url for url in failures if not await _attempt([self._replicas[url].health()])]
+        dead = [url for url in failures if not await _try_all([self._replicas[url].health()])]
         named = dead or list(failures)
         causes = "; ".join(f"{url}: {failures[url]}" for url in named) or str(error)
         text = f"weights {version} are not served, the old ones are: {self._phase} failed: {causes}"
@@ -109,9 +107,9 @@ class _Update:
         self._phase = "init"
         if self._transport.members == tuple(self._replicas):
             return
-        workers = await self._every("init", lambda url: self._replicas[url].world_size())
+        workers = await self._call_all("init", lambda url: self._replicas[url].world_size())
         messages = dict(zip(self._replicas, await self._transport.form(workers), strict=True))
-        await self._beside(
+        await self._call_beside(
             "init",
             lambda url: self._replicas[url].init_weight_transfer_engine(messages[url]),
             self._transport.meet(),
@@ -122,12 +120,12 @@ class _Update:
         if not self._transport.staged:
             await self._pause()
             self._changed = tuple(self._replicas)
-        await self._every("start", lambda url: self._replicas[url].start_weight_update())
+        await self._call_all("start", lambda url: self._replicas[url].start_weight_update())
 
     async def _transfer(self, index: int) -> None:
         self._phase = "update"
         message = await self._transport.load(index)
-        await self._beside(
+        await self._call_beside(
             "update", lambda url: self._replicas[url].update_weights(message), self._transport.send()
         )
 
@@ -135,15 +133,15 @@ class _Update:
         if self._transport.staged:
             await self._pause()
             self._changed = tuple(self._replicas)
-        await self._every("finish", lambda url: self._replicas[url].finish_weight_update(version))
+        await self._call_all("finish", lambda url: self._replicas[url].finish_weight_update(version))
 
     async def _pause(self) -> None:
-        """Nothing computed from the old weights stays in a cache; sequences under way are computed anew."""
+        """Pause and clear caches of the old weights; sequences under way are computed anew."""
         self._paused_at = time.monotonic()
-        await self._every("pause", lambda url: self._replicas[url].pause("keep", clear_cache=True))
+        await self._call_all("pause", lambda url: self._replicas[url].pause("keep", clear_cache=True))
 
-    async def _every(self, phase: Phase, call: Callable[[str], Awaitable[T]]) -> list[T]:
-        """The same call to every replica at once, all run to their end: none changes things later."""
+    async def _call_all(self, phase: Phase, call: Callable[[str], Awaitable[T]]) -> list[T]:
+        """Make the same call to every replica at once; all run to their end, so none changes things later."""
         self._phase = phase
         results = await asyncio.gather(
             *(_answer(call(url)) for url in self._replicas), return_exceptions=True
@@ -158,27 +156,27 @@ class _Update:
             raise errors[0]
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _beside(
+    async def _call_beside(
         self, phase: Phase, call: Callable[[str], Awaitable[None]], trainers: Coroutine[Any, Any, None]
     ) -> None:
-        """The replicas' calls while the trainer does its part. When that fails they must not wait for it."""
+        """Call all replicas while the trainer does its part; if that fails, they stop waiting for it."""
         sending = asyncio.ensure_future(trainers)
-        receiving = asyncio.ensure_future(self._every(phase, call))
+        receiving = asyncio.ensure_future(self._call_all(phase, call))
         try:
             await sending
         except BaseException:
-            await _attempt([self._transport.leave()])
-            await _attempt([receiving])
+            await _try_all([self._transport.leave()])
+            await _try_all([receiving])
             raise
         await receiving
 
     async def _discard(self) -> None:
-        """Its answer is an error by design."""
+        """End the failed session; the replicas answer with an error by design."""
         discard = self._transport.discard
-        await _attempt(replica.update_weights(discard) for replica in self._replicas.values())
+        await _try_all(replica.update_weights(discard) for replica in self._replicas.values())
 
-    async def _restored(self, url: str, previous: tuple[Path, str]) -> bool:
-        """One by one, so that a dead replica hinders no other."""
+    async def _restore(self, url: str, previous: tuple[Path, str]) -> bool:
+        """Bring one replica back to the old weights, alone so that a dead one hinders no other."""
         again = _Update({url: self._replicas[url]}, self._transport)
         try:
             await again.run(*previous)
@@ -196,8 +194,8 @@ async def _answer(call: Awaitable[T]) -> T:
         raise SamplerError(f"no answer within {PATIENCE_S:.0f} s") from error
 
 
-async def _attempt(calls: Iterable[Awaitable[Any]]) -> bool:
-    """Try all, whatever becomes of them; whether all went well."""
+async def _try_all(calls: Iterable[Awaitable[Any]]) -> bool:
+    """Await all, log their errors and return whether there were none."""
     results = await asyncio.gather(*map(_answer, calls), return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:

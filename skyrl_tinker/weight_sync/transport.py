@@ -1,4 +1,4 @@
-"""The port of full-parameter weight sync: what a transport says, and what it and its driver stand on."""
+"""Interfaces of full-parameter weight sync: transports, senders, replicas, and the sync's error."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 
 Message = Mapping[str, Any]
-"""JSON object that travels to the workers of a replica."""
+"""JSON object that is sent to the workers of a replica."""
 
 Phase = Literal["open", "init", "pause", "start", "update", "finish", "resume"]
 
@@ -21,7 +21,7 @@ class WeightTransport(Protocol):
     """
 
     backend: str
-    """What vLLM's --weight-transfer-config must name."""
+    """The backend that vLLM's --weight-transfer-config must name."""
     staged: bool
     """Whether replicas serve the old weights until the update is finished; if not, they must stand still
     from start to finish, and have no weights at all when it fails."""
@@ -31,43 +31,43 @@ class WeightTransport(Protocol):
     """The replicas that `meet` brought together, () for none."""
 
     async def open(self, directory: Path) -> Sequence[WeightChunk]:
-        """The chunks, in the order to send. SamplerError when the directory holds no weights."""
+        """Return the chunks in the order to send. SamplerError when the directory holds no weights."""
         ...
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
-        """The init message of each replica, given how many workers each has."""
+        """Return the init message of each replica, given how many workers each has."""
         ...
 
     async def meet(self) -> None:
-        """The trainer's part of init, while the replicas do theirs."""
+        """Do the trainer's part of init, while the replicas do theirs."""
         ...
 
     async def load(self, index: int) -> Message:
-        """Make the chunk ready to go; the update message for all replicas."""
+        """Make the chunk ready to send; return the update message for all replicas."""
         ...
 
     async def send(self) -> None:
-        """The trainer's part of an update, while the replicas do theirs."""
+        """Do the trainer's part of an update, while the replicas do theirs."""
         ...
 
     async def close(self) -> None:
-        """Let go of the directory and of what it took to send it."""
+        """Release the directory and the buffers for it."""
         ...
 
     async def leave(self) -> None:
-        """Part from the replicas, so that nobody waits for the trainer any more; () are `members` now."""
+        """Leave the group, so that no replica waits for the trainer any more; `members` becomes ()."""
         ...
 
 
 class Senders(Protocol):
-    """The trainer's ranks as places to send from: `training.group.TrainerGroup`."""
+    """The trainer's ranks as senders: `training.trainer_group.TrainerGroup`."""
 
     async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
-        """`factory(rank)` makes the object that `sender_call` calls, in rank 0 or in every rank."""
+        """Make `factory(rank)` in rank 0 or in every rank: the object that `sender_call` calls."""
         ...
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
-        """One result per rank that has a sender."""
+        """Call a method of all senders; one result per rank that has one."""
         ...
 
 
@@ -88,11 +88,11 @@ class WeightUpdateTarget(Protocol):
     @property
     def server_urls(self) -> tuple[str, ...]: ...
 
-    def of(self, url: str) -> Replica: ...
+    def replica(self, url: str) -> Replica: ...
 
 
 class WeightSyncError(SamplerError):
-    """`failed`: the replicas that refused or died, empty when it was the trainer or the file.
+    """Failed sync. `failed`: the replicas that refused or died, empty when it was the trainer or the file.
 
     `lost`: those that could not be given the old weights back either. They must be started anew: they hold
     part of the weights, or are dead.

@@ -21,12 +21,12 @@ from skyrl_tinker.weight_sync.chunks import read_chunks
 
 TIED_HEAD = "lm_head.weight"  # a tied checkpoint may or may not name it
 Staged = Mapping[str, Callable[[], torch.Tensor]]
-"""By name, how to get the tensor."""
+"""Name -> function that returns the tensor."""
 
 
 @dataclass
 class StagedInit(WeightTransferInitInfo):
-    """`transport`: shared_memory or gloo; the rest is where the members of gloo's group meet."""
+    """Init message. `transport`: shared_memory or gloo; the rest is the address and ranks of gloo's group."""
 
     transport: str
     host: str = ""
@@ -70,7 +70,7 @@ class StagedEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._forget()
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        """ValueError for a tensor that the model lacks or that is missing; vLLM then ends the session."""
+        """Stage a chunk. ValueError for a tensor that is unknown or missing; vLLM then ends the session."""
         if update_info.discard:
             self._forget()
             raise ValueError("weight update discarded")
@@ -82,7 +82,7 @@ class StagedEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._check_complete()
 
     def finish_weight_update(self) -> None:
-        """Load what is staged. A failure past the checks leaves a broken model, so it ends the process."""
+        """Load the staged tensors. A failure past the checks leaves a broken model and ends the process."""
         from vllm.model_executor.model_loader import reload  # all of vLLM's layers, which workers have
 
         self._check_complete()
@@ -119,7 +119,7 @@ class StagedEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             raise ValueError(f"tensor {name}: expected shape {expected}, found {shape}")
 
     def _check_complete(self) -> None:
-        """Part of a fused layer would fill the rest with garbage, so only complete sets are taken."""
+        """Accept complete sets only: part of a fused layer would fill the rest with garbage."""
         missing = self.shapes.keys() - self.staged.keys()
         if self._tied:
             missing -= {TIED_HEAD}
@@ -132,12 +132,12 @@ class StagedEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
 
 
 def _shapes(directory: Path) -> dict[str, list[int]]:
-    """Name and shape of every tensor in the checkpoint that the server was started from."""
+    """Read name and shape of every tensor in the checkpoint that the server was started from."""
     chunks = read_chunks(directory, limit=1)
     return {entry.name: list(entry.shape) for chunk in chunks for entry in chunk.entries}
 
 
 def _consumed(staged: dict[str, Callable[[], torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Lets go of each tensor before the next is asked for."""
+    """Yield the tensors; each is released before the next is made."""
     for name in list(staged):
         yield name, staged.pop(name)()

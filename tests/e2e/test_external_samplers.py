@@ -31,8 +31,8 @@ def client(servers: dict[str, Served], tmp_path: Path) -> Iterator[Client]:
 async def unload_all(urls: tuple[str, ...]) -> None:
     """The next one may well call others by the same names."""
     samplers = RemoteInferenceClient(urls[0], urls)
-    for name in await samplers.adapters():
-        await samplers.unload_adapter(name)
+    for name in await samplers.control.adapters():
+        await samplers.control.unload_adapter(name)
     await samplers.close()
 
 

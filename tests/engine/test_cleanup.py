@@ -33,11 +33,11 @@ class Parts:
     def in_use(self, version: WeightVersion) -> bool:
         return version.id in self.used
 
-    async def drop(self, version: WeightVersion) -> None:
+    async def unload(self, version: WeightVersion) -> None:
         self.dropped.append(version.id)
         self.used |= self.begins
 
-    def forget_targets(self) -> None:
+    def forget_sources(self) -> None:
         pass
 
     def release(self, model: int) -> None:

@@ -43,7 +43,7 @@ def write_files(directory: Path, files: Sequence[dict[str, np.ndarray]]) -> None
 
 async def sync(sampler: Sampler, transport: WeightTransport, directory: Path, version: str) -> Synced:
     base = (Path(sampler.facts.directory), "base")
-    return await sync_weights(sampler.client, transport, directory, version, base)
+    return await sync_weights(sampler.client.control, transport, directory, version, base)
 
 
 async def back_to_base(sampler: Sampler, transport: WeightTransport) -> None:
@@ -57,7 +57,7 @@ async def test_synced_weights_are_served_exactly_and_the_base_comes_back(
     base = reference(each_sampler.facts.directory)
     assert_same_logprobs(await each_sampler("base", ask(prompt)), base, prompt)
     synced = await sync(each_sampler, transport, trained / "two", "v7")
-    assert await each_sampler.client.weight_version() == "v7"
+    assert await each_sampler.client.control.weight_version() == "v7"
     assert synced.size == sum(array.nbytes for array in load_weights(trained / "trained").values())
     assert 0 < synced.paused_s < synced.seconds
     assert_same_logprobs(await each_sampler("base", ask(prompt)), reference(trained / "trained"), prompt)
@@ -91,12 +91,12 @@ async def test_bfloat16_weights_are_served_as_they_are(
 
 
 async def assert_refused(sampler: Sampler, transport: WeightTransport, directory: Path, match: str) -> None:
-    before = await sampler.client.weight_version()
+    before = await sampler.client.control.weight_version()
     with pytest.raises(SamplerError, match=match):
         await sync(sampler, transport, directory, "broken")
     prompt = prompt_of(20)
     assert_same_logprobs(await sampler("base", ask(prompt)), reference(sampler.facts.directory), prompt)
-    assert await sampler.client.weight_version() == before
+    assert await sampler.client.control.weight_version() == before
 
 
 async def test_a_refused_update_leaves_the_old_weights_and_the_next_one_works(

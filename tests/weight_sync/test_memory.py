@@ -66,7 +66,7 @@ def watched_sender() -> Callable[[int], Any]:
 
 
 async def growth(group: TrainerGroup, work: Callable[[], Any]) -> list[int]:
-    """By rank: by how many bytes the resident memory grew at most while `work` ran."""
+    """Return by rank how many bytes the resident memory grew at most while `work` ran."""
     before = await group.sender_call("begin")
     await work()
     return [peak - start for peak, start in zip(await group.sender_call("peak"), before, strict=True)]

@@ -1,4 +1,4 @@
-"""What one and two real trainer ranks captured reaches one and two real replicas, or none of them."""
+"""Weights captured on one and two real trainer ranks reach one and two real replicas, or none of them."""
 
 import asyncio
 import os
@@ -15,19 +15,18 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
 from skyrl_tinker.inference.client.control_plane import ControlPlane
-from skyrl_tinker.inference.client.data_plane import fixed
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.factory import make_transport
-from skyrl_tinker.weight_sync.sync import WeightSyncError, sync_weights
-from skyrl_tinker.weight_sync.transport import Message, WeightTransport
+from skyrl_tinker.weight_sync.sync import sync_weights
+from skyrl_tinker.weight_sync.transport import Message, WeightSyncError, WeightTransport
 from tests.inference.support.samplers import (
-    CONTEXT,
     Served,
     ask,
     prompt_of,
     reference,
+    sample,
     spec_of,
     target_logprobs,
     write_model,
@@ -88,13 +87,10 @@ async def capture(group: TrainerGroup, facts: BaseModelFacts, directory: Path) -
 
 
 async def assert_served(url: str, version: str, directory: str | Path) -> None:
-    """By this very replica, and exactly."""
+    """Check that this very replica serves the version, exactly."""
     client = client_of(url)
-    assert await client.weight_version() == version
-    output = await client.sample(
-        fixed("base"), ask(PROMPT, max_tokens=32), session_key="test", eos=(), context=CONTEXT
-    )
-    (sequence,) = output.sequences
+    assert await client.control.weight_version() == version
+    (sequence,) = (await sample(client, "base", ask(PROMPT, max_tokens=32))).sequences
     expected = target_logprobs(reference(directory), PROMPT + sequence.tokens)[len(PROMPT) - 1 :]
     np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4, rtol=0)
     await client.close()
@@ -102,9 +98,9 @@ async def assert_served(url: str, version: str, directory: str | Path) -> None:
 
 async def back_to_base(facts: BaseModelFacts, *urls: str) -> None:
     base = (Path(facts.directory), "base")
-    control = client_of(*urls)
-    await sync_weights(control, make_transport("shared_memory", NotNeeded(), 1 << 30), *base, base)
-    await control.close()
+    client = client_of(*urls)
+    await sync_weights(client.control, make_transport("shared_memory", NotNeeded(), 1 << 30), *base, base)
+    await client.close()
 
 
 class NotNeeded:
@@ -129,12 +125,12 @@ async def test_captured_weights_are_served_exactly(
     urls = pair[:replicas]
     transport = make_transport(name, ranks, CHUNK_BYTES)  # type: ignore[arg-type]
     directory = await capture(ranks, facts, tmp_path / "v1")
-    control = client_of(*urls)
-    await sync_weights(control, transport, directory, "v1", (Path(facts.directory), "base"))
+    client = client_of(*urls)
+    await sync_weights(client.control, transport, directory, "v1", (Path(facts.directory), "base"))
     for url in urls:
         await assert_served(url, "v1", directory)
     assert transport.members == urls
-    await control.close()
+    await client.close()
     await back_to_base(facts, *urls)
 
 
@@ -145,21 +141,21 @@ async def test_a_changed_set_of_replicas_meets_anew(
     base = (Path(facts.directory), "base")
     write_model(tmp_path / "other", tied=True, seed=5)
     for version, urls in (("v1", pair[:1]), ("v2", pair), ("v3", pair), ("v4", pair[1:])):
-        control = client_of(*urls)
-        await sync_weights(control, transport, tmp_path / "other", version, base)
-        await control.close()
+        client = client_of(*urls)
+        await sync_weights(client.control, transport, tmp_path / "other", version, base)
+        await client.close()
         for url in urls:
             await assert_served(url, version, tmp_path / "other")
     await back_to_base(facts, *pair)
 
 
 class Sabotaged(ControlPlane):
-    """All replicas, of which the last has forgotten the update when it is told to finish."""
+    """All replicas, of which the last has forgotten the update when it is to finish."""
 
-    def of(self, url: str) -> ControlPlane:
+    def replica(self, url: str) -> ControlPlane:
         if url == self.server_urls[-1]:
-            return _Forgetful((url,), _http=self._http)
-        return super().of(url)
+            return _Forgetful((url,), http=self.http)
+        return super().replica(url)
 
 
 class _Forgetful(ControlPlane):
@@ -180,7 +176,7 @@ async def test_replicas_that_took_the_new_weights_get_the_old_ones_again_when_an
     assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("finish", (pair[1],), ())
     for url in pair:
         await assert_served(url, "base", facts.directory)
-    await control._http.close()
+    await control.http.close()
 
 
 def killing(transport: WeightTransport, at: int, *pids: int) -> WeightTransport:
@@ -205,11 +201,13 @@ async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
     write_model(tmp_path / "other", tied=True, seed=5)
     await two_ranks.ping()
     transport = killing(make_transport("gloo", two_ranks, CHUNK_BYTES), 3, two_ranks.pids()[0])
-    control = client_of(*pair)
+    client = client_of(*pair)
     with pytest.raises(WeightSyncError, match="update failed: rank 0 died") as caught:
-        await sync_weights(control, transport, tmp_path / "other", "v1", (Path(facts.directory), "base"))
+        await sync_weights(
+            client.control, transport, tmp_path / "other", "v1", (Path(facts.directory), "base")
+        )
     assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (), ())
-    await control.close()
+    await client.close()
     for url in pair:
         await assert_served(url, "base", facts.directory)
 
@@ -227,15 +225,17 @@ async def test_a_replica_killed_between_chunks_is_named_and_the_others_keep_the_
     (pid,) = partner.pids()
     everything = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     transport = make_transport("gloo", trainer, CHUNK_BYTES)
-    control = client_of(*pair)
+    client = client_of(*pair)
     with pytest.raises(WeightSyncError, match=f"update failed: {pair[1]}") as caught:
-        await sync_weights(control, killing(transport, 3, *everything), tmp_path / "other", "v1", base)
+        await sync_weights(client.control, killing(transport, 3, *everything), tmp_path / "other", "v1", base)
     assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (pair[1],), ())
     await assert_served(pair[0], "base", facts.directory)
-    await control.close()
+    await client.close()
 
     left = client_of(pair[0])
-    await sync_weights(left, make_transport("gloo", trainer, CHUNK_BYTES), tmp_path / "other", "v2", base)
+    await sync_weights(
+        left.control, make_transport("gloo", trainer, CHUNK_BYTES), tmp_path / "other", "v2", base
+    )
     await left.close()
     await assert_served(pair[0], "v2", tmp_path / "other")
     await back_to_base(facts, pair[0])

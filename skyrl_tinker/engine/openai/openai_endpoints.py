@@ -139,7 +139,7 @@ class OpenAIServer:
     async def _count_tokens(self, text: dict[str, Any]) -> int:
         """Count the tokens of a prompt. Every version has the tokenizer of the base model."""
         body = {"model": BASE_MODEL, **text}
-        response = await self._fleet.surviving(lambda: self._fleet.client.tokenize(body))
+        response = await self._fleet.with_retry(lambda: self._fleet.client.data.tokenize(body))
         return int(response["count"])
 
     # To vLLM and back
@@ -150,10 +150,10 @@ class OpenAIServer:
         return web.Response(body=call.renamed(response), content_type="application/json")
 
     async def _send(self, call: _OpenAICall) -> Any:
-        client = self._fleet.client
+        data = self._fleet.client.data
         chat = isinstance(call.request, ChatCompletionRequest)
-        async with self._samplers.serving(call.version) as name:
-            send = client.chat_completion if chat else client.completion
+        async with self._samplers.leases.open(call.version) as name:
+            send = data.chat_completion if chat else data.completion
             return await send(call.body | {"model": name}, headers=call.headers)
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
@@ -176,8 +176,9 @@ class OpenAIServer:
     async def _open(self, call: _OpenAICall, upstream: AsyncExitStack) -> AsyncIterator[bytes]:
         """Open a stream; returns once the first event is here: until then another replica may take over."""
         async with AsyncExitStack() as stack:
-            name = await stack.enter_async_context(self._samplers.serving(call.version))
-            stream = self._fleet.client.stream(call.path, call.body | {"model": name}, headers=call.headers)
+            name = await stack.enter_async_context(self._samplers.leases.open(call.version))
+            body = call.body | {"model": name}
+            stream = self._fleet.client.data.stream(call.path, body, headers=call.headers)
             events = _events(await stack.enter_async_context(stream))
             first = await anext(events)
             upstream.push_async_exit(stack.pop_all())
@@ -198,9 +199,9 @@ class OpenAIServer:
     async def _with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Make an attempt, and another one when vLLM died in it or had lost the adapter."""
         try:
-            return await self._fleet.surviving(attempt)
+            return await self._fleet.with_retry(attempt)
         except NotFoundError:
-            return await self._fleet.surviving(attempt)
+            return await self._fleet.with_retry(attempt)
 
 
 def _owner(http: web.Request) -> OwnerId | None:

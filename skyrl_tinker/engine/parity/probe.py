@@ -15,7 +15,7 @@ from skyrl_tinker.domain.values import (
     SampleRequest,
     SamplingParams,
 )
-from skyrl_tinker.engine.sampler.inflight_targets import Wanted
+from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
@@ -55,11 +55,11 @@ def _logprobs(output: PassOutput | Failure, count: int) -> Float32 | Failure:
 
 
 async def sampler_logprobs(
-    samplers: Samplers, target: Wanted, tokens: tuple[int, ...]
+    samplers: Samplers, source: SampleSource, tokens: tuple[int, ...]
 ) -> tuple[Float32, str | None]:
     """Return the samplers' logprobs, [N-1], and the version with which they scored, if they name it."""
     request = SampleRequest(tokens, 1, SamplingParams(max_tokens=1), prompt_logprobs=True)
-    output = await samplers.sample(target, request)
+    output = await samplers.sample(source, request)
     spans = output.sequences[0].versions
     logprobs = np.asarray((output.prompt_logprobs or ())[1:], np.float32)
     return logprobs, spans[0].version if spans else None

@@ -88,7 +88,7 @@ async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, dire
             sampler_logprobs(samplers, version, probed.tokens),
         )
     finally:
-        await samplers.drop(version)
+        await samplers.unload(version)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
     return LogprobGap(largest_difference(base, probed.base), largest_difference(adapter, probed.adapter))
 

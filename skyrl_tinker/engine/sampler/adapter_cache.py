@@ -1,25 +1,24 @@
-"""Which LoRA adapters the samplers have: loaded on demand, the least recently used evicted, loaded again."""
+"""LoRA adapters on the samplers: loaded on demand, the least recently used evicted, loaded again."""
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, newest
 from skyrl_tinker.errors import SamplerError, StateLostError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 
 
 class AdapterCache:
-    """At most `capacity` are loaded, as many as each vLLM keeps in memory: so it never has to drop, and read
-    again, one that is in use.
+    """Cache of at most `capacity` adapters, as many as each vLLM keeps in memory: it never evicts one in use.
 
     When all are in use, versions wait in turn. For each that waits, one of those that are loaded, the least
-    recently used, takes no more requests until it is idle and can go, so that nobody starves.
+    recently used, takes no more requests until it is idle and can go, so that none starves.
     """
 
     def __init__(self, fleet: Fleet, capacity: int) -> None:
@@ -28,70 +27,77 @@ class AdapterCache:
         self._loaded: OrderedDict[VersionId, WeightVersion] = OrderedDict()  # least recently used first
         self._users: Counter[VersionId] = Counter()
         self._waiting: OrderedDict[VersionId, int] = OrderedDict()  # how many requests wait for each
-        self._room: set[asyncio.Future[None]] = set()
+        self._changed = asyncio.Event()
 
-    @asynccontextmanager
-    async def use(self, version: WeightVersion) -> AsyncIterator[str]:
-        """The adapter's name; it stays loaded inside. StateLostError, SamplerError if it cannot be loaded."""
-        await self._enter(version)
-        try:
-            yield version.name
-        finally:
-            self._users[version.id] -= 1
-            if not self._users[version.id]:
-                del self._users[version.id]
-                self._wake()
+    async def acquire(self, source: WeightVersion | InflightTarget) -> WeightVersion:
+        """Return the version whose adapter is loaded, and stays so until `release`.
+
+        Of a target it is the newest when this returns; `Samplers.announce` interrupts what runs from then on.
+        StateLostError, SamplerError if it cannot be loaded.
+        """
+        while True:
+            version = newest(source)
+            if not self._is_open(version):
+                await self._wait_for(version)
+            self._users[version.id] += 1
+            self._loaded.move_to_end(version.id)
+            if version == newest(source):
+                return version
+            self.release(version)
+
+    def release(self, version: WeightVersion) -> None:
+        self._users[version.id] -= 1
+        if not self._users[version.id]:
+            del self._users[version.id]
+            self._wake()
+
+    def in_use(self, version: WeightVersion) -> bool:
+        """Return whether requests hold it or wait for it."""
+        return version.id in self._users or version.id in self._waiting
 
     async def load(self, version: WeightVersion) -> None:
-        """Unless all that are loaded are in use: then it comes with its first request."""
+        """Load it, unless all that are loaded are in use: then it comes with its first request."""
         async with self._fleet.changing:
-            if version.id not in self._loaded and not self._waiting and self._has_room():
+            if version.id not in self._loaded and not self._waiting and self._has_place():
                 await self._load(version)
 
-    async def drop(self, version: WeightVersion) -> None:
-        """Nobody will sample it any more. One that a request began with meanwhile stays."""
+    async def unload(self, version: WeightVersion) -> None:
+        """Unload a version that no client samples any more. One that a request began with meanwhile stays."""
         async with self._fleet.changing:
             if version.id not in self._users:
-                await self._unload(version.id)
+                await self._evict(version.id)
                 self._wake()
 
     def forget(self, version: WeightVersion) -> None:
-        """Some sampler has lost it: it is loaded again, which does no harm to those that have it."""
+        """Have it loaded again, as some sampler has lost it; that does no harm to those that have it."""
         self._loaded.pop(version.id, None)
         self._wake()
 
     async def equip(self, newcomer: RemoteInferenceClient) -> None:
         """Load what the other replicas have; called with `changing` held.
 
-        What is gone or refused is forgotten: it must not keep the newcomer away.
+        An adapter that is gone or refused is forgotten: it must not keep the newcomer away.
         """
         for version in list(self._loaded.values()):
             try:
-                await newcomer.load_adapter(version.name, version.directory)
+                await newcomer.control.load_adapter(version.name, version.directory)
             except SamplerError:
-                await newcomer.health()  # SamplerError: it is the newcomer that is broken
+                await newcomer.control.health()  # SamplerError: it is the newcomer that is broken
                 self.forget(version)
-
-    async def _enter(self, version: WeightVersion) -> None:
-        """Returns with the version loaded and counted."""
-        if not self._is_open(version):
-            await self._wait_for(version)
-        self._users[version.id] += 1
-        self._loaded.move_to_end(version.id)
 
     async def _wait_for(self, version: WeightVersion) -> None:
         self._waiting[version.id] = self._waiting.get(version.id, 0) + 1
         try:
-            while not await self._brought(version):
-                await self._change()
+            while not await self._load_in_turn(version):
+                await self._changed.wait()
         finally:
             self._waiting[version.id] -= 1
             if not self._waiting[version.id]:
                 del self._waiting[version.id]
                 self._wake()
 
-    async def _brought(self, version: WeightVersion) -> bool:
-        """Whether it is loaded and takes requests; loads it if it is its turn and there is room."""
+    async def _load_in_turn(self, version: WeightVersion) -> bool:
+        """Load it if it is its turn and a place is free; return whether it takes requests."""
         if self._may_load(version):
             async with self._fleet.changing:
                 if self._may_load(version):
@@ -102,52 +108,39 @@ class AdapterCache:
         if version.id not in self._loaded:
             return False
         missing = self._missing()
-        return not missing or self._has_room() or version.id not in islice(self._loaded, len(missing))
+        return not missing or self._has_place() or version.id not in islice(self._loaded, len(missing))
 
     def _may_load(self, version: WeightVersion) -> bool:
-        return self._missing()[:1] == [version.id] and self._has_room()
+        return self._missing()[:1] == [version.id] and self._has_place()
 
     def _missing(self) -> list[VersionId]:
-        """Those that are waited for, in turn."""
+        """List the versions that requests wait for, in turn."""
         return [version for version in self._waiting if version not in self._loaded]
 
-    def _has_room(self) -> bool:
+    def _has_place(self) -> bool:
         return len(self._loaded) < self._capacity or self._idle() is not None
 
     def _idle(self) -> VersionId | None:
         return next((version for version in self._loaded if version not in self._users), None)
 
     async def _load(self, version: WeightVersion) -> None:
-        if not await _exists(version):
+        if not await asyncio.to_thread(Path(version.directory).is_dir):
             raise StateLostError(
                 f"the weights of this sampling client are gone from {version.directory}: save them again"
             )
         while len(self._loaded) >= self._capacity and (idle := self._idle()) is not None:
-            await self._unload(idle)
-        await self._fleet.client.load_adapter(version.name, version.directory)
+            await self._evict(idle)
+        await self._fleet.client.control.load_adapter(version.name, version.directory)
         self._loaded[version.id] = version
         self._wake()
 
-    async def _unload(self, version: VersionId) -> None:
-        """Best effort: a name that stays behind on a sampler is never used again."""
+    async def _evict(self, version: VersionId) -> None:
+        """Unload it; best effort, as a name that stays behind on a sampler is never used again."""
         loaded = self._loaded.pop(version, None)
         if loaded is not None:
             with suppress(SamplerError):
-                await self._fleet.client.unload_adapter(loaded.name)
-
-    async def _change(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._room.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._room.discard(waiter)
+                await self._fleet.client.control.unload_adapter(loaded.name)
 
     def _wake(self) -> None:
-        for waiter in self._room:
-            if not waiter.done():
-                waiter.set_result(None)
-
-
-async def _exists(version: WeightVersion) -> bool:
-    return await asyncio.to_thread(Path(version.directory).is_dir)
+        self._changed.set()  # all that wait now, and none later
+        self._changed.clear()

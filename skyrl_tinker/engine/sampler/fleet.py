@@ -1,4 +1,4 @@
-"""The sampler replicas as one: who serves now, what must reach all of them, and their death and return."""
+"""The sampler replicas as one: the members that serve now, changes to all of them, loss and return."""
 
 import asyncio
 import logging
@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 class Servers(Protocol):
-    """inference.group.ServerGroup, or inference.external.ExternalServers."""
+    """Processes of the replicas: ServerGroup or ExternalServers of inference.servers."""
 
-    async def lost(self, index: int) -> Loss: ...
+    async def wait_lost(self, index: int) -> Loss: ...
     def suspect(self) -> None: ...
     async def end(self, index: int) -> bool: ...
     async def replace(self, index: int) -> str: ...
@@ -35,7 +35,7 @@ class Fleet:
     """`client` reaches the members only: the replicas that are alive and have what all others have.
 
     `changing` is held for every change that must reach all replicas: adapters, weights, new members. A
-    member that dies leaves without it. `equip` brings the current adapters and resident weights to one
+    member that dies leaves without it. An `equip` brings the current adapters and resident weights to one
     newcomer; it is called with `changing` held.
     """
 
@@ -46,45 +46,44 @@ class Fleet:
         router: Router | None = None,
         placement: Placement = SEPARATE,
     ) -> None:
-        """All `client.server_urls` are ready, and known to the router if there is one of ours."""
+        """Start with all `client.server_urls`, which are ready, and known to the router if it is ours."""
         self.client = client
         self.changing = AwakeLock(placement)
         self.placement = placement
-        self.equip: Equip = _nothing
         self._servers = servers
         self._router = router
         self._proxy_url = client.proxy_url if client.proxy_url not in client.server_urls else None
         self._replicas = len(client.server_urls)
         self._members = dict(enumerate(client.server_urls))
         self._condemned: dict[int, Loss] = {}
-        self._leaving: set[str] = set()  # no members any more, but their processes may live still
+        self._leaving: set[str] = set()  # no members any more, but their processes may still run
         self._losses = 0
         self._changed = asyncio.Event()
         self._attempts: set[asyncio.Future[Any]] = set()
 
     @property
     def size(self) -> int:
-        """How many replicas serve now."""
+        """Number of replicas that serve now."""
         return len(self._members)
 
-    async def adopt(self) -> None:
+    async def adopt(self, equip: Equip) -> None:
         """Equip the replicas that others started: they may have weights of before."""
         async with self.changing:
             for url in self.client.server_urls:
-                await self._equip(url)
+                await _equip(url, equip)
 
-    async def supervise(self, status: EngineStatus) -> None:
-        """Brings lost replicas back, for ever. Training goes on meanwhile, and samples on the others."""
+    async def supervise(self, status: EngineStatus, equip: Equip) -> None:
+        """Bring lost replicas back, indefinitely. Training goes on meanwhile, and samples on the others."""
         async with asyncio.TaskGroup() as tasks:
             for index in range(self._replicas):
-                tasks.create_task(self._keep(index, status))
+                tasks.create_task(self._keep_replica(index, status, equip))
             if self._router is not None:
                 tasks.create_task(self._keep_router(self._router))
 
-    async def surviving(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The attempt, made again at once when replicas were lost under it and others serve.
+    async def with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Make the attempt, again at once when replicas were lost meanwhile and others serve.
 
-        It waits while nobody serves. SamplerError: it failed for another reason.
+        It waits while no replica serves. SamplerError: it failed for another reason.
         """
         for left in reversed(range(ATTEMPTS)):
             await self._wait_for(lambda: self.size > 0)
@@ -92,39 +91,39 @@ class Fleet:
             try:
                 return await self._interruptible(attempt)
             except SamplerError as error:
-                if not left or not await self._explained(losses):
+                if not left or not await self._loss_since(losses):
                     raise
                 _log.info("tried again after a loss: %s", error)
         raise AssertionError("the last attempt returns or raises")
 
     def condemn(self, url: str, reason: str) -> None:
-        """This member must not serve any more: it is ended and replaced. Harmless when it is none."""
+        """End and replace a member that must not serve any more. Harmless when it is none."""
         for index, member in list(self._members.items()):
             if member == url:
                 self._condemned[index] = Loss(index, url, reason)
-                self._drop(index)
+                self._remove(index)
 
-    async def gone(self, url: str) -> None:
-        """Returns once this former member's process has ended, and what it held is free."""
+    async def wait_ended(self, url: str) -> None:
+        """Return once this former member's process has ended, and its memory is free."""
         await self._wait_for(lambda: url not in self._leaving)
 
     # Replicas
 
-    async def _keep(self, index: int, status: EngineStatus) -> None:
+    async def _keep_replica(self, index: int, status: EngineStatus, equip: Equip) -> None:
         while True:
-            loss = await self._loss(index)
-            _log.error("sampler %d at %s is lost and is brought back: %s", index, loss.url, loss.reason)
-            self._drop(index)
-            await self._tell(status)
-            await self._let_go(loss)
+            loss = await self._wait_lost(index)
+            _log.error("sampler %d at %s is lost and is replaced: %s", index, loss.url, loss.reason)
+            self._remove(index)
+            await self._report(status)
+            await self._end(loss)
             self._leaving.discard(loss.url)
             self._note_change()
-            await self._bring_back(index)
-            await self._tell(status)
+            await self._replace(index, equip)
+            await self._report(status)
 
-    async def _loss(self, index: int) -> Loss:
-        """Of a member: it dies, or is condemned."""
-        lost = asyncio.ensure_future(self._servers.lost(index))
+    async def _wait_lost(self, index: int) -> Loss:
+        """Return once this member has died or is condemned."""
+        lost = asyncio.ensure_future(self._servers.wait_lost(index))
         condemned = asyncio.ensure_future(self._wait_for(lambda: index in self._condemned))
         try:
             await asyncio.wait((lost, condemned), return_when=asyncio.FIRST_COMPLETED)
@@ -133,14 +132,14 @@ class Fleet:
             lost.cancel()
             condemned.cancel()
 
-    def _drop(self, index: int) -> None:
+    def _remove(self, index: int) -> None:
         if index in self._members:
             self._leaving.add(self._members.pop(index))
             self._losses += 1
             self._retarget()
 
-    async def _let_go(self, loss: Loss) -> None:
-        """Nobody waits for it any more."""
+    async def _end(self, loss: Loss) -> None:
+        """End a lost replica, and with it all requests that wait for it."""
         if self._router is not None:
             await self._router.remove(loss.url)
             self._losses += 1  # requests were sent to it until now
@@ -152,23 +151,25 @@ class Fleet:
             for attempt in self._attempts:
                 attempt.cancel()
 
-    async def _bring_back(self, index: int) -> None:
+    async def _replace(self, index: int, equip: Equip) -> None:
         while True:
             try:
                 async with self.placement.awake():  # it needs the memory that is the trainer's in its turns
                     url = await self._servers.replace(index)
-                    await self._admit(index, url)
+                    await self._admit(index, url, equip)
                 break
             except SamplerError as error:
-                _log.error("sampler %d does not come back, trying again in %.0f s: %s", index, RETRY_S, error)
+                _log.error(
+                    "sampler %d could not be replaced, trying again in %.0f s: %s", index, RETRY_S, error
+                )
                 await asyncio.sleep(RETRY_S)
         _log.info("sampler %d serves again at %s", index, url)
 
-    async def _admit(self, index: int, url: str) -> None:
-        """SamplerError when it dies before it is a member."""
+    async def _admit(self, index: int, url: str, equip: Equip) -> None:
+        """Equip a newcomer and make it a member. SamplerError when it dies before."""
         async with self.changing:
-            equipping = asyncio.ensure_future(self._equip(url))
-            lost = asyncio.ensure_future(self._servers.lost(index))
+            equipping = asyncio.ensure_future(_equip(url, equip))
+            lost = asyncio.ensure_future(self._servers.wait_lost(index))
             try:
                 await asyncio.wait((equipping, lost), return_when=asyncio.FIRST_COMPLETED)
                 if not equipping.done():
@@ -185,13 +186,6 @@ class Fleet:
             self._members[index] = url
             self._retarget()
 
-    async def _equip(self, url: str) -> None:
-        newcomer = RemoteInferenceClient(url, (url,))
-        try:
-            await self.equip(newcomer)
-        finally:
-            await newcomer.close()
-
     def _retarget(self) -> None:
         urls = tuple(url for _, url in sorted(self._members.items()))
         alone = urls[0] if urls else self.client.proxy_url
@@ -202,12 +196,14 @@ class Fleet:
 
     async def _keep_router(self, router: Router) -> None:
         while True:
-            reason = await router.died()
+            reason = await router.wait_died()
             _log.error("%s and is started again", reason)
             self._losses += 1
-            self._route(None)  # one member serves all meanwhile
+            self._proxy_url = None  # one member serves all meanwhile
+            self._retarget()
             await self._restart_router(router)
-            self._route(router.url)
+            self._proxy_url = router.url
+            self._retarget()
 
     async def _restart_router(self, router: Router) -> None:
         while True:
@@ -218,14 +214,10 @@ class Fleet:
                 _log.error("trying again in %.0f s: %s", RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
 
-    def _route(self, proxy_url: str | None) -> None:
-        self._proxy_url = proxy_url
-        self._retarget()
-
-    # Those who wait
+    # Requests that wait
 
     async def _interruptible(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """SamplerError when it was given up because a replica may hold it for ever."""
+        """Make the attempt; SamplerError when it was cancelled because a replica may hold it indefinitely."""
         task = asyncio.ensure_future(attempt())
         self._attempts.add(task)
         try:
@@ -238,8 +230,8 @@ class Fleet:
         finally:
             self._attempts.discard(task)
 
-    async def _explained(self, losses: int) -> bool:
-        """Whether something was lost since `losses` was read; False: the fault lies elsewhere."""
+    async def _loss_since(self, losses: int) -> bool:
+        """Wait for a loss since `losses` was read; return False if none comes: the fault lies elsewhere."""
         self._servers.suspect()
         try:
             async with asyncio.timeout(NOTICED_WITHIN_S):
@@ -256,17 +248,22 @@ class Fleet:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _tell(self, status: EngineStatus) -> None:
+    async def _report(self, status: EngineStatus) -> None:
         try:
             if not self._members:
-                await status.report("restarting", "no sampler serves; they start again, models are unharmed")
+                detail = "no sampler is running: they are being restarted; models are unaffected"
+                await status.report("restarting", detail)
             elif self.size < self._replicas:
                 await status.report("ready", f"{self.size} of {self._replicas} replicas serve")
             else:
                 await status.report("ready", "")
         except OperationalError as error:  # a database that fails briefly ends no engine
-            _log.warning("the status could not be told: %s", error)
+            _log.warning("the status could not be stored: %s", error)
 
 
-async def _nothing(newcomer: RemoteInferenceClient) -> None:
-    """No adapters and the base weights: what a new replica has anyway."""
+async def _equip(url: str, equip: Equip) -> None:
+    newcomer = RemoteInferenceClient(url, (url,))
+    try:
+        await equip(newcomer)
+    finally:
+        await newcomer.close()

@@ -2,21 +2,26 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, Wanted, newest
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource, newest
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL
 
-Swap = Callable[[WeightVersion | None, WeightVersion | None], Awaitable[None]]
+
+class Swaps(Protocol):
+    """Interface of WeightSwaps. Requests that run during a swap are of an inflight target and go on."""
+
+    async def swap(self, new: WeightVersion | None, old: WeightVersion | None) -> None: ...
+    async def served(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """`group`: who may run; `version` None: the base weights."""
+    """`group`: the requests that may run; `version` None: the base weights."""
 
     group: Hashable
     version: WeightVersion | None
@@ -27,81 +32,72 @@ class _State:
 
 
 _BASE = _State(None, None)
-_UNKNOWN = "unknown"  # is nobody's group
+_UNKNOWN = "unknown"  # a group without requests
 
 
 class FullWeights:
     """None stands for the base weights, under which adapters run too.
 
     Groups get their turn in the order in which they began to wait: once another group waits, newcomers of the
-    resident one queue up behind it, so that nobody starves. The requests of an inflight target are one group,
+    resident one queue up behind it, so that none starves. The requests of an inflight target are one group,
     whose weights are renewed under them.
     """
 
-    def __init__(self, swap: Swap, serving: Callable[[], Awaitable[str]]) -> None:
-        """`swap(new, old)` brings in weights; requests that run meanwhile are of an inflight target and go on
-        with the new ones. `serving` names what the samplers serve: asked when a swap has failed."""
-        self._swap = swap
-        self._serving = serving
+    def __init__(self, swaps: Swaps) -> None:
+        self._swaps = swaps
         self._state = _BASE
         self._inside = 0
         self._waiting: OrderedDict[Hashable, int] = OrderedDict()  # group -> how many
         self._swapping: asyncio.Task[None] | None = None
         self._coming: WeightVersion | None = None  # while swapping
-        self._changed: set[asyncio.Future[None]] = set()
+        self._changed = asyncio.Event()
 
-    @asynccontextmanager
-    async def hold(self, wanted: Wanted) -> AsyncIterator[None]:
-        """Inside, the samplers serve this."""
-        await self._enter(wanted)
+    async def acquire(self, source: SampleSource) -> None:
+        """Return once the samplers serve this; they do so until `release`."""
+        group = _group(source)
+        self._waiting[group] = self._waiting.get(group, 0) + 1
         try:
-            yield
+            while not (self._has_turn(group) and self._state == _state(source)):
+                if self._has_turn(group):
+                    await self._bring(_state(source))
+                else:
+                    await self._changed.wait()
+            self._inside += 1
         finally:
-            self._inside -= 1
-            if not self._inside:
-                self._wake()
+            self._stop_waiting(group)
 
-    async def offer(self, wanted: Wanted) -> None:
-        """Bring it now where that is good for somebody and bad for nobody: to an inflight target whose
-        requests run, and to samplers that nobody uses."""
+    def release(self) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._wake()
+
+    async def offer(self, source: SampleSource) -> None:
+        """Bring it to an inflight target whose requests run, or to idle samplers; otherwise do nothing."""
         while self._swapping is not None:
-            await self._change()
+            await self._changed.wait()
         idle = not self._inside and not self._waiting
-        runs = self._inside and isinstance(wanted, InflightTarget) and self._state.group == _group(wanted)
-        if (idle or runs) and self._state != _state(wanted):
-            await self._bring(_state(wanted))
+        runs = self._inside and isinstance(source, InflightTarget) and self._state.group == _group(source)
+        if (idle or runs) and self._state != _state(source):
+            await self._bring(_state(source))
 
     @property
     def resident(self) -> WeightVersion | None:
-        """What the samplers serve; None also while that is not known."""
+        """The version that the samplers serve; None also while that is not known."""
         return self._state.version
 
     @property
     def swapping(self) -> bool:
-        """Whether other weights are on their way to the samplers."""
+        """True while other weights are on their way to the samplers."""
         return self._swapping is not None
 
     def in_use(self, version: WeightVersion) -> bool:
-        """Whether requests run on it, or it is on its way to the samplers."""
+        """Return whether requests run on it, or it is on its way to the samplers."""
         running = self._inside > 0 and self._state.version == version
         return running or (self._swapping is not None and self._coming == version)
 
     def forget(self) -> None:
-        """The samplers may serve different weights: the next request brings its own."""
+        """Have the next request bring its own: the samplers may serve different weights."""
         self._state = _State(_UNKNOWN, None)
-
-    async def _enter(self, wanted: Wanted) -> None:
-        group = _group(wanted)
-        self._waiting[group] = self._waiting.get(group, 0) + 1
-        try:
-            while not (self._has_turn(group) and self._state == _state(wanted)):
-                if self._has_turn(group):
-                    await self._bring(_state(wanted))
-                else:
-                    await self._change()
-            self._inside += 1
-        finally:
-            self._stop_waiting(group)
 
     def _has_turn(self, group: Hashable) -> bool:
         first = next(iter(self._waiting))
@@ -117,7 +113,7 @@ class FullWeights:
     # Swapping
 
     async def _bring(self, new: _State) -> None:
-        """To its end, also when the request that asked for it is given up meanwhile."""
+        """Swap to the end, also when the request that needs it is cancelled meanwhile."""
         self._coming = new.version
         self._swapping = asyncio.create_task(self._exchange(new))
         self._swapping.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -126,18 +122,18 @@ class FullWeights:
     async def _exchange(self, new: _State) -> None:
         old = self._state
         try:
-            await self._swap(new.version, old.version)
+            await self._swaps.swap(new.version, old.version)
             self._state = new
         except BaseException:  # however it broke off: which weights the samplers have must be known
-            await self._find_out(old, new)
+            await self._update_state(old, new)
             raise
         finally:
             self._swapping = None
             self._wake()
 
-    async def _find_out(self, old: _State, new: _State) -> None:
+    async def _update_state(self, old: _State, new: _State) -> None:
         try:
-            name = await self._serving()
+            name = await self._swaps.served()
         except SamplerError:  # they disagree, or one of them is down
             name = _UNKNOWN
         for state in (old, new, _BASE):
@@ -146,25 +142,14 @@ class FullWeights:
                 return
         self.forget()
 
-    # Waking
-
-    async def _change(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._changed.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._changed.discard(waiter)
-
     def _wake(self) -> None:
-        for waiter in self._changed:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._changed.set()  # all that wait now, and none later
+        self._changed.clear()
 
 
-def _group(wanted: Wanted) -> Hashable:
-    return wanted.id if isinstance(wanted, WeightVersion) else wanted
+def _group(source: SampleSource) -> Hashable:
+    return source.id if isinstance(source, WeightVersion) else source
 
 
-def _state(wanted: Wanted) -> _State:
-    return _State(_group(wanted), newest(wanted) if wanted else None)
+def _state(source: SampleSource) -> _State:
+    return _State(_group(source), newest(source) if source else None)

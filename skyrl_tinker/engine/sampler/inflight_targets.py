@@ -1,4 +1,4 @@
-"""`kind: inflight`: weights that move under the sampling clients of a model."""
+"""Inflight sampling (`kind: inflight`): weights that move under the sampling clients of a model."""
 
 from dataclasses import dataclass
 
@@ -8,24 +8,24 @@ from skyrl_tinker.domain.values import WeightVersion
 
 @dataclass(eq=False)
 class InflightTarget:
-    """What all inflight sampling clients of one model share. `version` only ever moves on."""
+    """Weights that all inflight sampling clients of one model share. `version` only ever moves on."""
 
     model: ModelKey
     version: WeightVersion
 
     @property
     def tag(self) -> str:
-        """Under which its running requests are known to the inference client."""
+        """The name under which the inference client knows its running requests."""
         return f"m{self.model}"
 
 
-Wanted = WeightVersion | InflightTarget | None
-"""What a sampling client samples from; None: the base model."""
+SampleSource = WeightVersion | InflightTarget | None
+"""Weights that a sampling client samples from; None: the base model."""
 
 
-def newest(wanted: WeightVersion | InflightTarget) -> WeightVersion:
-    """What it stands for now."""
-    return wanted.version if isinstance(wanted, InflightTarget) else wanted
+def newest(source: WeightVersion | InflightTarget) -> WeightVersion:
+    """Return the version that the source stands for now."""
+    return source.version if isinstance(source, InflightTarget) else source
 
 
 class InflightTargets:
@@ -35,16 +35,13 @@ class InflightTargets:
         self._targets: dict[ModelKey, InflightTarget] = {}
 
     def at_least(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
-        """The target of this model, moved on to `version` unless it is newer: publications may overtake
-        each other."""
-        target = self._targets.get(model)
-        if target is None:
-            target = self._targets[model] = InflightTarget(model, version)
-        elif target.version.id < version.id:
+        """Return the model's target, moved on to `version` unless newer: publications may be reordered."""
+        target = self._targets.setdefault(model, InflightTarget(model, version))
+        if target.version.id < version.id:
             target.version = version
         return target
 
-    def drop(self, version: WeightVersion) -> None:
-        """Nobody samples it any more: nor the target, where it has moved no further."""
-        for target in [each for each in self._targets.values() if each.version == version]:
+    def forget(self, version: WeightVersion) -> None:
+        """Remove the target that still stands for this version, which no client samples any more."""
+        for target in [target for target in self._targets.values() if target.version == version]:
             del self._targets[target.model]

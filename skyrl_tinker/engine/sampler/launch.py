@@ -1,4 +1,4 @@
-"""Puts the sampling side together: servers of ours or by URL, a router before several, and the fleet."""
+"""Assembly of the sampling side: servers of ours or by URL, a router before several, and the fleet."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ ToEnd = list[Callable[[], Awaitable[None]]]
 
 
 def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> ServerGroup | ExternalServers:
-    """Returns at once; `ready` waits for them."""
+    """Start the servers; returns at once, `ready` waits for them."""
     servers: ServerGroup | ExternalServers
     if settings.sampler_urls:
         servers = ExternalServers(settings.sampler_urls, spec.startup_s, spec.hang_s)
@@ -33,7 +33,7 @@ async def assemble(
     log_dir: Path,
     to_end: ToEnd,
 ) -> Fleet:
-    """`servers` are ready. One of them alone needs no router."""
+    """Make the fleet of `servers`, which are ready. A single one needs no router."""
     router = None
     if len(servers.urls) > 1 and settings.router_url is None:
         router = Router(RouterSpec(str(log_dir), settings.router_policy))
@@ -46,6 +46,6 @@ async def assemble(
 
 
 def sampler_gpus(settings: Settings) -> int:
-    """That replicas of ours take, beside the trainer's."""
+    """Count the GPUs that our replicas take beside the trainer's."""
     none = settings.sampler_urls or settings.placement == "colocated"
     return 0 if none else settings.replicas * settings.tensor_parallel_size

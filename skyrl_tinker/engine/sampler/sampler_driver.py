@@ -12,7 +12,7 @@ from skyrl_tinker.domain.ids import SamplingSessionId, sequence_ids
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import FutureResult, Outbox, Outcome, failure_of, json_answer, persistently
-from skyrl_tinker.engine.sampler.inflight_targets import Wanted
+from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.throughput import EndRate
@@ -53,29 +53,29 @@ class SamplerDriver:
         self._queued = SampleQueue()
         self._ends = EndRate()
         self._changed = asyncio.Event()  # rows came, or requests finished
-        self._targets: dict[SamplingSessionId, Wanted] = {}
+        self._sources: dict[SamplingSessionId, SampleSource] = {}
 
     def submit(self, rows: Sequence[QueuedRow]) -> None:
         self._queued.add(rows)
         self._changed.set()
 
     def queued(self) -> int:
-        """Requests that wait for a free slot."""
+        """Count the requests that wait for a free slot."""
         return len(self._queued)
 
     def in_flight(self) -> int:
-        """Requests that the samplers have."""
+        """Count the requests that the samplers have."""
         return len(self._tasks)
 
     async def cancel(self, rows: Sequence[QueuedRow]) -> None:
-        """Each of these names the future of a sample, which has come before it, as its body."""
-        targets = {int(row.body or b""): CANCELLED for row in rows}
-        await self.end(targets, {row.id: json_answer({}) for row in rows})
+        """Cancel samples; the body of each row is the future id of one that was submitted before it."""
+        cancelled = {int(row.body or b""): CANCELLED for row in rows}
+        await self.end(cancelled, {row.id: json_answer({}) for row in rows})
 
     async def end(self, failures: Mapping[int, Failure], also: Mapping[int, Outcome] = EMPTY) -> None:
-        """These samples, by future id, fail now: vLLM stops with those that it has and never gets the others.
+        """Fail these samples, by future id: vLLM aborts those that it has and never gets the others.
 
-        Those that have finished stay as they are.
+        Those that have finished stay as they are. The outcomes `also` are sent with them.
         """
         self._queued.discard(failures)
         self._starting.difference_update(failures)
@@ -84,7 +84,7 @@ class SamplerDriver:
         await self._outbox.send([*failures.items(), *also.items()])
 
     def view(self) -> SamplingView:
-        """What waits and how fast it goes."""
+        """Return the queues and the rate at which samples end."""
         queues, stride = self._queued.view()
         return SamplingView(
             queues,
@@ -95,14 +95,14 @@ class SamplerDriver:
             self._samplers.paused,
         )
 
-    def forget_targets(self) -> None:
-        """Versions were dropped: look them up anew."""
-        self._targets.clear()
+    def forget_sources(self) -> None:
+        """Look up the weights of all sessions anew, as versions were dropped."""
+        self._sources.clear()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
-                batch = await self._next()
+                batch = await self._next_rows()
                 self._starting = {row.id for row in batch}
                 for row, body in await self._with_bodies(batch):
                     if row.id in self._starting:
@@ -110,29 +110,29 @@ class SamplerDriver:
 
     def _start(self, tasks: asyncio.TaskGroup, row: QueuedRow, body: bytes) -> None:
         task = self._tasks[row.id] = tasks.create_task(self._finish(row, body))
-        task.add_done_callback(partial(self._over, row.id))
+        task.add_done_callback(partial(self._note_end, row.id))
 
-    def _over(self, future_id: int, _: asyncio.Task[None]) -> None:
+    def _note_end(self, future_id: int, _: asyncio.Task[None]) -> None:
         del self._tasks[future_id]
         self._ends.record()
         self._changed.set()
 
-    async def _next(self) -> list[QueuedRow]:
-        """At least one row, and as many more as there are rows and room for them in flight."""
-        while not (count := min(len(self._queued), BATCH, self._room())) > 0:
+    async def _next_rows(self) -> list[QueuedRow]:
+        """Wait for at least one row; return as many as there are rows and free slots."""
+        while not (count := min(len(self._queued), BATCH, self._free_slots())) > 0:
             self._changed.clear()
             await self._changed.wait()
         return [self._queued.pop() for _ in range(count)]
 
-    def _room(self) -> int:
+    def _free_slots(self) -> int:
         return self._concurrency * self._samplers.replicas - len(self._tasks)
 
     async def _with_bodies(self, batch: Sequence[QueuedRow]) -> list[tuple[QueuedRow, bytes]]:
-        """Without those that have finished already."""
+        """Pair rows with their bodies, without rows that have finished already."""
         large = [row.id for row in batch if row.body is None]
         read = await persistently(partial(self._read, large)) if large else {}
-        found = [(row, row.body or read.get(row.id)) for row in batch]
-        return [(row, body) for row, body in found if body is not None]
+        pairs = [(row, row.body or read.get(row.id)) for row in batch]
+        return [(row, body) for row, body in pairs if body is not None]
 
     async def _read(self, ids: Sequence[int]) -> dict[int, bytes]:
         async with self._store.read() as conn:
@@ -144,33 +144,32 @@ class SamplerDriver:
     async def _outcome(self, row: QueuedRow, body: bytes) -> Outcome:
         try:
             assert row.sampling_session_id is not None
-            wanted = await self._target(row.sampling_session_id)
+            source = await self._source(row.sampling_session_id)
             request = sample_from_body(body)
-            output = await self._samplers.sample(wanted, request)
+            output = await self._samplers.sample(source, request)
             self._metrics.sampled(output)
             records = _records(row, request, output) if request.record_stability_info else ()
-            usage = Usage(
-                len(request.prompt), output.cached_tokens, sum(len(each.tokens) for each in output.sequences)
-            )
+            sampled = sum(len(sequence.tokens) for sequence in output.sequences)
+            usage = Usage(len(request.prompt), output.cached_tokens, sampled)
             return FutureResult(
                 pass_results.PROTOBUF, sample_results.encode_sample_response(output), records, usage
             )
         except Exception as error:  # becomes the result of this request
             return failure_of(error)
 
-    async def _target(self, session: SamplingSessionId) -> Wanted:
-        """What this sampling client samples from. NotFoundError once its session is over."""
-        if session not in self._targets:
-            if len(self._targets) >= CACHED_SESSIONS:
-                self._targets.clear()
+    async def _source(self, session: SamplingSessionId) -> SampleSource:
+        """Return the weights that this sampling client samples. NotFoundError once its session is over."""
+        if session not in self._sources:
+            if len(self._sources) >= CACHED_SESSIONS:
+                self._sources.clear()
             async with self._store.read() as conn:
-                row, version = await _target(conn, session)
+                row, version = await _session_version(conn, session)
             self._samplers.require_served(row.base_model)
             if version is not None and row.follows is not None:
-                self._targets[session] = self._samplers.target(row.follows, version)
+                self._sources[session] = self._samplers.target(row.follows, version)
             else:
-                self._targets[session] = version
-        return self._targets[session]
+                self._sources[session] = version
+        return self._sources[session]
 
 
 def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tuple[SequenceRecord, ...]:
@@ -186,10 +185,10 @@ def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tu
     )
 
 
-async def _target(
+async def _session_version(
     conn: AsyncConnection, session: SamplingSessionId
 ) -> tuple[SamplingSessionRow, WeightVersion | None]:
-    """The session and its version, None for the base model."""
+    """Read the session and its version, None for the base model."""
     row = await sampling_sessions.get(conn, session)
     if row is None:
         raise NotFoundError(f"no sampling session {session}")

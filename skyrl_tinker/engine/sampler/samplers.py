@@ -4,24 +4,24 @@ import hashlib
 import logging
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.full_weights import FullWeights
-from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, Wanted, newest
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, SampleSource, newest
+from skyrl_tinker.engine.sampler.lease import Leases
+from skyrl_tinker.engine.sampler.sample_call import SampleCall
+from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps, is_there
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
-from skyrl_tinker.weight_sync.sync import WeightSyncError, WeightTransport, sync_weights
+from skyrl_tinker.weight_sync.transport import WeightTransport
 
 AFFINITY_TOKENS = 128
-UNSYNCED = "default"
-"""How vLLM calls the weights that it was started with."""
 _log = logging.getLogger(__name__)
 
 
@@ -31,64 +31,43 @@ class Samplers:
     ) -> None:
         """`adapters`: how many are loaded at once."""
         self._fleet = fleet
-        self._transport = transport
         self._facts = facts
+        self._swaps = WeightSwaps(fleet, transport, facts)
+        self._full_weights = FullWeights(self._swaps)
         self._adapters = AdapterCache(fleet, adapters)
-        self._residency = FullWeights(self._swap, self._served)
+        self.leases = Leases(fleet.placement, self._full_weights, self._adapters)
         self._targets = InflightTargets()
         self._users: Counter[VersionId] = Counter()
-        self._spoiled: set[str] = set()  # replicas that an update left with part of its weights
-        fleet.equip = self._equip
 
-    async def sample(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
-        """Tried again when vLLM died under it; of an inflight target it goes on with what that becomes."""
-        with self._counted(wanted):  # also between the requests that one sample may take
-            return await self._fleet.surviving(lambda: self._sample(wanted, request))
-
-    @asynccontextmanager
-    async def serving(self, wanted: Wanted) -> AsyncIterator[str]:
-        """The model to ask vLLM for, which stands for these weights inside. Many may be inside at once.
-
-        A NotFoundError of vLLM's that passes through has the adapter loaded again for whoever comes next.
-        """
-        async with self._fleet.placement.sampling(), self._holding(wanted) as name:
-            yield name
-
-    @asynccontextmanager
-    async def _holding(self, wanted: Wanted) -> AsyncIterator[str]:
-        if wanted is not None and newest(wanted).kind == "full":
-            async with self._residency.hold(wanted):
-                yield BASE_MODEL
-        else:
-            async with self._residency.hold(None):
-                if wanted is None:
-                    yield BASE_MODEL
-                else:
-                    async with self._adapted(wanted) as name:
-                        yield name
+    async def sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
+        """Sample, again where vLLM died meanwhile; an inflight target is followed to its newest version."""
+        with self._counted(source):  # also between the requests that one sample may take
+            return await self._fleet.with_retry(lambda: self._sample(source, request))
 
     @property
     def replicas(self) -> int:
-        """How many serve now, at least 1: who asks while all are down waits inside."""
-        return max(1, len(self._fleet.client.server_urls))
+        """Number of members, at least 1: requests that come while all are down wait inside."""
+        return max(1, self._fleet.size)
 
     @property
     def paused(self) -> str | None:
-        """Why no sample gets on just now; None while they do."""
+        """Reason why no sample makes progress just now; None while they do."""
         if not self._fleet.size:
-            return "no sampler serves: they are being started again"
-        if self._residency.swapping:
+            return "no sampler is running: they are being restarted"
+        if self._full_weights.swapping:
             return "samplers are updating weights"
         if self._fleet.placement.asleep:
-            return "the trainer has its turn on the devices of the samplers"
+            return "the trainer is using the samplers' devices"
         return None
 
     def in_use(self, version: WeightVersion) -> bool:
-        """Whether a sample of it is under way."""
-        return version.id in self._users or self._residency.in_use(version)
+        """Return whether a sample of it is under way."""
+        return (
+            version.id in self._users or self._adapters.in_use(version) or self._full_weights.in_use(version)
+        )
 
     def require_served(self, base_model: str) -> None:
-        """UserError for a sampling client older than a start of the server with another model."""
+        """Raise UserError for a sampling client older than a start of the server with another model."""
         if base_model not in self._facts.names:
             raise UserError(
                 f"this sampling client is of base model {base_model!r}, "
@@ -96,136 +75,80 @@ class Samplers:
             )
 
     def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
-        """What the inflight sampling clients of this model sample from: `version` or a newer one."""
+        """Return the weights that inflight clients of this model sample: `version` or a newer one."""
         return self._targets.at_least(model, version)
 
     async def load(self, version: WeightVersion) -> None:
-        """Before its first sample, so that this one need not wait. Never raises: all comes on demand."""
+        """Load it before its first sample, which then need not wait. Never raises: all comes on demand."""
         if version.kind == "lora":
             with _on_demand(version):
                 await self._adapters.load(version)
 
-    async def announce(self, wanted: WeightVersion | InflightTarget) -> None:
-        """A version was published. Requests that run on an older one of an inflight target go on with it;
-        full parameters come to samplers that have nothing else to do. Never raises: all comes on demand."""
-        with _on_demand(newest(wanted)):
-            if newest(wanted).kind == "full":
-                await self._residency.offer(wanted)
-            elif isinstance(wanted, InflightTarget):
-                async with self._fleet.placement.awake():
-                    await self._fleet.client.abort(wanted.tag)
+    async def announce(self, source: WeightVersion | InflightTarget) -> None:
+        """Bring a published version to its inflight requests, and full parameters to idle samplers.
 
-    async def drop(self, version: WeightVersion) -> None:
-        """Nobody will sample it any more."""
-        self._targets.drop(version)
+        Never raises: all comes on demand.
+        """
+        with _on_demand(newest(source)):
+            if newest(source).kind == "full":
+                await self._full_weights.offer(source)
+            elif isinstance(source, InflightTarget):
+                async with self._fleet.placement.awake():
+                    await self._fleet.client.control.abort(source.tag)
+
+    async def unload(self, version: WeightVersion) -> None:
+        """Release a version that no client samples any more."""
+        self._targets.forget(version)
         if version.kind == "lora":
-            await self._adapters.drop(version)
+            await self._adapters.unload(version)
+
+    async def equip(self, newcomer: RemoteInferenceClient) -> None:
+        """Bring adapters and resident weights to a replica that lacks them; called with `changing` held."""
+        await self._adapters.equip(newcomer)
+        resident = self._full_weights.resident
+        if resident is not None and not is_there(resident):  # no client samples from it any more
+            self._full_weights.forget()
+            resident = None
+        await self._swaps.equip(newcomer, resident)
 
     @contextmanager
-    def _counted(self, wanted: Wanted) -> Iterator[None]:
-        users = Counter([wanted.id] if isinstance(wanted, WeightVersion) else [])
+    def _counted(self, source: SampleSource) -> Iterator[None]:
+        users = Counter([source.id] if isinstance(source, WeightVersion) else [])
         self._users += users
         try:
             yield
         finally:
             self._users -= users  # drops zeros
 
-    async def _sample(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
+    async def _sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
+        call = SampleCall(
+            self._fleet.client.data,
+            self.leases,
+            source,
+            _session_key(source, request),
+            self._facts.eos_token_ids,
+            self._facts.context_length,
+            source.tag if isinstance(source, InflightTarget) else None,
+        )
         try:
-            return await self._ask(wanted, request)
+            return await call.execute(request)
         except NotFoundError as error:  # a sampler had lost the adapter, which is loaded again
             _log.info("tried again: %s", error)
-            return await self._ask(wanted, request)
-
-    async def _ask(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
-        return await self._fleet.client.sample(
-            lambda: self.serving(wanted),
-            request,
-            session_key=_session_key(wanted, request),
-            eos=self._facts.eos_token_ids,
-            context=self._facts.context_length,
-            tag=wanted.tag if isinstance(wanted, InflightTarget) else None,
-        )
-
-    @asynccontextmanager
-    async def _adapted(self, wanted: WeightVersion | InflightTarget) -> AsyncIterator[str]:
-        """Of a target the newest at the moment of entering: what runs by then is told by `announce`."""
-        while True:
-            version = newest(wanted)
-            with self._counted(version):
-                async with self._adapters.use(version) as name:
-                    if version != newest(wanted):
-                        continue
-                    try:
-                        yield name
-                    except NotFoundError:
-                        self._adapters.forget(version)
-                        raise
-                    return
-
-    # Full weights
-
-    async def _swap(self, new: WeightVersion | None, old: WeightVersion | None) -> None:
-        """If it fails the samplers go back to `old`, or to the base where that is not to be had any more."""
-        async with self._fleet.changing:
-            previous = self._source(old if _there(old) else None)
-            try:
-                await sync_weights(self._fleet.client, self._transport, *self._source(new), previous)
-            except WeightSyncError as error:
-                self._spoiled.update(error.lost)
-                for url in error.lost:
-                    self._fleet.condemn(url, str(error))
-                raise
-
-    async def _served(self) -> str:
-        """SamplerError when the replicas disagree."""
-        async with self._fleet.changing:
-            name = await self._fleet.client.weight_version()
-        return BASE_MODEL if name == UNSYNCED else name
-
-    async def _equip(self, newcomer: RemoteInferenceClient) -> None:
-        """What a replica that was started anew lacks; called with `changing` held."""
-        await self._transport.leave()  # it may be at the address of one that had joined
-        await self._adapters.equip(newcomer)
-        resident = self._residency.resident
-        if resident is not None and not _there(resident):  # nobody samples from it any more
-            self._residency.forget()
-            resident = None
-        # One that we did not start may have any weights, and under an old name parts of newer ones.
-        started_anew = await newcomer.weight_version() == UNSYNCED and self._spoiled.isdisjoint(
-            newcomer.server_urls
-        )
-        if resident is not None or not started_anew:
-            await sync_weights(newcomer, self._transport, *self._source(resident), self._source(None))
-        self._spoiled.difference_update(newcomer.server_urls)
-
-    def _source(self, version: WeightVersion | None) -> tuple[Path, str]:
-        if version is None:
-            return Path(self._facts.directory), BASE_MODEL
-        return Path(version.directory), version.name
+            return await call.execute(request)
 
 
 @contextmanager
 def _on_demand(version: WeightVersion) -> Iterator[None]:
-    """What fails here is tried again by the next sample."""
+    """Log what fails here: the next sample tries it again."""
     try:
         yield
     except SkyrlTinkerError as error:
-        _log.warning("%s was not brought to the samplers at once: %s", version.name, error)
+        _log.warning("%s is not loaded by the samplers yet: %s", version.name, error)
 
 
-def _there(version: WeightVersion | None) -> bool:
-    return version is not None and Path(version.directory).is_dir()
-
-
-def _session_key(wanted: Wanted, request: SampleRequest) -> str:
-    """Requests that can share cached prefixes go to the same server."""
-    digest = hashlib.sha256(_name(wanted).encode())
+def _session_key(source: SampleSource, request: SampleRequest) -> str:
+    """Return the key by which requests that can share cached prefixes go to the same server."""
+    name = source.tag if isinstance(source, InflightTarget) else source.name if source else BASE_MODEL
+    digest = hashlib.sha256(name.encode())
     digest.update(array("q", request.prompt[:AFFINITY_TOKENS]).tobytes())
     return digest.hexdigest()[:32]
-
-
-def _name(wanted: Wanted) -> str:
-    if isinstance(wanted, InflightTarget):
-        return wanted.tag
-    return wanted.name if wanted else BASE_MODEL

@@ -1,4 +1,4 @@
-"""Puts all sampler replicas to sleep and wakes them: those that cannot are replaced."""
+"""Sleep and wake-up of all sampler replicas: those that fail at it are replaced."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,23 +18,23 @@ class SleepControl:
         self._fleet = fleet
 
     async def sleep(self) -> None:
-        """Returns when all GPU memory is free, of what sleeps and of what had to be ended."""
-        await self._each("go to sleep", lambda replica: replica.sleep(1, "keep"))
+        """Return when all GPU memory is free, of what sleeps and of what had to be ended."""
+        await self._call_all("go to sleep", lambda replica: replica.sleep(1, "keep"))
 
     async def wake(self) -> None:
-        """Returns when all members serve; there may be none left, and others on their way."""
-        await self._each("wake up", _wake)
+        """Return when all members serve; there may be none left, and others on their way."""
+        await self._call_all("wake up", _wake)
 
-    async def _each(self, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
-        await asyncio.gather(*(self._one(url, what, call) for url in self._fleet.client.server_urls))
+    async def _call_all(self, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
+        await asyncio.gather(*(self._call(url, what, call) for url in self._fleet.client.server_urls))
 
-    async def _one(self, url: str, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
+    async def _call(self, url: str, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await call(self._fleet.client.of(url))
+                await call(self._fleet.client.control.replica(url))
         except (SamplerError, TimeoutError) as error:
             self._fleet.condemn(url, f"it did not {what}: {error!r}")
-            await self._fleet.gone(url)
+            await self._fleet.wait_ended(url)
 
 
 async def _wake(replica: ControlPlane) -> None:

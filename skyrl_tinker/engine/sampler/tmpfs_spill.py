@@ -1,4 +1,4 @@
-"""Ephemeral weights lie in memory (tmpfs). When that runs low, the oldest move to disk, still to be sampled.
+"""Spill of ephemeral weights from memory (tmpfs) to disk: the oldest move when memory runs low.
 
 A version keeps its directory. Its files become links, each in one step, so that a sampler that reads them
 again at any moment finds them.
@@ -15,7 +15,7 @@ SPARE = 0.5  # of the tmpfs stays free: what lies in it is memory that processes
 
 
 class TmpfsSpill:
-    """Its methods block: call them in a thread, one at a time."""
+    """All methods block: call them in a thread, one at a time."""
 
     def __init__(self, memory: Path, disk: Path, spare: float = SPARE) -> None:
         self._memory = memory
@@ -27,7 +27,7 @@ class TmpfsSpill:
         return usage.free < self._spare * usage.total and self._would_help()
 
     def move(self, version: WeightVersion) -> None:
-        """To disk, if it is not there already. OSError: the disk is full, and nothing has changed."""
+        """Move it to disk, if it is not there already. OSError: the disk is full, and nothing has changed."""
         _move(Path(version.directory), self._disk / version.name)
 
     def remove(self, version: WeightVersion) -> None:
@@ -42,7 +42,7 @@ class TmpfsSpill:
                     shutil.rmtree(path, ignore_errors=True)
 
     def _would_help(self) -> bool:
-        """Not where the weights lie on a disk anyway."""
+        """Return False where the weights lie on a disk anyway."""
         self._disk.mkdir(parents=True, exist_ok=True)
         return os.stat(self._memory).st_dev != os.stat(self._disk).st_dev
 

@@ -186,7 +186,7 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _discard(self, save: SamplerSave) -> None:
         with suppress(SamplerError):  # a sampler that is down has no adapters anyway
-            await self._samplers.drop(save.version)
+            await self._samplers.unload(save.version)
         await super()._discard(save)
         drop = partial(sampling_sessions.drop_version, version_id=save.version.id)
         await persistently(lambda: self._store.write(drop))

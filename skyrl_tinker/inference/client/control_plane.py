@@ -1,4 +1,4 @@
-"""The control plane: what must reach every replica at once, never through the router."""
+"""The control plane: calls that must reach every replica at once, never through the router."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One message for all replicas, or one for each."""
 Params = Mapping[str, str] | Sequence[tuple[str, str]]
 Call = Callable[[str], Awaitable[Any]]
-"""Of one replica, by its URL."""
+"""A call to the replica at this URL."""
 T = TypeVar("T", bool, str)
 _log = logging.getLogger(__name__)
 
@@ -26,44 +26,45 @@ class ControlPlane:
     """`server_urls` are all replicas. A call that one of them cannot do raises SamplerError."""
 
     server_urls: tuple[str, ...]
-    patience_s: float = field(default=60.0, compare=False, kw_only=True)
-    """Without an answer for so long, a call that needs no time has failed."""
-    _http: JsonHttp = field(default_factory=JsonHttp, repr=False, compare=False, kw_only=True)
-    _running: InFlight = field(default_factory=InFlight, repr=False, compare=False, kw_only=True)
+    http: JsonHttp = field(default_factory=JsonHttp)
+    in_flight: InFlight = field(default_factory=InFlight)
+    patience_s: float = 60.0
+    """Limit for an answer to a call that needs no time."""
 
-    def of(self, url: str) -> "ControlPlane":
-        """The control plane of one replica, over the same connections."""
-        return ControlPlane((url,), patience_s=self.patience_s, _http=self._http)
+    def replica(self, url: str) -> "ControlPlane":
+        """Return the control plane of one replica, over the same connections."""
+        return ControlPlane((url,), self.http, patience_s=self.patience_s)
 
     async def world_sizes(self) -> tuple[int, ...]:
-        """Workers of each replica."""
-        answers = await self._every("GET", "/get_world_size", params={"include_dp": "true"})
+        """Count the workers of each replica."""
+        answers = await self._call_all("GET", "/get_world_size", params={"include_dp": "true"})
         return tuple(int(answer["world_size"]) for answer in answers)
 
     async def world_size(self) -> int:
-        """Workers of all replicas together."""
+        """Count the workers of all replicas together."""
         return sum(await self.world_sizes())
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """On every replica or none. A name stands for one version only, so a second load is harmless."""
-        results = await self._each(lambda url: self._load(url, name, path))
+        """Load it on every replica or none. A name stands for one version, so a second load is harmless."""
+        results = await self._gather(lambda url: self._load(url, name, path))
         if any(isinstance(result, BaseException) for result in results.values()):
             touched = [url for url, result in results.items() if result is not False]
             await self._undo(touched, lambda url: self._unload(url, name))
             _require(results)
 
     async def unload_adapter(self, name: str) -> None:
-        """Harmless where it is not loaded."""
-        _require(await self._each(lambda url: self._unload(url, name)))
+        """Unload it everywhere; harmless where it is not loaded."""
+        _require(await self._gather(lambda url: self._unload(url, name)))
 
     async def adapters(self) -> list[str]:
-        """Names of those that any replica has."""
-        answers = await self._every("GET", "/v1/models")
+        """List the names of the adapters that any replica has."""
+        answers = await self._call_all("GET", "/v1/models")
         return sorted({model["id"] for answer in answers for model in answer["data"] if model.get("parent")})
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """abort: running sequences end as aborted; wait: they finish first; keep: they stand still.
+        """Pause all replicas or none.
 
+        abort: running sequences end as aborted; wait: they finish first; keep: they stand still.
         clear_cache False keeps KV entries of the old weights: only right when weights do not change.
         """
         params = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
@@ -73,20 +74,20 @@ class ControlPlane:
         )
 
     async def resume(self) -> None:
-        """Also those that are not paused; all that can, also when one fails."""
-        await self._every("POST", "/resume")
+        """Resume all replicas, also those that are not paused; all that can, also when one fails."""
+        await self._call_all("POST", "/resume")
 
     async def is_paused(self) -> bool:
-        """SamplerError when some are and some are not."""
-        return _common([bool(answer["is_paused"]) for answer in await self._every("GET", "/is_paused")])
+        """Return whether all are; SamplerError when some are and some are not."""
+        return _common([bool(answer["is_paused"]) for answer in await self._call_all("GET", "/is_paused")])
 
     async def abort(self, tag: str) -> None:
-        """Interrupt the tag's requests that are under way (DataPlane.sample); their callers go on anew.
+        """Interrupt the tag's requests that are under way (DataPlane.sample); their callers resume them.
 
         Returns when all of them ended, on whatever replica. Those that begin meanwhile are left alone.
         """
-        attempts = self._running.switch(tag)
-        while left := self._running.still(attempts, tag):
+        attempts = self.in_flight.switch(tag)
+        while left := self.in_flight.still(attempts, tag):
             ids = [attempt.vllm_id for attempt in left]  # some may not have reached vLLM yet
             await asyncio.gather(*(self._abort(url, ids) for url in self.server_urls))
             await asyncio.sleep(ABORT_POLL_S)
@@ -110,16 +111,18 @@ class ControlPlane:
 
     async def wake_up(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
         """Take these back into GPU memory, or all; requests go on as soon as all is there."""
-        await self._every("POST", "/wake_up", params=[("tags", tag) for tag in tags], long=True)
+        await self._call_all("POST", "/wake_up", params=[("tags", tag) for tag in tags], long=True)
 
     async def is_sleeping(self) -> bool:
-        """SamplerError when some are and some are not."""
-        return _common([bool(answer["is_sleeping"]) for answer in await self._every("GET", "/is_sleeping")])
+        """Return whether all are; SamplerError when some are and some are not."""
+        return _common(
+            [bool(answer["is_sleeping"]) for answer in await self._call_all("GET", "/is_sleeping")]
+        )
 
     async def reset_prefix_cache(self) -> None:
-        """Running sequences are computed anew."""
+        """Empty it on all replicas; running sequences are computed anew."""
         params = {"reset_running_requests": "true"}
-        for answer in await self._every("POST", "/reset_prefix_cache", params=params):
+        for answer in await self._call_all("POST", "/reset_prefix_cache", params=params):
             if not answer["success"]:
                 raise SamplerError("a replica could not reset its prefix cache")
 
@@ -127,27 +130,27 @@ class ControlPlane:
         await self._messages("/init_weight_transfer_engine", "init_info", info, repeatable=True)
 
     async def start_weight_update(self) -> None:
-        await self._every("POST", "/start_weight_update", repeatable=False, long=True)
+        await self._call_all("POST", "/start_weight_update", repeatable=False, long=True)
 
     async def update_weights(self, info: Messages) -> None:
         await self._messages("/update_weights", "update_info", info, repeatable=False)
 
     async def finish_weight_update(self, version: str) -> None:
-        await self._every(
+        await self._call_all(
             "POST", "/finish_weight_update", {"weight_version": version}, repeatable=False, long=True
         )
 
     async def weight_version(self) -> str:
-        """Of the full weights that all replicas serve; "default" until the first update."""
-        answers = await self._every("GET", "/weight_info")
+        """Return the version of the full weights of all replicas; VLLM_START_VERSION until an update."""
+        answers = await self._call_all("GET", "/weight_info")
         return _common([str(answer["weight_version"]) for answer in answers])
 
     async def health(self) -> None:
-        """SamplerError when a replica cannot take requests."""
-        await self._every("GET", "/health")
+        """Raise SamplerError when a replica cannot take requests."""
+        await self._call_all("GET", "/health")
 
     async def _load(self, url: str, name: str, path: str) -> bool:
-        """Whether it was not there yet."""
+        """Load it on one replica; False when it was there already."""
         try:
             await self._call(url, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         except RefusedError as error:
@@ -164,49 +167,52 @@ class ControlPlane:
                 raise
 
     async def _messages(self, path: str, key: str, info: Messages, *, repeatable: bool) -> None:
-        """One message for all replicas, or one for each of `server_urls` in their order."""
+        """Send one message to all replicas, or one to each of `server_urls` in their order."""
         urls = self.server_urls
-        each = [info] * len(urls) if isinstance(info, Mapping) else list(info)
-        if len(each) != len(urls):
-            raise SamplerError(f"{len(each)} messages for {len(urls)} replicas: their number has changed")
-        bodies = {url: {key: dict(message)} for url, message in zip(urls, each, strict=True)}
+        messages = [info] * len(urls) if isinstance(info, Mapping) else list(info)
+        if len(messages) != len(urls):
+            raise SamplerError(f"{len(messages)} messages for {len(urls)} replicas: their number has changed")
+        bodies = {url: {key: dict(message)} for url, message in zip(urls, messages, strict=True)}
         _require(
-            await self._each(
+            await self._gather(
                 lambda url: self._call(url, "POST", path, bodies[url], repeatable=repeatable, long=True),
                 urls,
             )
         )
 
-    async def _every(
+    async def _call_all(
         self, method: str, path: str, json: Mapping[str, Any] | None = None, **options: Any
     ) -> list[Any]:
-        """The same call to every replica at once; SamplerError unless all of them did it."""
-        results = await self._each(lambda url: self._call(url, method, path, json, **options))
+        """Make the same call to every replica at once; SamplerError unless all of them did it."""
+        results = await self._gather(lambda url: self._call(url, method, path, json, **options))
         _require(results)
         return list(results.values())
 
     async def _all_or_none(self, call: Call, *, undo: Call) -> None:
-        """SamplerError when one cannot: it is undone everywhere, also where only the answer was lost."""
-        results = await self._each(call)
+        """Make a call to all replicas; where one fails, undo it on all, as only the answer may be lost.
+
+        SamplerError then.
+        """
+        results = await self._gather(call)
         if any(isinstance(result, BaseException) for result in results.values()):
             await self._undo(results, undo)
             _require(results)
 
     async def _undo(self, urls: Iterable[str], call: Call) -> None:
-        for url, result in (await self._each(call, urls)).items():
+        for url, result in (await self._gather(call, urls)).items():
             if isinstance(result, SamplerError):
                 _log.warning("%s could not take back what other replicas failed at: %s", url, result)
 
-    async def _each(self, call: Call, urls: Iterable[str] | None = None) -> dict[str, Any]:
-        """Answers or SamplerErrors by replica. All calls run to their end: none changes things later."""
-        asked = list(self.server_urls if urls is None else urls)
-        if not asked and urls is None:
-            raise SamplerError("no sampler serves")
-        results = await asyncio.gather(*map(call, asked), return_exceptions=True)
+    async def _gather(self, call: Call, urls: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return answers or SamplerErrors by replica. All calls run to their end: none acts later."""
+        targets = list(self.server_urls if urls is None else urls)
+        if not targets and urls is None:
+            raise SamplerError("no sampler is running")
+        results = await asyncio.gather(*map(call, targets), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, SamplerError):
                 raise result
-        return dict(zip(asked, results, strict=True))
+        return dict(zip(targets, results, strict=True))
 
     async def _call(
         self,
@@ -219,10 +225,10 @@ class ControlPlane:
         repeatable: bool = True,
         long: bool = False,
     ) -> Any:
-        """One replica's answer. SamplerError that names it and the call."""
+        """Call one replica and return its answer. SamplerError that names the replica and the call."""
         try:
             async with asyncio.timeout(None if long else self.patience_s):
-                return await self._http.request(
+                return await self.http.request(
                     method, url + path, json=json, params=params, repeatable=repeatable
                 )
         except HttpStatusError as error:
@@ -247,7 +253,7 @@ class UnreachableError(SamplerError):
 
 
 def _require(results: Mapping[str, Any]) -> None:
-    """SamplerError that names every replica that failed."""
+    """Raise a SamplerError that names every replica that failed, if any."""
     failures = [result for result in results.values() if isinstance(result, SamplerError)]
     if len(failures) == 1:
         raise failures[0]

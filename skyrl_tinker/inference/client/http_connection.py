@@ -16,7 +16,7 @@ RETRY_DELAYS_S = (0.05, 0.5)
 
 
 class HttpStatusError(Exception):
-    """The server answered with an error. Never leaves this package."""
+    """An error status of the server. Never leaves this package."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -25,7 +25,7 @@ class HttpStatusError(Exception):
 
 
 class JsonHttp:
-    """Picklable: the connections stay behind and are made anew."""
+    """HTTP client for JSON. Picklable: a copy makes its own connections."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -44,7 +44,7 @@ class JsonHttp:
         headers: Mapping[str, str] | None = None,
         repeatable: bool = True,
     ) -> Any:
-        """The decoded answer, None when it is not JSON.
+        """Return the decoded answer, None when it is not JSON.
 
         A repeatable call is tried three times when the connection fails. SamplerError when it stays so,
         HttpStatusError for any status from 400.
@@ -55,7 +55,7 @@ class JsonHttp:
         for delay in (*delays, None):
             try:
                 async with self._connections(pooled=repeatable) as session:
-                    return await _once(session, method, url, data=body, params=params, headers=sent)
+                    return await _send(session, method, url, data=body, params=params, headers=sent)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 if delay is None:
                     raise SamplerError(f"{method} {url} failed: {error!r}") from error
@@ -66,7 +66,7 @@ class JsonHttp:
     async def stream(
         self, url: str, *, json: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """POST; yields the pieces of the answer as they come. Not tried again.
+        """POST and yield the pieces of the answer as they come. Not tried again.
 
         SamplerError when the connection fails, HttpStatusError on entering for any status from 400.
         """
@@ -81,11 +81,9 @@ class JsonHttp:
 
     @asynccontextmanager
     async def _connections(self, *, pooled: bool) -> AsyncIterator[aiohttp.ClientSession]:
-        """A call that cannot be tried again has a connection of its own: vLLM closes one on which it failed,
-        and a pooled one may be taken for the next call just then."""
         if pooled:
             yield self._pool()
-        else:
+        else:  # vLLM closes a connection on which a call failed, just when the next call may take it
             async with _new_session() as session:
                 yield session
 
@@ -109,7 +107,7 @@ def _new_session() -> aiohttp.ClientSession:
     )
 
 
-async def _once(session: aiohttp.ClientSession, method: str, url: str, **options: Any) -> Any:
+async def _send(session: aiohttp.ClientSession, method: str, url: str, **options: Any) -> Any:
     async with session.request(method, url, **options) as response:
         content = await response.read()
         if response.status >= 400:
@@ -125,7 +123,7 @@ def _decode(content: bytes) -> Any:
 
 
 def _message(content: bytes) -> str:
-    """vLLM writes {"error": {"message"}}, {"error": text} or {"detail"}."""
+    """Read the text in {"error": {"message"}}, {"error": text} or {"detail"}, as vLLM writes them."""
     payload = _decode(content)
     if not isinstance(payload, dict):
         return content.decode(errors="replace")[:2000]

@@ -1,4 +1,4 @@
-"""Which requests are under way, so that those of one tag can be aborted."""
+"""Requests under way, by tag, so that those of one tag can be aborted."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Attempt:
 
 
 class InFlight:
-    """Picklable: what is under way stays behind."""
+    """Registry of attempts. Picklable: a copy starts empty."""
 
     def __init__(self) -> None:
         self._attempts: defaultdict[str | None, set[Attempt]] = defaultdict(set)
@@ -41,12 +41,12 @@ class InFlight:
                 del self._attempts[tag]
 
     def switch(self, tag: str) -> frozenset[Attempt]:
-        """All that are under way with this tag, marked as switched."""
+        """Mark all that are under way with this tag as switched and return them."""
         attempts = frozenset(self._attempts.get(tag, ()))
         for attempt in attempts:
             attempt.switched = True
         return attempts
 
     def still(self, attempts: frozenset[Attempt], tag: str) -> frozenset[Attempt]:
-        """Those of them that have not ended."""
+        """Return those of them that have not ended."""
         return attempts & self._attempts.get(tag, set())

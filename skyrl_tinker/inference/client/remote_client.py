@@ -1,18 +1,31 @@
-"""The one way to the samplers: a routed data plane and a control plane that reaches every replica."""
+"""The one client of the samplers: a routed data plane and a control plane that reaches every replica."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skyrl_tinker.inference.client.control_plane import ControlPlane
 from skyrl_tinker.inference.client.data_plane import DataPlane
+from skyrl_tinker.inference.client.http_connection import JsonHttp
+from skyrl_tinker.inference.client.in_flight import InFlight
 
 
 @dataclass
-class RemoteInferenceClient(ControlPlane, DataPlane):
-    """Picklable. `proxy_url` takes what any replica may serve, `server_urls` are all replicas."""
+class RemoteInferenceClient:
+    """Picklable. `data` reaches any replica by `proxy_url`, `control` all of `server_urls`."""
+
+    proxy_url: str
+    server_urls: tuple[str, ...]
+    data: DataPlane = field(init=False, repr=False, compare=False)
+    control: ControlPlane = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        http, in_flight = JsonHttp(), InFlight()
+        self.data = DataPlane(self.proxy_url, http, in_flight)
+        self.control = ControlPlane(self.server_urls, http, in_flight)
 
     def retarget(self, proxy_url: str, server_urls: tuple[str, ...]) -> None:
-        """After a restart: the servers have other addresses."""
-        self.proxy_url, self.server_urls = proxy_url, server_urls
+        """Go on with other addresses: members left or came."""
+        self.proxy_url = self.data.proxy_url = proxy_url
+        self.server_urls = self.control.server_urls = server_urls
 
     async def close(self) -> None:
-        await self._http.close()
+        await self.data.http.close()

@@ -1,34 +1,45 @@
-"""vLLM's answer as Tinker's. Pure."""
+"""vLLM's responses as Tinker's: parsed, resumed where they were aborted, joined. Pure."""
 
+import base64
+import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
+
+import numpy as np
 
 from skyrl_tinker.domain.values import (
     AltTokens,
+    Float32,
     SampledSequence,
     SampleOutput,
     SampleRequest,
     TargetLogprobs,
+    TargetTokens,
     TopkRow,
     VersionSpan,
 )
 from skyrl_tinker.errors import SamplerError, UserError
-from skyrl_tinker.inference.client import prompt_scores
-from skyrl_tinker.inference.client.prompt_scores import PromptScores
-from skyrl_tinker.inference.constants import BASE_MODEL
-
-VLLM_START_VERSION = "default"
-"""How vLLM calls the weights with which it started: those of the base model."""
+from skyrl_tinker.inference.client.vllm_requests import needs_plugin, stop_strings, target_table
+from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
 
 VLLM_LEAST_LOGPROB = -9999.0
-"""What vLLM writes in place of what is less, or no number."""
+"""vLLM's replacement for what is less, or no number."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""How the tokenizer writes the first bytes of a character whose others are missing."""
+LONGEST_INCOMPLETE = 3  # bytes, and so tokens at most
+CONTEXT_TOKENS = 8
+"""Prompt tokens before the kept ones that are detokenized with them: some tokenizers write a first token
+differently."""
+TextOf = Callable[[tuple[int, ...]], Awaitable[str]]
+Rows = Sequence[Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSequence:
-    """One sequence as vLLM left it; `abort` means that it was cut short and has to go on."""
+    """One sequence as vLLM left it; `abort`: it was interrupted and has to be resumed."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -37,7 +48,7 @@ class GeneratedSequence:
     versions: tuple[VersionSpan, ...] = ()
 
     def first(self, count: int) -> "GeneratedSequence":
-        """Its first tokens only, still aborted."""
+        """Return the first tokens only, still aborted."""
         return GeneratedSequence(
             self.tokens[:count],
             self.logprobs[:count],
@@ -66,56 +77,68 @@ def _joined(
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The plugin's scores; `targets` in the order of TargetTokens.tokens, 0.0 where nothing was requested."""
+
+    targets: tuple[float, ...] = ()
+    draws: AltTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class VllmResponse:
-    """`scored`: the prompt's scores are there, or none were asked for."""
+    """One response of vLLM. `scored`: the prompt's scores are there, or none were requested.
+
+    `switched`: the request's tag was aborted, so aborted sequences go on under other weights.
+    """
 
     sequences: tuple[GeneratedSequence, ...]
     cached_tokens: int
     scored: bool
+    switched: bool = False
     prompt_logprobs: tuple[float, ...] | None = None
     topk_prompt_logprobs: tuple[TopkRow, ...] | None = None
     scores: PromptScores | None = None
 
 
-def parse(payload: Mapping[str, Any], request: SampleRequest) -> VllmResponse:
-    """SamplerError when a prompt was not scored although nothing was aborted; UserError for weights that give
-    no numbers."""
+def parse(payload: Mapping[str, Any], request: SampleRequest, *, switched: bool = False) -> VllmResponse:
+    """Parse vLLM's JSON.
+
+    SamplerError when a prompt was not scored although nothing was aborted; UserError for weights that give no
+    numbers.
+    """
     choices = sorted(payload["choices"], key=lambda choice: int(choice["index"]))
     details = payload["usage"].get("prompt_tokens_details") or {}
     rows, matrix = payload.get("prompt_logprobs"), payload.get("prompt_token_id_logprobs")
     listed = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
     missing = (listed and (rows is None or len(rows) < len(request.prompt))) or (
-        prompt_scores.asked(request) and matrix is None
+        needs_plugin(request) and matrix is None
     )
-    answer = VllmResponse(
+    response = VllmResponse(
         tuple(_generated(choice, payload.get("model"), request.topk_sample_logprobs) for choice in choices),
         details.get("cached_tokens") or 0,
-        scored=not missing,
+        not missing,
+        switched,
     )
-    if missing:
-        _require_abort(answer)
-        return answer
-    return replace(
-        answer,
-        prompt_logprobs=_prompt_logprobs(rows or (), request) if request.prompt_logprobs else None,
-        topk_prompt_logprobs=_topk_prompt(rows or (), request) if request.topk_prompt_logprobs else None,
-        scores=prompt_scores.unpack(matrix, request) if matrix is not None else None,
-    )
-
-
-def _require_abort(answer: VllmResponse) -> None:
-    if all(sequence.finish != "abort" for sequence in answer.sequences):
+    if missing and all(sequence.finish != "abort" for sequence in response.sequences):
         raise SamplerError(
             "the sampler left the prompt unscored: does it run with skyrl-tinker's vLLM plugin "
             "(SKYRL_TINKER_VLLM=1)?"
         )
+    if missing or (not listed and matrix is None):
+        return response
+    return replace(
+        response,
+        prompt_logprobs=_prompt_logprobs(rows or (), request) if request.prompt_logprobs else None,
+        topk_prompt_logprobs=_topk_prompt(rows or (), request) if request.topk_prompt_logprobs else None,
+        scores=_prompt_scores(matrix, request) if matrix is not None else None,
+    )
 
 
 def _generated(choice: Mapping[str, Any], model: str | None, topk: int) -> GeneratedSequence:
     content = (choice["logprobs"] or {}).get("content") or ()
     tokens = tuple(choice["token_ids"] or ())
     logprobs = tuple(float(position["logprob"]) for position in content)
-    if min(logprobs, default=0.0) <= VLLM_LEAST_LOGPROB:  # nobody draws a token of which this is true
+    if min(logprobs, default=0.0) <= VLLM_LEAST_LOGPROB:  # too unlikely to be drawn
         raise diverged()
     return GeneratedSequence(
         tokens,
@@ -134,16 +157,16 @@ def diverged() -> UserError:
 
 
 def _topk_sampled(position: Mapping[str, Any], k: int) -> TopkRow:
-    return best(((int(each["token_id"]), float(each["logprob"])) for each in position["top_logprobs"]), k)
+    return _best(((int(entry["token_id"]), float(entry["logprob"])) for entry in position["top_logprobs"]), k)
 
 
-def best(candidates: Iterable[tuple[int, float]], k: int) -> TopkRow:
-    """The k most likely, the most likely first; of equal ones the lower token first."""
-    return tuple(sorted(candidates, key=lambda each: (-each[1], each[0]))[:k])
+def _best(candidates: Iterable[tuple[int, float]], k: int) -> TopkRow:
+    """Return the k most likely (token, logprob), best first; of equal ones the lower token first."""
+    return tuple(sorted(candidates, key=lambda candidate: (-candidate[1], candidate[0]))[:k])
 
 
 def _versions(choice: Mapping[str, Any], model: str | None, count: int) -> tuple[VersionSpan, ...]:
-    """An adapter is named by itself. For full weights vLLM says which version made which tokens."""
+    """Return spans of tokens by weight version: the adapter's name; for full weights as vLLM reports them."""
     if count == 0:
         return ()
     if model is not None and model != BASE_MODEL:
@@ -157,12 +180,9 @@ def _version_name(name: str) -> str:
     return BASE_MODEL if name == VLLM_START_VERSION else name
 
 
-Rows = Sequence[Mapping[str, Any] | None]
-
-
 def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:
-    """[len(prompt)]; the first token has no predecessor, those before the last n are not asked for."""
-    first = first_scored(request)
+    """Return [len(prompt)]; NaN for the first, which has no predecessor, and for those before the last n."""
+    first = _first_scored(request)
     return tuple(
         float(row[str(token)]["logprob"]) if row is not None and index >= first else math.nan
         for index, (row, token) in enumerate(zip(rows, request.prompt, strict=True))
@@ -170,42 +190,107 @@ def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:
 
 
 def _topk_prompt(rows: Rows, request: SampleRequest) -> tuple[TopkRow, ...]:
-    """vLLM lists the prompt's own token, too, also where it is not among the k most likely."""
-    first, k = first_scored(request), request.topk_prompt_logprobs
+    """Return [len(prompt)]; vLLM also lists the prompt's own token, where it is not among the k best."""
+    first, k = _first_scored(request), request.topk_prompt_logprobs
     return tuple(
-        best(((int(token), float(entry["logprob"])) for token, entry in row.items()), k)
+        _best(((int(token), float(entry["logprob"])) for token, entry in row.items()), k)
         if row is not None and index >= first
         else ()
         for index, row in enumerate(rows)
     )
 
 
-def first_scored(request: SampleRequest) -> int:
-    """The first prompt position that is asked for."""
+def _first_scored(request: SampleRequest) -> int:
+    """Return the first prompt position whose score was requested."""
     last_n = request.prompt_logprobs_last_n
     return 1 if last_n is None else max(1, len(request.prompt) - last_n)
 
 
-def output(
-    request: SampleRequest, answers: Sequence[VllmResponse], sequences: Sequence[GeneratedSequence]
-) -> SampleOutput:
-    """Sequences in order of index; at temperature 0 the one sequence is repeated."""
+def _prompt_scores(matrix: str, request: SampleRequest) -> PromptScores:
+    """Read the plugin's matrix: base64 of a .npy file with rows [first, len(prompt) - 1)."""
+    scores: Float32 = np.load(io.BytesIO(base64.b64decode(matrix)), allow_pickle=False)
+    table = target_table(request)
+    width, draws = table.shape[1], request.prompt_alt_tokens_k
+    whole = np.zeros((len(table), width), np.float32)
+    whole[len(table) - len(scores) :] = scores[:, :width]
+    return PromptScores(
+        _in_order(request.target_prompt_logprobs, np.where(table >= 0, whole, np.float32(0))),
+        _alt_tokens(scores[:, width:], draws) if draws else None,
+    )
+
+
+def _in_order(targets: TargetTokens | None, whole: Float32) -> tuple[float, ...]:
+    """Return [cells] in the order of targets.tokens."""
+    if targets is None:
+        return ()
+    if targets.crow is None:
+        return tuple(whole.ravel().tolist())
+    lengths = [end - start for start, end in pairwise(targets.crow)]
+    return tuple(value for row, length in zip(whole.tolist(), lengths, strict=True) for value in row[:length])
+
+
+def _alt_tokens(columns: Float32, draws: int) -> AltTokens:
+    logprobs, tokens = columns[:, :draws].tolist(), columns[:, draws:].astype(np.int64).tolist()
+    return AltTokens(draws, tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)))
+
+
+# Resuming
+
+
+async def resumable(
+    request: SampleRequest, aborted: GeneratedSequence, *, switched: bool, text_of: TextOf
+) -> GeneratedSequence:
+    """Return the part of an aborted sequence that is kept: it goes on after that, with the logprobs it has.
+
+    * A seeded sequence cannot take up its random numbers in the middle. When nothing but a pause aborted it,
+      it starts over and comes out as if never interrupted. When its policy was switched
+      (ControlPlane.abort), there is nothing to reproduce, and starting over at each switch it might never
+      end: it continues, its further random numbers drawn from a seed made of its own seed and the number of
+      tokens it has.
+    * vLLM looks for stop strings in the text of one request only. So the tokens kept are the longest prefix
+      whose text does not end in the beginning of a stop string; what follows is sampled again.
+    """
+    if request.params.seed is not None and not switched:
+        return aborted.first(0)
+    stops = stop_strings(request.params.stop)
+    if not stops:
+        return aborted
+    before = request.prompt[-CONTEXT_TOKENS:]
+    skipped = len(await text_of(before))
+    count = len(aborted.tokens)
+    while count and _ends_in_stop(await text_of(before + aborted.tokens[:count]), skipped, stops):
+        count -= 1
+    return aborted.first(count)
+
+
+def _ends_in_stop(text: str, skipped: int, stops: tuple[str, ...]) -> bool:
+    """Return whether a stop string may have begun at the end of text[skipped:]."""
+    generated = text[skipped:]
+    ending = len(generated) - len(generated.rstrip(REPLACEMENT))
+    if 0 < ending <= LONGEST_INCOMPLETE and not all(stop.isascii() for stop in stops):
+        return True
+    return any(generated.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
+
+
+def join(request: SampleRequest, responses: Sequence[VllmResponse]) -> SampleOutput:
+    """Join the responses to the parts of `request`; the first has the prompt's scores.
+
+    At temperature 0 the one sequence is repeated.
+    """
+    first, sequences = responses[0], [sequence for part in responses for sequence in part.sequences]
     copies = request.num_samples // len(sequences) if request.params.temperature == 0 else 1
-    first, targets = answers[0], request.target_prompt_logprobs
-    scores = first.scores or PromptScores()
+    targets, scores = request.target_prompt_logprobs, first.scores or PromptScores()
+    draws = scores.draws
+    if draws is None and request.prompt_alt_tokens_k:
+        draws = AltTokens(request.prompt_alt_tokens_k, (), ())  # a prompt of one token has no position
     return SampleOutput(
         tuple(_sampled(sequence) for sequence in sequences) * copies,
         first.prompt_logprobs,
         first.cached_tokens,
         first.topk_prompt_logprobs,
         TargetLogprobs(targets, scores.targets) if targets is not None else None,
-        scores.draws if scores.draws or not request.prompt_alt_tokens_k else _no_draws(request),
+        draws,
     )
-
-
-def _no_draws(request: SampleRequest) -> AltTokens:
-    """A prompt of one token has no position after the first."""
-    return AltTokens(request.prompt_alt_tokens_k, (), ())
 
 
 def _sampled(sequence: GeneratedSequence) -> SampledSequence:

@@ -1,7 +1,7 @@
-"""What our vLLM processes get beside stock vLLM. Runs inside vLLM only.
+"""Patches of stock vLLM in our vLLM processes. Runs inside vLLM only.
 
-Each fix says which fault it mends; `MENDS` is the release in which the faults were found and mended.
-Another release is refused: it may have mended them itself, or moved the code that the fixes replace.
+Each patch says which fault it fixes; `PATCHED` is the release in which the faults were found. Another release
+is refused: it may have fixed them itself, or moved the code that the patches replace.
 """
 
 import multiprocessing
@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
-from vllm.version import __version__ as found_version  # type: ignore[attr-defined]
+from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
 from skyrl_tinker.inference.plugin import score_extraction
 from skyrl_tinker.processes import die_with_parent
 
-MENDS = "0.32."
+PATCHED = "0.32."
 STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_receiver", "StagedEngine")
 """Backend name, module and class; vLLM imports the module when it loads the model."""
 
 
 def apply() -> None:
-    """Do all of it once per process; RuntimeError on a CPU build of another release."""
+    """Apply all patches once per process; RuntimeError on a CPU build of another release."""
     if STAGED[0] in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(*STAGED)
     _end_with_parent()
     _count_cached_prompts_once()
     if current_platform.is_cpu():
-        _require_version(found_version)
+        _require_version(vllm_version)
         _fork_workers()
         _multiply_adapters_by_slot()
         _score_prompts_with_their_adapter()
@@ -45,15 +45,15 @@ def apply() -> None:
         score_extraction.apply()
 
 
-def _require_version(found: str) -> None:
-    if not found.startswith(MENDS):
+def _require_version(version: str) -> None:
+    if not version.startswith(PATCHED):
         raise RuntimeError(
-            f"skyrl-tinker's fixes mend vLLM {MENDS}x on CPU, found {found}: install that release"
+            f"skyrl-tinker's patches are for vLLM {PATCHED}x on CPU, found {version}: install that release"
         )
 
 
 def _end_with_parent() -> None:
-    """A killed API server would leave its engine process behind."""
+    """End the engine process with its API server, which would leave it behind when killed."""
     end = partial(die_with_parent, signal.SIGKILL)
     os.register_at_fork(after_in_child=end)
     if multiprocessing.parent_process() is not None:
@@ -61,7 +61,7 @@ def _end_with_parent() -> None:
 
 
 def _fork_workers() -> None:
-    """The CPU platform forces `spawn`, so each process imports everything anew: 6 to 12 CPU seconds more.
+    """Fork workers: the CPU platform forces `spawn`, which costs 6 to 12 CPU seconds of imports each.
 
     Forking is safe with OMP_NUM_THREADS=1, which the server sets (libgomp's threads do not survive a fork).
     """
@@ -77,8 +77,10 @@ def _fork_workers() -> None:
 
 
 def _count_cached_prompts_once() -> None:
-    """Of n sequences the last to end reports how much of the prompt was cached, by its siblings if by none
-    other. The first to be prefilled found what was there before; the fewest are its."""
+    """Report the smallest count of n sequences, that of the first to be prefilled.
+
+    Stock vLLM reports that of the last to end, which counts what its siblings cached.
+    """
     from vllm.v1.engine.output_processor import RequestState
 
     make = RequestState.make_request_output
@@ -95,8 +97,10 @@ def _count_cached_prompts_once() -> None:
 
 
 def _multiply_adapters_by_slot() -> None:
-    """The stock ops copy an adapter's matrix for every row, which costs 20 times what the product costs. And
-    base-model rows carry slot -1, which is the *last* adapter when they share a batch with adapters."""
+    """Replace LoRA ops that copy a matrix for every row, at 20 times the cost of the product.
+
+    And to them slot -1 of base-model rows is the *last* adapter when they share a batch with adapters.
+    """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -112,7 +116,7 @@ def bgmv_shrink(
     slots: torch.Tensor,
     scaling: float = 1.0,
 ) -> None:
-    """output[row] = scaling * A[slot of row] @ inputs[row]; zero where the slot is negative."""
+    """Set output[row] = scaling * A[slot of row] @ inputs[row]; zero where the slot is negative."""
     for slot, rows in _rows_by_slot(slots):
         if slot < 0:
             output[rows] = 0
@@ -128,7 +132,7 @@ def bgmv_expand(
     slots: torch.Tensor,
     add_inputs: bool = True,
 ) -> None:
-    """Like bgmv_expand_slice, over as many columns as both sides have: they may be padded differently."""
+    """Call bgmv_expand_slice on as many columns as both sides have: they may be padded differently."""
     width = min(weights.shape[-2], output.shape[1])
     bgmv_expand_slice(inputs, weights[..., :width, :], output, slots, 0, width, add_inputs)
 
@@ -142,7 +146,7 @@ def bgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """output[row, slice] += B[slot of row] @ inputs[row]; base rows (slot < 0) get nothing added."""
+    """Add to output[row, slice] += B[slot of row] @ inputs[row]; base rows (slot < 0) get nothing added."""
     columns = output[:, slice_offset : slice_offset + slice_size]
     if not add_inputs:
         columns.zero_()
@@ -152,7 +156,7 @@ def bgmv_expand_slice(
 
 
 def _rows_by_slot(slots: torch.Tensor) -> list[tuple[int, torch.Tensor | slice]]:
-    """A single slot stands for all rows, also when `slots` has one entry and the input many."""
+    """List the rows of each slot; a single slot stands for all rows, also when `slots` has one entry."""
     first = int(slots[0])
     if bool((slots == first).all()):
         return [(first, slice(None))]
@@ -160,15 +164,15 @@ def _rows_by_slot(slots: torch.Tensor) -> list[tuple[int, torch.Tensor | slice]]
 
 
 def _matrix(weights: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tensor:
-    """[slots, 1, out, in] or [slots, out, in] -> [out, in]"""
+    """Slice [slots, 1, out, in] or [slots, out, in] to [out, in]."""
     return weights[slot].reshape(-1, weights.shape[-1]).to(dtype)
 
 
 def _score_prompts_with_their_adapter() -> None:
-    """Prompt logits have a row per token, but lm_head's adapter is looked up by a map with a row per request.
+    """Score prompts one request at a time, with a map of one row to its adapter, which stands for all rows.
 
-    So beside other requests the engine dies of unequal sizes, or scores with another's adapter. Here
-    requests are scored one at a time, with a map of one row, which stands for all rows.
+    Prompt logits have a row per token, but lm_head's adapter is looked up by a map with a row per request. So
+    beside other requests stock vLLM dies of unequal sizes, or scores with another's adapter.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -193,9 +197,11 @@ def _score_prompts_with_their_adapter() -> None:
 
 
 def _draw_for_whole_prompts_only() -> None:
-    """A seeded request of which a step takes only a part of the prompt draws a token, which is thrown away,
-    and its generator is set back by CUDA's means: on CPU the engine dies of that. Here such a request's
-    generator stays out of the step, so that its sample does not depend on how the prompt was cut."""
+    """Keep the generator of a seeded request out of steps that take only a part of its prompt.
+
+    Stock vLLM draws a token there, throws it away and resets the generator by CUDA's means, of which the
+    engine dies on CPU. So a sample does not depend on how the prompt was cut.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     sample = GPUModelRunner.sample_tokens
@@ -204,21 +210,21 @@ def _draw_for_whole_prompts_only() -> None:
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
         partial_rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        aside = {row: generators.pop(row) for row in partial_rows if row in generators}
+        withheld = {row: generators.pop(row) for row in partial_rows if row in generators}
         try:
             return sample(self, *args, **kwargs)
         finally:
-            generators.update(aside)
+            generators.update(withheld)
 
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign, assignment]
 
 
 @contextmanager
 def _rows_of(runner: Any, request: str) -> Iterator[None]:
-    """While it lasts, the map of rows to adapter slots is that of one request."""
+    """Context in which the map of rows to adapter slots is that of one request."""
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
-    processors = (each for each in runner.model.modules() if isinstance(each, LogitsProcessorWithLoRA))
+    processors = (module for module in runner.model.modules() if isinstance(module, LogitsProcessorWithLoRA))
     rows = next(processors).punica_wrapper
     first = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request]])
     before = rows.sampler_indices.clone()
@@ -232,8 +238,11 @@ def _rows_of(runner: Any, request: str) -> Iterator[None]:
 
 
 def _zero_reused_blocks() -> None:
-    """Attention multiplies what it masks by zero, and zero times the NaN that a diverged model has left in a
-    block of the KV cache is NaN: samples of others, who get that block next, would be garbage."""
+    """Zero blocks of the KV cache before they are reused, where a diverged model may have left NaN.
+
+    Attention multiplies masked values by zero, and zero times NaN is NaN: other models' samples would be
+    garbage.
+    """
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -243,7 +252,7 @@ def _zero_reused_blocks() -> None:
 
 
 def _repack_tied_heads() -> None:
-    """A reload packs the embedding anew but not the lm_head tied to it, which keeps the old matrix."""
+    """Repack tied heads after a reload: vLLM packs the embedding anew but not the lm_head tied to it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import layerwise
 

@@ -6,7 +6,7 @@ from skyrl_tinker.inference.constants import ENABLED_BY
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, possibly more than once."""
+    """Apply our patches; vLLM calls this in each of its processes, possibly more than once."""
     if os.environ.get(ENABLED_BY) != "1":
         return
     from skyrl_tinker.inference.plugin import patches

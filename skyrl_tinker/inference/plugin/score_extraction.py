@@ -1,4 +1,4 @@
-"""Logprobs of given tokens, and draws, for prompts: the vLLM side of inference.prompt_scores.
+"""Logprobs of given tokens, and draws, for prompts: the vLLM side of inference.client.vllm_requests.
 
 vLLM carries such scores from the model runner to the HTTP answer (`prompt_token_id_logprobs`), but only its
 second model runner computes them, and no draws; the first one, which runs LoRA and the CPU, refuses. Here the
@@ -14,33 +14,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_tinker.inference.client.prompt_scores import KEY, Work, work_of
+from skyrl_tinker.inference.client.vllm_requests import SCORES_KEY, ScoreWork, unpack_work
 
 LOGIT_ROWS = 128
 """Rows of logits held at once."""
 RowsOf = Callable[[Any, str], AbstractContextManager[None]]
-"""(runner, request): while it lasts, lm_head uses the adapter of this request for any number of rows."""
+"""(runner, request) -> context in which lm_head uses the adapter of this request for any number of rows."""
 
 
 @dataclass
 class _Progress:
     """One request's matrix [rows, columns], its rows filled from the first on."""
 
-    work: Work
+    work: ScoreWork
     uniforms: torch.Tensor  # [len(prompt) - 1, draws] float64
     matrix: torch.Tensor
     done: bool = False
 
 
 def apply(rows_of: RowsOf = lambda runner, request: nullcontext()) -> None:
-    """Once per process."""
+    """Patch vLLM; once per process."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     score, sample = GPUModelRunner._get_prompt_logprobs_dict, GPUModelRunner.sample_tokens
 
     @wraps(score)
     def score_more(self: Any, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        self.skyrl_tinker_scores = _finished(self, hidden_states, scheduled, rows_of)
+        self.skyrl_tinker_scores = _score_step(self, hidden_states, scheduled, rows_of)
         return score(self, hidden_states, scheduled)
 
     @wraps(sample)
@@ -56,10 +56,10 @@ def apply(rows_of: RowsOf = lambda runner, request: nullcontext()) -> None:
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign, assignment]
 
 
-def _finished(
+def _score_step(
     runner: Any, hidden_states: torch.Tensor, scheduled: dict[str, int], rows_of: RowsOf
 ) -> dict[str, torch.Tensor]:
-    """Fill in what this step computed; the matrices of prompts that it completed, on the host."""
+    """Fill in the rows of this step; return the matrices of prompts that it completed, on the host."""
     finished = {}
     for request, count in scheduled.items():
         progress = _progress_of(runner, request)
@@ -75,23 +75,23 @@ def _finished(
 
 
 def _progress_of(runner: Any, request: str) -> _Progress | None:
-    """Kept on the request's own state, with which it goes."""
+    """Return the request's progress, an attribute of its state; None when there is nothing to score."""
     state = runner.requests[request]
-    packed = ((state.sampling_params and state.sampling_params.extra_args) or {}).get(KEY)
+    packed = ((state.sampling_params and state.sampling_params.extra_args) or {}).get(SCORES_KEY)
     if packed is None:
         return None
-    if not hasattr(state, KEY):
-        work = work_of(packed)
+    if not hasattr(state, SCORES_KEY):
+        work = unpack_work(packed)
         uniforms = torch.from_numpy(work.uniforms()).to(runner.device)
         rows = len(work.targets) - work.first
         matrix = torch.zeros((rows, work.columns), dtype=torch.float32, device=runner.device)
-        setattr(state, KEY, _Progress(work, uniforms, matrix))
-    progress: _Progress = getattr(state, KEY)
+        setattr(state, SCORES_KEY, _Progress(work, uniforms, matrix))
+    progress: _Progress = getattr(state, SCORES_KEY)
     return progress
 
 
 def _fill(runner: Any, request: str, count: int, hidden_states: torch.Tensor, progress: _Progress) -> None:
-    """The rows whose hidden states are in this step: token i of the prompt gives row i."""
+    """Fill the rows whose hidden states are in this step: token i of the prompt gives row i."""
     work = progress.work
     begin = runner.requests[request].num_computed_tokens
     offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request]]) - begin
@@ -103,8 +103,8 @@ def _fill(runner: Any, request: str, count: int, hidden_states: torch.Tensor, pr
         progress.matrix[filled] = scores(logits, work, rows, progress.uniforms[rows])
 
 
-def scores(logits: torch.Tensor, work: Work, rows: slice, uniforms: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] from logits [rows, vocabulary]; logprobs are raw, draws at the temperature."""
+def scores(logits: torch.Tensor, work: ScoreWork, rows: slice, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return [rows, columns] from logits [rows, vocabulary]; logprobs are raw, draws at the temperature."""
     logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
     targets = torch.from_numpy(work.targets[rows].astype(np.int64)).to(logits.device)
     drawn = draw(logits, work.temperature, uniforms)
@@ -113,7 +113,7 @@ def scores(logits: torch.Tensor, work: Work, rows: slice, uniforms: torch.Tensor
 
 
 def draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor) -> torch.Tensor:
-    """[rows, draws]: for each uniform u the first token up to which there is more probability than u."""
+    """Return [rows, draws]: for each uniform u the first token up to which the probability exceeds u."""
     if temperature == 0 or uniforms.shape[1] == 0:
         return logits.argmax(-1, keepdim=True).expand(-1, uniforms.shape[1])
     mass = torch.softmax(logits.double() / temperature, -1).cumsum(-1)

@@ -1,4 +1,4 @@
-"""Samplers that somebody else starts and ends: vLLM servers by URL, with our plugin and flags."""
+"""Samplers that are started and ended outside: vLLM servers by URL, with our plugin and flags."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ TRY_S = 5.0
 
 
 class ExternalServers:
-    """Like ServerGroup, but a dead one is only waited for. Adapters and weights reach them as paths, so they
-    see the same file system under the same names."""
+    """Counterpart of ServerGroup that waits for dead servers. They see our files under the same paths."""
 
     def __init__(self, urls: Sequence[str], startup_s: float, hang_s: float) -> None:
         """URLs as http://host:port. `startup_s`: how long `ready` waits for them."""
@@ -26,7 +25,7 @@ class ExternalServers:
         self._suspicion = Suspicion()
 
     async def ready(self) -> None:
-        """Returns when all of them answer. SamplerError when one does not, or is not what we need."""
+        """Return when all of them answer. SamplerError when one does not, or does not fit."""
         for url in self._urls:
             try:
                 await asyncio.wait_for(_healthy(url), self._startup_s)
@@ -40,26 +39,26 @@ class ExternalServers:
     def urls(self) -> tuple[str, ...]:
         return self._urls
 
-    async def lost(self, index: int) -> Loss:
-        """Returns once it serves no more: it refuses connections, or gives no answer for `hang_s`."""
-        return await HealthWatch(self._urls[index], self._hang_s, self._suspicion, _running).lost(index)
+    async def wait_lost(self, index: int) -> Loss:
+        """Return once it serves no more: it refuses connections, or gives no answer for `hang_s`."""
+        return await HealthWatch(self._urls[index], self._hang_s, self._suspicion, _running).wait_lost(index)
 
     def suspect(self) -> None:
-        """Look at all of them now: a request failed."""
+        """Have all of them checked now: a request failed."""
         self._suspicion.ring()
 
     async def end(self, index: int) -> bool:
-        """Not ours to kill."""
+        """Return False: the process is not ours to kill."""
         return False
 
     async def replace(self, index: int) -> str:
-        """Its URL, once it is healthy again; it may have adapters and weights of before."""
+        """Return its URL once it is healthy again; it may have adapters and weights of before."""
         await _healthy(self._urls[index])
         await _require_fit(self._urls[index])
         return self._urls[index]
 
     async def shutdown(self) -> None:
-        """Nothing: they go on."""
+        """Do nothing: they go on."""
 
 
 async def _running() -> str | None:
@@ -73,15 +72,16 @@ async def _healthy(url: str) -> None:
 
 
 async def _require_fit(url: str) -> None:
-    """SamplerError that says what it was started without. Adapters of before go: names may come again."""
+    """Raise a SamplerError that says what it was started without; unload old adapters, names may recur."""
     client = RemoteInferenceClient(url, (url,))
+    control = client.control
     try:
-        await client.weight_version()
-        await client.resume()  # a pause that it heard too late, when it hung, would hold all requests
-        for name in await client.adapters():
-            await client.unload_adapter(name)
-        await client.reset_prefix_cache()  # it knows adapters by name and path only
-        await client.generate(
+        await control.weight_version()
+        await control.resume()  # a pause that reached it too late, when it hung, would hold all requests
+        for name in await control.adapters():
+            await control.unload_adapter(name)
+        await control.reset_prefix_cache()  # it knows adapters by name and path only
+        await client.data.generate(
             {"model": BASE_MODEL, "token_ids": [0], "sampling_params": {"max_tokens": 1, "logprobs": 0}}
         )
     except SamplerError as error:

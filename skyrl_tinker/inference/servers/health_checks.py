@@ -1,4 +1,4 @@
-"""Whether a server still serves: what it says of itself, and how long it may say nothing."""
+"""Health of a server: its own answers, and how long it may give none."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ import aiohttp
 
 POLL_S = 1.0
 SILENT_TRIES = 4
-"""That many times in a row it did not answer, and nothing else explains it: it hangs."""
+"""Consecutive checks without an answer after which a server counts as hung."""
 REFUSED_PAUSE_S = 0.3
 ExitReason = Callable[[], Awaitable[str | None]]
 
@@ -25,25 +25,25 @@ class Loss:
 
 
 class Suspicion:
-    """Rung when a request failed: whoever waits for the next look at a server looks at once."""
+    """Signal of a failed request, on which all servers are checked at once."""
 
     def __init__(self) -> None:
-        self._rung = asyncio.Event()
+        self._raised = asyncio.Event()
 
     def ring(self) -> None:
-        self._rung.set()
-        self._rung = asyncio.Event()
+        self._raised.set()
+        self._raised = asyncio.Event()
 
     async def sleep(self, seconds: float) -> None:
-        """That long at most."""
+        """Sleep so long, or until a request fails."""
         try:
-            await asyncio.wait_for(self._rung.wait(), seconds)
+            await asyncio.wait_for(self._raised.wait(), seconds)
         except TimeoutError:
             return
 
 
 class HealthWatch:
-    """Looks at one server until it is lost."""
+    """Repeated checks of one server until it is lost."""
 
     def __init__(self, url: str, hang_s: float, suspicion: Suspicion, ended: ExitReason) -> None:
         """`hang_s`: silence that counts as death. `ended`: why its process ended, None while it runs."""
@@ -52,8 +52,8 @@ class HealthWatch:
         self._suspicion = suspicion
         self._ended = ended
 
-    async def lost(self, index: int) -> Loss:
-        """Returns once it is. Tries count, not seconds: it may have been this process that stood still."""
+    async def wait_lost(self, index: int) -> Loss:
+        """Return once it is lost. Checks count, not seconds, as this process itself may have stood still."""
         silent = 0
         async with aiohttp.ClientSession() as http:
             while silent < SILENT_TRIES:
@@ -70,18 +70,18 @@ class HealthWatch:
     async def _reason(self) -> str | None:
         try:
             return await asyncio.wait_for(self._ended(), self._try_s)
-        except TimeoutError:  # whoever owns the process does not answer: then only the server itself counts
+        except TimeoutError:  # the actor that owns the process does not answer: only the server itself counts
             return None
 
     async def _pause(self, silent: int, tried_s: float) -> None:
         if not silent:
             await self._suspicion.sleep(POLL_S)
-        elif tried_s < self._try_s / 2:  # refused: nobody listens
+        elif tried_s < self._try_s / 2:  # refused: no process listens
             await asyncio.sleep(REFUSED_PAUSE_S)
 
 
 async def health(http: aiohttp.ClientSession, url: str, timeout_s: float) -> int | None:
-    """HTTP status of GET /health; None when there was no answer."""
+    """Return the HTTP status of GET /health; None when there was no answer."""
     try:
         async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(timeout_s)) as response:
             return response.status

@@ -4,7 +4,7 @@ import socket
 
 
 def reserve_port() -> socket.socket:
-    """A free port that the kernel gives to nobody else while the socket is open, but that a child can bind.
+    """Reserve a free port: while the socket is open no other process gets it, but a child can bind it.
 
     Both sockets carry SO_REUSEADDR and this one never listens; the child binds its port seconds after it
     starts.

@@ -21,11 +21,11 @@ from skyrl_tinker.inference.servers.ports import reserve_port
 from skyrl_tinker.processes import die_with_parent
 
 POLICY = "consistent_hash"
-"""By X-Session-ID. Two policies of 0.1.17 were tried, before plain HTTP workers:
+"""Routing by X-Session-ID. Two policies of 0.1.17 were tried, before plain HTTP workers:
 
 consistent_hash: no state, so it forgets nothing when it is started anew; 105:95 over 200 sessions, 8:4 over
 12; a worker that comes back gets its share at once. sticky_least_loaded: exactly even, but it counts sessions
-for ever: a worker that comes back gets every new session until its count equals that of the others, which
+indefinitely: a worker that comes back gets every new session until its count equals that of the others, which
 then idle.
 
 Under both, requests for a dead worker fail at once until it is removed, which is the fleet's work. So the
@@ -47,7 +47,7 @@ class RouterSpec:
 
 
 class Router:
-    """Use it from one event loop on the main thread: the kernel ends the router with that thread."""
+    """The router's process. Use it from one event loop on the main thread, with which the kernel ends it."""
 
     def __init__(self, spec: RouterSpec) -> None:
         self._spec = spec
@@ -58,7 +58,7 @@ class Router:
 
     @property
     def url(self) -> str:
-        """The same also after `start` was called again."""
+        """The router's address, the same also after `start` was called again."""
         return f"http://127.0.0.1:{_port(self._guards[0])}"
 
     @property
@@ -66,12 +66,12 @@ class Router:
         return self._process.pid if self._process else 0
 
     async def start(self, urls: Sequence[str] = ()) -> None:
-        """Also in place of one that died: then with the same workers. SamplerError if it does not come up."""
+        """Start it, or start it again with the same workers. SamplerError if it does not come up."""
         self._workers.update(dict.fromkeys(urls))
         self._end()
         self._launch()
         async with aiohttp.ClientSession() as http:
-            await self._answering(http)
+            await self._wait_ready(http)
             added: set[str] = set()
             while missing := self._workers.keys() - added:  # which may change meanwhile
                 await asyncio.gather(*(self._add(http, url) for url in missing))
@@ -80,7 +80,7 @@ class Router:
                 await self._post(http, "/remove_worker", url)
 
     async def add(self, url: str) -> None:
-        """SamplerError when the router does not reach it."""
+        """Add a worker. SamplerError when the router does not reach it."""
         self._workers[url] = None
         try:
             async with aiohttp.ClientSession() as http:
@@ -90,14 +90,14 @@ class Router:
             raise
 
     async def remove(self, url: str) -> None:
-        """What it is answering goes on; harmless when it is unknown."""
+        """Remove a worker; what it is answering goes on. Harmless when it is unknown."""
         self._workers.pop(url, None)
         with suppress(SamplerError):  # a router that does not answer is started again, without it
             async with aiohttp.ClientSession() as http:
                 await self._post(http, "/remove_worker", url)
 
-    async def died(self) -> str:
-        """Returns why, once it ended or hangs."""
+    async def wait_died(self) -> str:
+        """Return the reason once it has ended or hangs."""
         silent = 0
         async with aiohttp.ClientSession() as http:
             while silent < SILENT_TRIES:
@@ -149,7 +149,7 @@ class Router:
             self._process.kill()
             self._process.wait()
 
-    async def _answering(self, http: aiohttp.ClientSession) -> None:
+    async def _wait_ready(self, http: aiohttp.ClientSession) -> None:
         deadline = time.monotonic() + START_S
         while await self._status(http) is None:
             if not self._running() or time.monotonic() > deadline:
@@ -170,7 +170,7 @@ class Router:
             raise SamplerError(f"the router failed at {path} of {url}: {error!r}") from error
 
     async def _status(self, http: aiohttp.ClientSession) -> int | None:
-        """Of /liveness; None when it does not answer."""
+        """Return the HTTP status of /liveness; None when it does not answer."""
         try:
             async with http.get(f"{self.url}/liveness", timeout=aiohttp.ClientTimeout(TRY_S)) as response:
                 return response.status

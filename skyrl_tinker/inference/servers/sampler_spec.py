@@ -1,4 +1,4 @@
-"""What a sampler replica is told, and what follows: memory, flags, environment of its vLLM process."""
+"""Specification of a sampler replica, and the memory, flags and environment of its vLLM process."""
 
 import os
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import psutil
 
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES
 
-MiB = 1 << 20
 SMALLEST_KV_BYTES = 64 * MiB
 KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
 PROCESS_BYTES = 1024 * MiB  # what the two processes need beside weights and KV cache
@@ -39,7 +39,7 @@ class SamplerSpec:
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
 
     def gpus_of(self, replica: int) -> tuple[Gpu, ...]:
-        """The shared ones that it runs on."""
+        """Return the shared GPUs that the replica runs on."""
         size = self.tensor_parallel_size
         return self.shared_gpus[replica * size : (replica + 1) * size]
 
@@ -51,7 +51,7 @@ def kv_bytes(spec: SamplerSpec) -> int:
 
 
 def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None = None) -> None:
-    """SamplerError with the numbers when CPU replicas do not fit `available` bytes (default: the free).
+    """Raise SamplerError with the numbers when CPU replicas do not fit `available` bytes (default: the free).
 
     Weights count twice: once as loaded, once as packed for the CPU's kernels.
     """
@@ -60,20 +60,17 @@ def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None =
     processes = PROCESS_BYTES * spec.tensor_parallel_size
     needed = replicas * (kv_bytes(spec) + 2 * weights + processes)
     if spec.device == "cpu" and needed > free:
+        times = f"{replicas} times " if replicas > 1 else ""
         raise SamplerError(
-            f"the sampler needs {needed // MiB} MiB ({_times(replicas)}{kv_bytes(spec) // MiB} for the KV "
+            f"the sampler needs {needed // MiB} MiB ({times}{kv_bytes(spec) // MiB} for the KV "
             f"cache of {KV_CONTEXTS} x {spec.max_model_len} tokens, {2 * weights // MiB} for weights, "
             f"{processes // MiB} for its processes) but {free // MiB} MiB are free: "
             "set a smaller context_length, fewer replicas or free memory"
         )
 
 
-def _times(replicas: int) -> str:
-    return f"{replicas} times " if replicas > 1 else ""
-
-
 def flags(spec: SamplerSpec, port: int) -> list[str]:
-    """Arguments of vLLM's API server."""
+    """Return the arguments of vLLM's API server."""
     common: dict[str, str | int] = {
         "--model": spec.model.directory,
         "--host": "127.0.0.1",
@@ -92,9 +89,10 @@ def flags(spec: SamplerSpec, port: int) -> list[str]:
     switches = ["--enable-scale-out", "--enable-lora", "--enable-prompt-tokens-details"]
     quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
     cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes(spec))] if spec.device == "cpu" else []
-    own = cpu if spec.device == "cpu" else _gpu_flags(spec)
+    device = cpu if spec.device == "cpu" else _gpu_flags(spec)
     pairs = [text for flag, value in common.items() for text in (flag, str(value))]
-    return [*pairs, "--served-model-name", *_names(spec.model), *switches, *quiet, *own]
+    names = [BASE_MODEL, *(name for name in spec.model.names if name != BASE_MODEL)]
+    return [*pairs, "--served-model-name", *names, *switches, *quiet, *device]
 
 
 def _gpu_flags(spec: SamplerSpec) -> list[str]:
@@ -102,12 +100,8 @@ def _gpu_flags(spec: SamplerSpec) -> list[str]:
     return [*share, "--enable-sleep-mode"] if spec.shared_gpus else share
 
 
-def _names(model: BaseModelFacts) -> tuple[str, ...]:
-    return (BASE_MODEL, *(name for name in model.names if name != BASE_MODEL))
-
-
 def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
-    """The environment of a replica that shares GPUs with the trainer, as if Ray had given them to it.
+    """Return the environment of a replica that shares GPUs with the trainer, as if Ray had assigned them.
 
     vLLM's sleeping allocator refuses PyTorch's expandable segments, which a trainer may well want.
     """
@@ -119,7 +113,7 @@ def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
 
 
 def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The development routes (weights, pause) are on loopback only."""
+    """Return the environment of vLLM's API server; its routes for weights and pauses are on loopback only."""
     common = {
         ENABLED_BY: "1",
         "HF_HUB_OFFLINE": "1",  # the model is always a local directory
@@ -127,13 +121,13 @@ def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) ->
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the first one is what vllm_prompt_scores adds to
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin's score_extraction patches the first one
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # context + 1: the last token is sampled, never fed
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # the default 5 s races with pooled connections
     }
     cpu = {
-        # A worker alone lives in the engine process.
+        # A single worker runs in the engine process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if spec.tensor_parallel_size == 1 else "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -1,4 +1,4 @@
-"""The sampler replicas of this server: starts them, watches them, starts others in place of dead ones."""
+"""The sampler replicas of this server: started, watched, and replaced when they die."""
 
 import asyncio
 import logging
@@ -17,8 +17,6 @@ from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Susp
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, require_memory
 from skyrl_tinker.inference.servers.vllm_server import ServerStatus, VllmServer
 
-__all__ = ["SamplerSpec", "ServerGroup"]
-
 T = TypeVar("T")
 STARTUP_POLL_S = 0.1
 STARTUP_TRY_S = 5.0
@@ -28,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerGroup:
-    """Use it from one event loop; Ray must be initialised."""
+    """All replicas. Use it from one event loop; Ray must be initialised."""
 
     def __init__(self, spec: SamplerSpec, replicas: list["_Replica"]) -> None:
         self._spec = spec
@@ -45,7 +43,7 @@ class ServerGroup:
         return cls(spec, [_Replica(spec, index) for index in range(spec.replicas)])
 
     async def ready(self) -> None:
-        """Returns when every server answers. SamplerError with the log's tail when one does not come up."""
+        """Return when every server answers. SamplerError with the log's tail when one does not come up."""
         async with aiohttp.ClientSession() as http:
             await asyncio.gather(*(replica.ready(http) for replica in self._replicas))
 
@@ -54,23 +52,23 @@ class ServerGroup:
         """Base URLs, known once `ready` returned; a replacement has another one."""
         return tuple(replica.url for replica in self._replicas)
 
-    async def lost(self, index: int) -> Loss:
-        """Returns once this replica serves no more: a process died (noticed in 2 s), or it hangs."""
+    async def wait_lost(self, index: int) -> Loss:
+        """Return once this replica serves no more: a process died (noticed in 2 s), or it hangs."""
         replica = self._replicas[index]
-        watch = HealthWatch(replica.url, self._spec.hang_s, self._suspicion, replica.ended)
-        return await watch.lost(index)
+        watch = HealthWatch(replica.url, self._spec.hang_s, self._suspicion, replica.exit_reason)
+        return await watch.wait_lost(index)
 
     def suspect(self) -> None:
-        """Look at all of them now: a request failed."""
+        """Have all of them checked now: a request failed."""
         self._suspicion.ring()
 
     async def end(self, index: int) -> bool:
-        """Kill what is left of it, so that nothing waits for it any more; whether that could be done."""
+        """Kill its processes, so that no request waits for it any more; return True: that could be done."""
         await self._replicas[index].kill()
         return True
 
     async def replace(self, index: int) -> str:
-        """The URL of another server in its place; it has no adapters and the base weights.
+        """Start another server in its place, without adapters and with the base weights; return its URL.
 
         SamplerError when it does not come up: try again.
         """
@@ -82,11 +80,11 @@ class ServerGroup:
         return replica.url
 
     async def shutdown(self) -> None:
-        """Ends every server and its actor, whatever state they are in."""
+        """End every server and its actor, whatever state they are in."""
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
 
     def pids(self) -> list[int]:
-        """Of the vLLM API servers; their engine processes are children of these."""
+        """Return process ids of the vLLM API servers; their engine processes are children of these."""
         return [replica.pid for replica in self._replicas if replica.pid]
 
 
@@ -96,10 +94,10 @@ class _Replica:
     def __init__(self, spec: SamplerSpec, index: int) -> None:
         actor_class: Any = ray.remote(VllmServer)
         self._startup_s = spec.startup_s
-        options = _where(spec, index)
+        options = _ray_options(spec, index)
         self._actor = actor_class.options(num_cpus=0, max_restarts=0, **options).remote(spec, index)
         self._started = self._actor.start.remote()
-        self._over = False
+        self._ended = False
         self.url = ""
         self.pid = 0
 
@@ -123,8 +121,8 @@ class _Replica:
     async def log_tail(self) -> str:
         return cast(str, await _answer(self._actor.log_tail.remote()))
 
-    async def ended(self) -> str | None:
-        """Why it runs no more; None while it runs."""
+    async def exit_reason(self) -> str | None:
+        """Return why it runs no more; None while it runs."""
         try:
             code = (await self.status()).exit_code
         except SamplerError as error:
@@ -132,24 +130,24 @@ class _Replica:
         return None if code is None else f"vLLM ended with code {code}"
 
     async def stop(self) -> None:
-        """Killing the actor ends its server too; asking first lets vLLM clean up."""
-        if not self._over:
+        """Stop it; vLLM gets time to clean up before the actor is killed, and the server with it."""
+        if not self._ended:
             await self._end(self._actor.stop.remote(), STOP_TIMEOUT_S)
 
     async def kill(self) -> None:
-        """At once, also when it hangs; harmless when it is over."""
-        if not self._over:
+        """Kill it at once, also when it hangs; harmless when it has ended."""
+        if not self._ended:
             await self._end(self._actor.kill.remote(), KILL_TIMEOUT_S)
 
-    async def _end(self, asked: Awaitable[None], timeout_s: float) -> None:
-        self._over = True
+    async def _end(self, stopping: Awaitable[None], timeout_s: float) -> None:
+        self._ended = True
         with suppress(SkyrlTinkerError, TimeoutError):  # never started, dead or stuck: the kill is enough
-            await asyncio.wait_for(_answer(asked), timeout_s)
+            await asyncio.wait_for(_answer(stopping), timeout_s)
         ray.kill(self._actor)
 
 
-def _where(spec: SamplerSpec, index: int) -> dict[str, Any]:
-    """On GPUs of its own, or beside the trainer's ranks: then Ray counts those GPUs as theirs."""
+def _ray_options(spec: SamplerSpec, index: int) -> dict[str, Any]:
+    """Return Ray's options: GPUs of its own, or a place beside the trainer's ranks, which own the GPUs."""
     shared = spec.gpus_of(index)
     if shared:
         beside = NodeAffinitySchedulingStrategy(shared[0].node, soft=False)
@@ -158,7 +156,7 @@ def _where(spec: SamplerSpec, index: int) -> dict[str, Any]:
 
 
 async def _answer(reference: Awaitable[T]) -> T:
-    """SamplerError when the actor is dead; the server's own errors come through as they are."""
+    """Await the actor's answer. SamplerError when it is dead; the server's own errors pass unchanged."""
     try:
         return await reference
     except RayActorError as error:

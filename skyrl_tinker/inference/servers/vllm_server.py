@@ -31,9 +31,9 @@ class ServerStatus:
 
 
 class VllmServer:
-    """Runs as a Ray actor; every method is quick, waiting is the group's work.
+    """Ray actor; every method is quick, waiting is the group's work.
 
-    Methods run on the actor's main thread, which lives as long as the actor: the kernel ends the server when
+    Methods run on the actor's main thread, which runs as long as the actor: the kernel ends the server when
     the thread that started it ends.
     """
 
@@ -71,30 +71,31 @@ class VllmServer:
         return ServerStatus(self._url, process.pid, os.getpid(), process.poll())
 
     def log_tail(self) -> str:
-        """The end of what this process wrote."""
+        """Return the end of this process's log."""
         with self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - TAIL_BYTES))
             return log.read().decode(errors="replace")
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL to its whole process group."""
+        """Send SIGTERM, then SIGKILL to the whole process group."""
         process = self._started()
-        left = _shared_memory(process.pid)
+        leftovers = _shared_memory(process.pid)
         process.terminate()
         with suppress(subprocess.TimeoutExpired):  # it is killed with its children below
             process.wait(STOP_GRACE_S)
-        self._kill(left)
+        self._kill(leftovers)
 
     def kill(self) -> None:
-        """SIGKILL to its whole process group; harmless when it is gone."""
+        """Send SIGKILL to the whole process group; harmless when it is gone."""
         self._kill(_shared_memory(self._started().pid))
 
-    def _kill(self, left: set[Path]) -> None:
+    def _kill(self, leftovers: set[Path]) -> None:
         process = self._started()
-        _kill_group(process.pid)
+        with suppress(ProcessLookupError):  # it is gone
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for file in left:
+        for file in leftovers:
             file.unlink(missing_ok=True)
         if self._port_guard is not None:
             self._port_guard.close()
@@ -107,24 +108,19 @@ class VllmServer:
 
 
 def _shared_memory(pid: int) -> set[Path]:
-    """Files of its family in /dev/shm, which vLLM leaves there when tensor-parallel workers are killed."""
-    found = set()
+    """List its descendants' files in /dev/shm, which vLLM leaves when tensor-parallel workers are killed."""
+    files = set()
     with suppress(psutil.NoSuchProcess):  # gone already
         for process in psutil.Process(pid).children(recursive=True):
             with suppress(OSError):  # it ended just now
                 for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                     name = line.rpartition(" ")[2]
                     if name.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
-                        found.add(Path(name))
-    return found
+                        files.add(Path(name))
+    return files
 
 
 def _yield_and_die_with_parent() -> None:
-    """Where cores are few, a flood of samples must not hold up the trainer, nor those who feed both."""
+    """Lower the priority, so that where cores are few many samples do not delay trainer, engine and API."""
     os.nice(NICENESS)
     die_with_parent(signal.SIGKILL)
-
-
-def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError):  # all of it is gone
-        os.killpg(group, signal.SIGKILL)

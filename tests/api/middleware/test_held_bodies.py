@@ -11,7 +11,7 @@ import httpx
 import pytest
 import zstandard
 
-from skyrl_tinker.config import MiB
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from tests.api.support.process import Api, launched

@@ -6,9 +6,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from skyrl_tinker.config import MiB, Settings
+from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.compose import make_trainer_driver

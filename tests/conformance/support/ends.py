@@ -60,7 +60,7 @@ class ThreadSenders:
 async def carry(
     transport: WeightTransport, receiver: Receiver, directory: Path
 ) -> tuple[Sequence[WeightChunk], list[Tensors]]:
-    """What arrives, chunk by chunk; the messages pass as JSON."""
+    """Return the tensors that arrive, chunk by chunk; the messages pass as JSON."""
     chunks = await transport.open(directory)
     (init,) = await transport.form([1])
     await asyncio.gather(asyncio.to_thread(receiver.join, _as_json(init)), transport.meet())

@@ -24,7 +24,7 @@ def samplers_on(*urls: str, placement: Placement = SEPARATE) -> Samplers:
 
 
 def test_nobody_serves() -> None:
-    assert samplers_on().paused == "no sampler serves: they are being started again"
+    assert samplers_on().paused == "no sampler is running: they are being restarted"
     assert samplers_on("http://127.0.0.1:1").paused is None
 
 
@@ -47,7 +47,7 @@ def test_the_trainer_has_its_turn() -> None:
         turns = asyncio.create_task(devices.placement.run(devices))
         assert samplers.paused is None
         async with devices.placement.training():
-            assert samplers.paused == "the trainer has its turn on the devices of the samplers"
+            assert samplers.paused == "the trainer is using the samplers' devices"
         async with devices.placement.sampling():
             assert samplers.paused is None
         turns.cancel()

@@ -20,7 +20,7 @@ from skyrl_tinker.domain.values import (
 )
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor, ScoredProbe
-from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, Wanted
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource
 from skyrl_tinker.errors import SamplerError, StateLostError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
@@ -37,14 +37,14 @@ class Ends:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.serves = VERSION.name
-        self.asked: list[Wanted] = []
+        self.asked: list[SampleSource] = []
         self.passes = 0
         self.out_of_memory = {MODEL}
 
     def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
         return InflightTarget(model, version)
 
-    async def sample(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
+    async def sample(self, wanted: SampleSource, request: SampleRequest) -> SampleOutput:
         self.asked.append(wanted)
         if self.error is not None:
             raise self.error

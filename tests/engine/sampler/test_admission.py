@@ -17,7 +17,7 @@ class Servers:
         self.dies = asyncio.Event()
         self.ended: list[int] = []
 
-    async def lost(self, index: int) -> Loss:
+    async def wait_lost(self, index: int) -> Loss:
         await self.dies.wait()
         return Loss(index, NEW, "it died")
 
@@ -49,8 +49,7 @@ async def test_what_equips_a_newcomer_that_dies_tidies_up_before_others_change_a
         async with fleet.changing:
             steps.append("changed")
 
-    fleet.equip = equip
-    admitting = asyncio.create_task(fleet._admit(0, NEW))
+    admitting = asyncio.create_task(fleet._admit(0, NEW, equip))
     await asyncio.sleep(0)
     await change()
     with pytest.raises(SamplerError, match="it died"):

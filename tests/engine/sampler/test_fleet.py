@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.domain.values import SampleOutput
-from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.fleet import Equip, Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client.data_plane import fixed
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
@@ -21,7 +20,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.weight_sync.adapter_files import publish_adapter
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
-from tests.inference.support.samplers import CONTEXT, Served, ask, prompt_of, random_adapter, unique
+from tests.inference.support.samplers import Served, ask, prompt_of, random_adapter, sample, unique
 
 SAMPLES = 16
 
@@ -36,7 +35,7 @@ class Line:
         self.url = ""
 
     async def lay(self) -> None:
-        """At first anywhere, then where it was."""
+        """Open the line, again at the address that it had."""
         port = int(self.url.rsplit(":", 1)[1]) if self.url else 0
         self._open.set()
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", port)
@@ -71,7 +70,7 @@ class Line:
 
 @pytest.fixture
 async def line(servers: dict[str, Served]) -> AsyncIterator[Line]:
-    """To the second of two replicas."""
+    """A line to the second of two replicas."""
     line = Line(servers["tied"].group.urls[1])
     await line.lay()
     yield line
@@ -90,9 +89,15 @@ async def fleet(servers: dict[str, Served], line: Line, tmp_path: Path) -> Async
     await router.shutdown()
 
 
+async def nothing(newcomer: RemoteInferenceClient) -> None:
+    """No adapters and the base weights: what a new replica has anyway."""
+
+
 @asynccontextmanager
-async def supervised(fleet: Fleet, store: Store, bell: Doorbell) -> AsyncIterator[None]:
-    task = asyncio.create_task(fleet.supervise(EngineStatus(store, bell, 0)))
+async def supervised(
+    fleet: Fleet, store: Store, bell: Doorbell, equip: Equip = nothing
+) -> AsyncIterator[None]:
+    task = asyncio.create_task(fleet.supervise(EngineStatus(store, bell, 0), equip))
     yield
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -102,11 +107,7 @@ async def supervised(fleet: Fleet, store: Store, bell: Doorbell) -> AsyncIterato
 async def sample_many(fleet: Fleet, model: str = "base", length: int = 120) -> list[SampleOutput]:
     async def one(index: int) -> SampleOutput:
         request = ask(prompt_of(10, seed=index), max_tokens=length)
-        return await fleet.surviving(
-            lambda: fleet.client.sample(
-                fixed(model), request, session_key=str(index), eos=(), context=CONTEXT
-            )
-        )
+        return await fleet.with_retry(lambda: sample(fleet.client, model, request, session_key=str(index)))
 
     outputs = await asyncio.gather(*(one(index) for index in range(SAMPLES)))
     assert all(len(output.sequences[0].tokens) == length for output in outputs)
@@ -140,11 +141,10 @@ async def test_a_lost_external_replica_is_done_without_and_taken_back_with_all_a
     publish_adapter(random_adapter(base, 8, 1), tmp_path / name, base)
 
     async def equip(newcomer: RemoteInferenceClient) -> None:
-        await newcomer.load_adapter(name, str(tmp_path / name))
+        await newcomer.control.load_adapter(name, str(tmp_path / name))
 
-    fleet.equip = equip
-    await fleet.adopt()
-    async with supervised(fleet, store, bell):
+    await fleet.adopt(equip)
+    async with supervised(fleet, store, bell, equip):
         await sample_many(fleet, name)
         pending = asyncio.create_task(sample_many(fleet, name))
         await asyncio.sleep(0.05)
@@ -160,9 +160,9 @@ async def test_a_lost_external_replica_is_done_without_and_taken_back_with_all_a
         await line.lay()
         await until_size(fleet, 2)
         assert fleet.client.server_urls[1] == line.url
-        assert name in await fleet.client.of(line.url).adapters()
+        assert name in await fleet.client.control.replica(line.url).adapters()
         await sample_many(fleet, name)
-    await fleet.client.unload_adapter(name)
+    await fleet.client.control.unload_adapter(name)
 
 
 async def test_a_condemned_member_leaves_at_once_and_is_admitted_anew(
@@ -186,7 +186,7 @@ async def test_what_no_loss_explains_is_raised_and_what_cannot_be_served_is_refu
         raise SamplerError("a fault of its own")
 
     with pytest.raises(SamplerError, match="a fault of its own"):
-        await fleet.surviving(broken)
+        await fleet.with_retry(broken)
     nobody = ExternalServers(["http://127.0.0.1:9"], startup_s=1.0, hang_s=2.0)
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 \(sampler_urls\) gave no answer in 1 s"):
         await nobody.ready()
@@ -197,7 +197,7 @@ async def test_whoever_is_equipped_joins_the_weight_transport_anew(
 ) -> None:
     """A server that was started again at its old address knows nothing of the group that it had joined."""
     transport = SharedMemoryTransport(1 << 20)
-    Samplers(fleet, transport, servers["tied"].facts, 8)
+    samplers = Samplers(fleet, transport, servers["tied"].facts, 8)
     transport.members = fleet.client.server_urls
-    await fleet.adopt()
+    await fleet.adopt(samplers.equip)
     assert transport.members != fleet.client.server_urls

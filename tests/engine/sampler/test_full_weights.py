@@ -1,14 +1,15 @@
 """Requests run only on the weights they ask for, grouped, and every group gets its turn."""
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.full_weights import FullWeights
-from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, Wanted, newest
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource, newest
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL
 
@@ -24,7 +25,7 @@ class Server:
         self.pinned = 0  # requests that must not see a swap
         self.broken = False
         self.serves: str | None = None  # what it says after a failed swap; None: replicas disagree
-        self.residency = FullWeights(self.swap, self.serving)
+        self.weights = FullWeights(self)
 
     async def swap(self, new: WeightVersion | None, old: WeightVersion | None) -> None:
         assert self.pinned == 0, "swapped under a request"
@@ -34,13 +35,21 @@ class Server:
         self.version = new
         self.swaps.append(new)
 
-    async def serving(self) -> str:
+    async def served(self) -> str:
         if self.serves is None:
             raise SamplerError("replicas serve different weights")
         return self.serves
 
+    @asynccontextmanager
+    async def hold(self, source: SampleSource) -> AsyncIterator[None]:
+        await self.weights.acquire(source)
+        try:
+            yield
+        finally:
+            self.weights.release()
+
     async def request(self, version: WeightVersion | None) -> None:
-        async with self.residency.hold(version):
+        async with self.hold(version):
             assert self.version == version
             self.pinned += 1
             await asyncio.sleep(0.001)
@@ -50,7 +59,7 @@ class Server:
     async def rollout(self, target: InflightTarget, end: asyncio.Event) -> WeightVersion | None:
         """Returns what it ended on."""
         at_least = target.version
-        async with self.residency.hold(target):
+        async with self.hold(target):
             assert self.version is not None
             assert self.version.id >= at_least.id
             await end.wait()
@@ -115,7 +124,7 @@ async def test_after_a_failed_swap_the_samplers_are_asked_what_they_serve(
     server.broken, server.serves = True, serves
     with pytest.raises(SamplerError, match="disk"):
         await server.request(B)
-    assert server.residency.resident == resident
+    assert server.weights.resident == resident
     server.broken = False
     server.version = resident
     await server.request(B)
@@ -144,16 +153,16 @@ async def test_a_request_that_is_given_up_leaves_its_swap_to_end() -> None:
     assert server.swaps == [A, None]
 
 
-async def offered(server: Server, wanted: Wanted) -> bool:
-    await server.residency.offer(wanted)
-    return wanted is not None and server.residency.resident == newest(wanted)
+async def offered(server: Server, source: SampleSource) -> bool:
+    await server.weights.offer(source)
+    return source is not None and server.weights.resident == newest(source)
 
 
 async def test_new_weights_come_at_once_to_samplers_that_nobody_uses() -> None:
     server = Server()
     assert await offered(server, A)
     await server.request(A)
-    async with server.residency.hold(None):
+    async with server.hold(None):
         assert not await offered(server, B)
     assert server.swaps == [A, None]
 
@@ -202,9 +211,9 @@ async def test_a_renewal_that_fails_leaves_requests_on_the_old_weights() -> None
     await asyncio.sleep(0.01)
     server.broken, server.serves, target.version = True, A.name, B
     with pytest.raises(SamplerError, match="disk"):
-        await server.residency.offer(target)
+        await server.weights.offer(target)
     server.broken = False
-    assert server.residency.in_use(A)
+    assert server.weights.in_use(A)
     second = asyncio.create_task(server.rollout(target, end))
     await asyncio.sleep(0.01)
     end.set()
@@ -212,11 +221,11 @@ async def test_a_renewal_that_fails_leaves_requests_on_the_old_weights() -> None
 
 
 async def test_weights_on_their_way_to_the_samplers_are_in_use() -> None:
-    """Their files are being read: whoever removes them asks first."""
+    """Files that are being read must not be removed."""
     server = Server()
     request = asyncio.create_task(server.request(A))
     await asyncio.sleep(0)
-    assert server.residency.in_use(A)
-    assert not server.residency.in_use(B)
+    assert server.weights.in_use(A)
+    assert not server.weights.in_use(B)
     await request
-    assert not server.residency.in_use(A)
+    assert not server.weights.in_use(A)

@@ -36,12 +36,12 @@ class Replica:
 
 
 class Processes:
-    """Nobody dies by itself; whoever is ended takes a moment, and is not brought back."""
+    """Processes that never die, take a moment to be ended, and are not replaced."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
 
-    async def lost(self, index: int) -> Loss:
+    async def wait_lost(self, index: int) -> Loss:
         return await asyncio.Future()
 
     def suspect(self) -> None:
@@ -56,6 +56,10 @@ class Processes:
         return await asyncio.Future()
 
 
+async def nothing(newcomer: RemoteInferenceClient) -> None:
+    pass
+
+
 @asynccontextmanager
 async def fleet_of(*replicas: Replica, status: EngineStatus) -> AsyncIterator[tuple[Fleet, Processes]]:
     for replica in replicas:
@@ -63,7 +67,7 @@ async def fleet_of(*replicas: Replica, status: EngineStatus) -> AsyncIterator[tu
     processes = Processes()
     client = RemoteInferenceClient(replicas[0].url, tuple(replica.url for replica in replicas))
     fleet = Fleet(processes, client)
-    supervision = asyncio.create_task(fleet.supervise(status))
+    supervision = asyncio.create_task(fleet.supervise(status, nothing))
     await asyncio.sleep(0)
     yield fleet, processes
     supervision.cancel()

@@ -1,4 +1,4 @@
-"""When memory runs low, ephemeral weights move to disk and are found where they were."""
+"""Ephemeral weights move to disk when memory runs low, and are found where they were."""
 
 import resource
 import shutil

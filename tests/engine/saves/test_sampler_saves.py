@@ -28,7 +28,7 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
-from skyrl_tinker.engine.sampler.inflight_targets import Wanted
+from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.errors import SamplerError, StorageError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
@@ -75,13 +75,13 @@ class Samplers:
         if version.id in self.refused:
             raise SamplerError("down")
 
-    async def announce(self, wanted: Wanted) -> None:
+    async def announce(self, wanted: SampleSource) -> None:
         pass
 
-    async def drop(self, version: WeightVersion) -> None:
+    async def unload(self, version: WeightVersion) -> None:
         pass
 
-    async def sample(self, wanted: Wanted, request: SampleRequest) -> SampleOutput:
+    async def sample(self, wanted: SampleSource, request: SampleRequest) -> SampleOutput:
         return SampleOutput(
             (SampledSequence((1,), (0.0,), "length"),), (float("nan"), *[-1.5] * (TOKENS - 1))
         )

@@ -24,10 +24,10 @@ async def test_an_unloaded_adapter_is_gone_and_can_come_back(sampler: Sampler, t
     name, prompt = unique(tmp_path), prompt_of(7)
     adapter = random_adapter(sampler.facts.directory, 8, seed=1)
     await publish_and_load(sampler, adapter, tmp_path, name)
-    await sampler.client.unload_adapter(name)
+    await sampler.client.control.unload_adapter(name)
     with pytest.raises(NotFoundError):
         await sampler(name, ask(prompt))
-    await sampler.client.load_adapter(name, str(tmp_path / name))
+    await sampler.client.control.load_adapter(name, str(tmp_path / name))
     output = await sampler(name, ask(prompt))
     assert_same_logprobs(output, reference(sampler.facts.directory, adapter), prompt)
 
@@ -39,8 +39,8 @@ async def test_an_adapter_that_moved_to_disk_is_read_from_where_it_was(
     adapter = random_adapter(sampler.facts.directory, 8, seed=1)
     await publish_and_load(sampler, adapter, tmp_path, name)
     TmpfsSpill(tmp_path, tmp_path / "disk").move(WeightVersion(VersionId(1), "lora", str(tmp_path / name)))
-    await sampler.client.unload_adapter(name)
-    await sampler.client.load_adapter(name, str(tmp_path / name))
+    await sampler.client.control.unload_adapter(name)
+    await sampler.client.control.load_adapter(name, str(tmp_path / name))
     output = await sampler(name, ask(prompt))
     assert_same_logprobs(output, reference(sampler.facts.directory, adapter), prompt)
 
@@ -48,9 +48,9 @@ async def test_an_adapter_that_moved_to_disk_is_read_from_where_it_was(
 async def test_loading_twice_and_unloading_twice_is_harmless(sampler: Sampler, tmp_path: Path) -> None:
     name = unique(tmp_path)
     await publish_and_load(sampler, random_adapter(sampler.facts.directory, 8, seed=1), tmp_path, name)
-    await sampler.client.load_adapter(name, str(tmp_path / name))
-    await sampler.client.unload_adapter(name)
-    await sampler.client.unload_adapter(name)
+    await sampler.client.control.load_adapter(name, str(tmp_path / name))
+    await sampler.client.control.unload_adapter(name)
+    await sampler.client.control.unload_adapter(name)
 
 
 async def test_more_adapters_than_slots_stay_exact(sampler: Sampler, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ async def test_more_adapters_than_slots_stay_exact(sampler: Sampler, tmp_path: P
     for adapter_name, adapter in adapters.items():
         output = await sampler(adapter_name, ask(prompt))
         assert_same_logprobs(output, reference(sampler.facts.directory, adapter), prompt)
-        await sampler.client.unload_adapter(adapter_name)
+        await sampler.client.control.unload_adapter(adapter_name)
 
 
 async def test_an_adapter_that_one_replica_refuses_is_loaded_nowhere(
@@ -79,4 +79,4 @@ async def test_an_adapter_that_one_replica_refuses_is_loaded_nowhere(
 
 async def test_a_missing_adapter_directory_is_a_sampler_error(sampler: Sampler, tmp_path: Path) -> None:
     with pytest.raises(SamplerError, match="load_lora_adapter"):
-        await sampler.client.load_adapter(unique(tmp_path), str(tmp_path / "absent"))
+        await sampler.client.control.load_adapter(unique(tmp_path), str(tmp_path / "absent"))

@@ -7,10 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyrl_tinker.inference.client.data_plane import fixed
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
-from tests.inference.support.samplers import CONTEXT, Served, ask, prompt_of
+from tests.inference.support.samplers import CONTEXT, Served, ask, prompt_of, sample
 
 MANY = 512
 STARTED_S, WHOLE_S = 0.2, 2.0
@@ -60,9 +59,7 @@ async def test_a_cancelled_call_stops_in_vllm(client: RemoteInferenceClient) -> 
 
     request = ask(prompt_of(5), num_samples=MANY, max_tokens=CONTEXT - 5, seed=1)
     began = cpu_s()
-    asking = asyncio.create_task(
-        client.sample(fixed("base"), request, session_key="s", eos=(), context=CONTEXT)
-    )
+    asking = asyncio.create_task(sample(client, "base", request))
     async with asyncio.timeout(120):
         while cpu_s() < began + STARTED_S:  # noqa: ASYNC110 (other processes are watched)
             await asyncio.sleep(0.02)
@@ -70,6 +67,6 @@ async def test_a_cancelled_call_stops_in_vllm(client: RemoteInferenceClient) -> 
     given_up = cpu_s()
     asking.cancel()
     await asyncio.wait((asking,))
-    await client.pause("wait")  # until all that they have is sampled to its end, or aborted
-    await client.resume()
+    await client.control.pause("wait")  # until all that they have is sampled to its end, or aborted
+    await client.control.resume()
     assert cpu_s() - given_up < WHOLE_S

@@ -1,15 +1,15 @@
-"""What is kept of an aborted sequence, and what is asked for next; without a server."""
+"""The kept part of an aborted sequence, and the request for the rest; without a server."""
 
 from typing import Any
 
 import pytest
 
 from skyrl_tinker.domain.values import VersionSpan
-from skyrl_tinker.inference.client.resume import INCOMPLETE, kept, remainder
-from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence
+from skyrl_tinker.inference.client.vllm_requests import remainder
+from skyrl_tinker.inference.client.vllm_responses import REPLACEMENT, GeneratedSequence, resumable
 from tests.inference.support.samplers import ask
 
-PIECES = ("", "x", "ab", "c", "<e", "nd", ">", "d", INCOMPLETE, "é")
+PIECES = ("", "x", "ab", "c", "<e", "nd", ">", "d", REPLACEMENT, "é")
 """The text of token i."""
 
 
@@ -22,26 +22,28 @@ def aborted(*tokens: int) -> GeneratedSequence:
 
 
 async def keep(tokens: tuple[int, ...], *, switched: bool = False, **params: Any) -> tuple[int, ...]:
-    return (await kept(ask((5, 6), **params), aborted(*tokens), switched=switched, text_of=text_of)).tokens
+    return (
+        await resumable(ask((5, 6), **params), aborted(*tokens), switched=switched, text_of=text_of)
+    ).tokens
 
 
 async def test_a_sequence_goes_on_after_its_last_token() -> None:
     request = ask((5, 6), num_samples=2, max_tokens=10, prompt_logprobs=True, prompt_alt_tokens_k=2)
-    whole = await kept(request, aborted(7, 8), switched=False, text_of=text_of)
-    rest = remainder(request, 1, whole, context=100)
+    whole = await resumable(request, aborted(7, 8), switched=False, text_of=text_of)
+    rest = remainder(request, 1, whole.tokens, context=100)
     assert rest == ask((5, 6, 7, 8), max_tokens=8)
 
 
 async def test_a_seeded_sequence_starts_over_after_a_pause_and_goes_on_after_a_switch() -> None:
     request = ask((5, 6), seed=3, max_tokens=10)
     assert await keep((1, 2), seed=3) == ()
-    assert remainder(request, 2, aborted(), context=100) == ask((5, 6), seed=5, max_tokens=10)
+    assert remainder(request, 2, (), context=100) == ask((5, 6), seed=5, max_tokens=10)
     assert await keep((1, 2), seed=3, switched=True) == (1, 2)
-    rest = remainder(request, 2, aborted(1, 2), context=100)
+    rest = remainder(request, 2, (1, 2), context=100)
     assert rest is not None
     assert rest.params.seed not in (None, 5)
-    assert rest == remainder(request, 2, aborted(1, 2), context=100)
-    assert rest.params.seed != remainder(request, 1, aborted(1, 2), context=100).params.seed  # type: ignore[union-attr]
+    assert rest == remainder(request, 2, (1, 2), context=100)
+    assert rest.params.seed != remainder(request, 1, (1, 2), context=100).params.seed  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -68,12 +70,12 @@ async def test_the_kept_text_never_ends_in_the_beginning_of_a_stop_string(
 
 async def test_the_prompts_own_text_does_not_count_as_a_beginning() -> None:
     request = ask((1, 4), stop=("<en",))  # the prompt ends in "<e"
-    assert (await kept(request, aborted(0), switched=True, text_of=text_of)).tokens == (0,)
+    assert (await resumable(request, aborted(0), switched=True, text_of=text_of)).tokens == (0,)
 
 
 async def test_a_sequence_aborted_with_its_last_token_has_ended() -> None:
-    assert remainder(ask((5, 6), max_tokens=2), 0, aborted(1, 2), context=100) is None
-    assert remainder(ask((5, 6), max_tokens=None), 0, aborted(1, 2), context=4) is None
+    assert remainder(ask((5, 6), max_tokens=2), 0, (1, 2), context=100) is None
+    assert remainder(ask((5, 6), max_tokens=None), 0, (1, 2), context=4) is None
 
 
 def test_joined_sequences_keep_logprobs_and_say_which_version_made_which_tokens() -> None:

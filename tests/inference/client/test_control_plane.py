@@ -1,4 +1,4 @@
-"""What must reach every replica reaches all of them or none, and who failed is named."""
+"""Calls to every replica reach all of them or none, and those that failed are named."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -19,87 +19,88 @@ async def both(servers: dict[str, Served]) -> AsyncIterator[Sampler]:
     """Two replicas of one model."""
     served = servers["tied"]
     assert len(served.group.urls) == 2
-    client = RemoteInferenceClient(served.group.urls[0], served.group.urls, patience_s=2.0)
+    client = RemoteInferenceClient(served.group.urls[0], served.group.urls)
+    client.control.patience_s = 2.0
     yield Sampler(client, served.facts)
     await client.close()
 
 
 async def test_a_pause_reaches_all_and_is_taken_back_when_one_hangs(both: Sampler) -> None:
     client, urls = both.client, both.client.server_urls
-    await client.pause("keep")
-    assert await client.is_paused()
-    await client.of(urls[1]).resume()
+    await client.control.pause("keep")
+    assert await client.control.is_paused()
+    await client.control.replica(urls[1]).resume()
     with pytest.raises(SamplerError, match="replicas differ"):
-        await client.is_paused()
-    await client.resume()
-    assert not await client.is_paused()
+        await client.control.is_paused()
+    await client.control.resume()
+    assert not await client.control.is_paused()
 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
         hung = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        client.server_urls = (*urls, hung)
+        client.control.server_urls = (*urls, hung)
         with pytest.raises(SamplerError, match=f"{hung}/pause: no answer within 2 s"):
-            await client.pause("keep")
-    client.server_urls = urls
-    assert not await client.is_paused()
+            await client.control.pause("keep")
+    client.control.server_urls = urls
+    assert not await client.control.is_paused()
     assert (await both("base", ask(prompt_of(5)))).sequences
 
 
 async def test_an_adapter_is_loaded_on_all_or_on_none(both: Sampler, tmp_path: Path) -> None:
     client, urls, name = both.client, both.client.server_urls, unique(tmp_path)
     publish_adapter(random_adapter(both.facts.directory, 8, 1), tmp_path / name, both.facts.directory)
-    client.server_urls = (*urls, NOBODY)
+    client.control.server_urls = (*urls, NOBODY)
     with pytest.raises(SamplerError, match=NOBODY):
-        await client.load_adapter(name, str(tmp_path / name))
-    client.server_urls = urls
-    assert name not in await client.adapters()
+        await client.control.load_adapter(name, str(tmp_path / name))
+    client.control.server_urls = urls
+    assert name not in await client.control.adapters()
     with pytest.raises(NotFoundError):
         await both(name, ask(prompt_of(5)))
 
-    await client.of(urls[1]).load_adapter(name, str(tmp_path / name))
-    await client.load_adapter(name, str(tmp_path / name))  # also where it is already
-    client.server_urls = (*urls, NOBODY)
+    await client.control.replica(urls[1]).load_adapter(name, str(tmp_path / name))
+    await client.control.load_adapter(name, str(tmp_path / name))  # also where it is already
+    client.control.server_urls = (*urls, NOBODY)
     with pytest.raises(SamplerError, match=NOBODY):
-        await client.load_adapter(name, str(tmp_path / name))
-    client.server_urls = urls
+        await client.control.load_adapter(name, str(tmp_path / name))
+    client.control.server_urls = urls
     for url in urls:  # and what was there stays
-        assert name in await client.of(url).adapters()
-    await client.unload_adapter(name)
-    assert name not in await client.adapters()
+        assert name in await client.control.replica(url).adapters()
+    await client.control.unload_adapter(name)
+    assert name not in await client.control.adapters()
 
 
 async def test_sleep_reaches_all_or_none(both: Sampler) -> None:
     client, urls = both.client, both.client.server_urls
-    await client.sleep(1)
-    assert await client.is_sleeping()
-    await client.wake_up(["weights"])
-    await client.wake_up(["kv_cache"])
-    assert not await client.is_sleeping()
-    client.server_urls = (*urls, NOBODY)
+    await client.control.sleep(1)
+    assert await client.control.is_sleeping()
+    await client.control.wake_up(["weights"])
+    await client.control.wake_up(["kv_cache"])
+    assert not await client.control.is_sleeping()
+    client.control.server_urls = (*urls, NOBODY)
     with pytest.raises(SamplerError, match=NOBODY):
-        await client.sleep(1)
-    client.server_urls = urls
-    assert not await client.is_sleeping()
+        await client.control.sleep(1)
+    client.control.server_urls = urls
+    assert not await client.control.is_sleeping()
     assert (await both("base", ask(prompt_of(5)))).sequences
 
 
 async def test_every_replica_that_failed_is_named(both: Sampler) -> None:
     client = both.client
-    client.server_urls = ("http://127.0.0.1:9", client.server_urls[0], "http://127.0.0.1:10")
+    client.control.server_urls = ("http://127.0.0.1:9", client.server_urls[0], "http://127.0.0.1:10")
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9/health.*127\.0\.0\.1:10/health"):
-        await client.health()
-    client.server_urls = ()
-    with pytest.raises(SamplerError, match="no sampler serves"):
-        await client.health()
+        await client.control.health()
+    client.control.server_urls = ()
+    with pytest.raises(SamplerError, match="no sampler is running"):
+        await client.control.health()
 
 
 async def test_a_weight_message_may_be_one_for_each_replica(both: Sampler) -> None:
     client = both.client
-    assert await client.world_sizes() == (1, 1)
-    assert await client.world_size() == 2
+    assert await client.control.world_sizes() == (1, 1)
+    assert await client.control.world_size() == 2
     with pytest.raises(SamplerError, match="3 messages for 2 replicas"):
-        await client.update_weights([{}, {}, {}])
+        await client.control.update_weights([{}, {}, {}])
     with pytest.raises(SamplerError) as refused:  # no update was started
-        await client.update_weights([{"path": "/nowhere/0"}, {"path": "/nowhere/1"}])
+        await client.control.update_weights([{"path": "/nowhere/0"}, {"path": "/nowhere/1"}])
     for url in client.server_urls:
         assert f"{url}/update_weights" in str(refused.value)
 
@@ -109,5 +110,5 @@ async def test_caches_are_reset_everywhere(both: Sampler) -> None:
     for _ in range(2):
         output = await both("base", ask(prompt))
     assert output.cached_tokens
-    await both.client.reset_prefix_cache()
+    await both.client.control.reset_prefix_cache()
     assert not (await both("base", ask(prompt))).cached_tokens

@@ -21,28 +21,29 @@ GENERATE = {
 
 
 async def test_text_and_tokens_turn_into_each_other(sampler: Sampler) -> None:
-    tokens = (await sampler.client.tokenize({"model": "base", "prompt": "hello é"}))["tokens"]
-    assert (await sampler.client.detokenize({"model": "base", "tokens": tokens}))["prompt"] == "hello é"
+    tokens = (await sampler.client.data.tokenize({"model": "base", "prompt": "hello é"}))["tokens"]
+    assert (await sampler.client.data.detokenize({"model": "base", "tokens": tokens}))["prompt"] == "hello é"
 
 
 async def test_tokens_completions_and_chats_are_generated(sampler: Sampler) -> None:
-    generated = await sampler.client.generate(GENERATE)
+    generated = await sampler.client.data.generate(GENERATE)
     assert len(generated["choices"][0]["token_ids"]) == 3
-    completed = await sampler.client.completion({**COMPLETION, "return_token_ids": True})
+    completed = await sampler.client.data.completion({**COMPLETION, "return_token_ids": True})
     assert completed["choices"][0]["token_ids"] == generated["choices"][0]["token_ids"]
-    chat = await sampler.client.chat_completion(CHAT)
+    chat = await sampler.client.data.chat_completion(CHAT)
     assert chat["choices"][0]["message"]["role"] == "assistant"
 
 
 async def test_prompts_are_rendered_to_the_tokens_that_would_be_generated_from(sampler: Sampler) -> None:
-    first, second = await sampler.client.render({**COMPLETION, "prompt": ["hello", "é"]})
+    first, second = await sampler.client.data.render({**COMPLETION, "prompt": ["hello", "é"]})
     assert (
-        first["token_ids"] == (await sampler.client.tokenize({"model": "base", "prompt": "hello"}))["tokens"]
+        first["token_ids"]
+        == (await sampler.client.data.tokenize({"model": "base", "prompt": "hello"}))["tokens"]
     )
     assert first["sampling_params"]["max_tokens"] == 3
     assert second["token_ids"]
-    (chat,) = await sampler.client.render(CHAT)
-    text = (await sampler.client.detokenize({"model": "base", "tokens": chat["token_ids"]}))["prompt"]
+    (chat,) = await sampler.client.data.render(CHAT)
+    text = (await sampler.client.data.detokenize({"model": "base", "tokens": chat["token_ids"]}))["prompt"]
     assert "hi" in text
 
 
@@ -52,7 +53,7 @@ async def test_prompts_are_rendered_to_the_tokens_that_would_be_generated_from(s
 )
 async def test_answers_stream_as_server_sent_events(sampler: Sampler, path: StreamPath, body: object) -> None:
     call = {**body, "stream": True}  # type: ignore[dict-item]
-    async with sampler.client.stream(path, call, headers={"X-Session-ID": "s"}) as chunks:
+    async with sampler.client.data.stream(path, call, headers={"X-Session-ID": "s"}) as chunks:
         events = b"".join([chunk async for chunk in chunks]).decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events[:-2])
@@ -60,13 +61,13 @@ async def test_answers_stream_as_server_sent_events(sampler: Sampler, path: Stre
 
 async def test_what_vllm_refuses_raises_before_anything_streams(sampler: Sampler) -> None:
     with pytest.raises(NotFoundError, match="nobody"):
-        async with sampler.client.stream("/v1/completions", {**COMPLETION, "model": "nobody"}):
+        async with sampler.client.data.stream("/v1/completions", {**COMPLETION, "model": "nobody"}):
             raise AssertionError("it must not be entered")
     with pytest.raises(UserError, match="512"):
-        await sampler.client.completion({**COMPLETION, "prompt": [512]})
+        await sampler.client.data.completion({**COMPLETION, "prompt": [512]})
     client = RemoteInferenceClient("http://127.0.0.1:9", ("http://127.0.0.1:9",))
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9"):
-        async with client.stream("/v1/completions", COMPLETION):
+        async with client.data.stream("/v1/completions", COMPLETION):
             raise AssertionError("it must not be entered")
     await client.close()
 

@@ -220,8 +220,8 @@ async def test_scores_survive_an_abort(sampler: Sampler) -> None:
     )
     sampling = asyncio.create_task(sampler("base", request))
     for _ in range(5):
-        await sampler.client.pause("abort")
-        await sampler.client.resume()
+        await sampler.client.control.pause("abort")
+        await sampler.client.control.resume()
         await asyncio.sleep(0.1)
     output = await sampling
     model = reference(sampler.facts.directory)

@@ -126,7 +126,7 @@ async def test_the_base_model_answers_to_its_own_names(sampler: Sampler) -> None
 
 
 async def test_a_pickled_client_samples(sampler: Sampler) -> None:
-    await sampler.client.health()
+    await sampler.client.control.health()
     copy: RemoteInferenceClient = pickle.loads(pickle.dumps(sampler.client))
     assert (await Sampler(copy, sampler.facts)("base", ask(prompt_of(4)))).sequences
     await copy.close()

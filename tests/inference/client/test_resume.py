@@ -1,17 +1,14 @@
 """Aborted sequences are completed, under the same weights or others; those that stand still go on."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from skyrl_tinker.domain.values import SampleOutput, SampleRequest
-from skyrl_tinker.inference.client.data_plane import ModelSource, fixed
 from tests.inference.support.samplers import (
     CONTEXT,
+    FixedLeases,
     Sampler,
     ask,
     assert_same_logprobs,
@@ -29,8 +26,8 @@ async def abort_while(sampler: Sampler, sampling: "asyncio.Task[object]") -> int
     aborts = 0
     while not sampling.done():
         await asyncio.sleep(0.1)
-        await sampler.client.pause("abort")
-        await sampler.client.resume()
+        await sampler.client.control.pause("abort")
+        await sampler.client.control.resume()
         aborts += 1
         await asyncio.sleep(0.3)
     return aborts
@@ -56,8 +53,8 @@ async def test_an_aborted_seeded_sequence_is_as_if_never_interrupted(sampler: Sa
     undisturbed = await sampler("base", request)
     sampling = asyncio.create_task(sampler("base", request))
     await asyncio.sleep(0.1)
-    await sampler.client.pause("abort")
-    await sampler.client.resume()
+    await sampler.client.control.pause("abort")
+    await sampler.client.control.resume()
     output = await sampling
     assert output.sequences[index_of].tokens == undisturbed.sequences[index_of].tokens
 
@@ -66,27 +63,11 @@ async def test_requests_stand_still_during_a_pause_and_then_go_on(sampler: Sampl
     prompt = prompt_of(6)
     sampling = asyncio.create_task(sampler("base", ask(prompt, max_tokens=150)))
     await asyncio.sleep(0.1)
-    await sampler.client.pause("keep")
+    await sampler.client.control.pause("keep")
     done, _ = await asyncio.wait([sampling], timeout=0.5)
     assert not done
-    await sampler.client.resume()
+    await sampler.client.control.resume()
     assert_same_logprobs(await sampling, reference(sampler.facts.directory), prompt)
-
-
-async def tagged(sampler: Sampler, model: ModelSource, request: SampleRequest, tag: str) -> SampleOutput:
-    eos = sampler.facts.eos_token_ids
-    return await sampler.client.sample(model, request, session_key="test", eos=eos, context=CONTEXT, tag=tag)
-
-
-class Policy:
-    """A model source whose adapter is replaced while it is sampled."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @asynccontextmanager
-    async def __call__(self) -> AsyncIterator[str]:
-        yield self.name
 
 
 async def test_a_switched_policy_goes_on_at_the_same_token_position(sampler: Sampler, tmp_path: Path) -> None:
@@ -98,16 +79,16 @@ async def test_a_switched_policy_goes_on_at_the_same_token_position(sampler: Sam
         await publish_and_load(sampler, adapter, tmp_path, version)
         models[version] = reference(sampler.facts.directory, adapter)
     old, new = models
-    request, policy = ask(prompt, num_samples=3, max_tokens=200, seed=5), Policy(old)
+    request, leases = ask(prompt, num_samples=3, max_tokens=200, seed=5), FixedLeases(old)
     began = asyncio.get_running_loop().time()
     undisturbed = await sampler("base", request)
     duration = asyncio.get_running_loop().time() - began
 
-    switched = asyncio.create_task(tagged(sampler, policy, request, "one"))
-    other = asyncio.create_task(tagged(sampler, fixed("base"), request, "other"))
+    switched = asyncio.create_task(sampler(leases, request, "one"))
+    other = asyncio.create_task(sampler("base", request, "other"))
     await asyncio.sleep(duration / 2)
-    policy.name = new
-    await sampler.client.abort("one")
+    leases.model = new
+    await sampler.client.control.abort("one")
 
     assert [each.tokens for each in (await other).sequences] == [
         each.tokens for each in undisturbed.sequences
@@ -125,7 +106,7 @@ async def test_a_switched_policy_goes_on_at_the_same_token_position(sampler: Sam
 
 async def test_a_seeded_sequence_goes_on_however_often_its_policy_is_switched(sampler: Sampler) -> None:
     request = ask(prompt_of(6), max_tokens=CONTEXT - 6, seed=5)
-    sampling = asyncio.create_task(tagged(sampler, fixed("base"), request, "often"))
+    sampling = asyncio.create_task(sampler("base", request, "often"))
     await abort_often(sampler, "often")
     output = await sampling
     assert len(output.sequences[0].tokens) == CONTEXT - 6
@@ -135,17 +116,17 @@ async def test_a_seeded_sequence_goes_on_however_often_its_policy_is_switched(sa
 async def abort_often(sampler: Sampler, tag: str) -> None:
     for _ in range(8):
         await asyncio.sleep(0.1)
-        await sampler.client.abort(tag)
+        await sampler.client.control.abort(tag)
 
 
 async def test_a_stop_string_is_found_across_an_abort(sampler: Sampler) -> None:
     prompt = prompt_of(6)
     tokens = (await sampler("base", ask(prompt, temperature=0.0, max_tokens=200))).sequences[0].tokens
-    text = (await sampler.client.detokenize({"model": "base", "tokens": tokens}))["prompt"]
+    text = (await sampler.client.data.detokenize({"model": "base", "tokens": tokens}))["prompt"]
     stop = next(text[at : at + 5] for at in range(len(text) - 20, 0, -1) if text[at : at + 5].isascii())
     request = ask(prompt, temperature=0.0, max_tokens=200, stop=(stop,))
     undisturbed = await sampler("base", request)
-    sampling = asyncio.create_task(tagged(sampler, fixed("base"), request, "stopping"))
+    sampling = asyncio.create_task(sampler("base", request, "stopping"))
     await abort_often(sampler, "stopping")
     output = await sampling
     assert output.sequences[0].tokens == undisturbed.sequences[0].tokens
@@ -153,4 +134,4 @@ async def test_a_stop_string_is_found_across_an_abort(sampler: Sampler) -> None:
 
 
 async def test_an_abort_of_nothing_returns_at_once(sampler: Sampler) -> None:
-    await sampler.client.abort("nobody")
+    await sampler.client.control.abort("nobody")

@@ -1,4 +1,4 @@
-"""What vLLM samples carries the logprobs of a plain float32 forward, whoever shares the batch."""
+"""Samples of vLLM carry the logprobs of a plain float32 forward, whatever shares the batch."""
 
 import asyncio
 from pathlib import Path

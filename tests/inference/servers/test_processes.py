@@ -32,7 +32,7 @@ def family(pid: int) -> list[int]:
 
 async def loss_of(group: ServerGroup, index: int) -> Loss:
     async with asyncio.timeout(10):
-        return await group.lost(index)
+        return await group.wait_lost(index)
 
 
 async def test_dead_and_hung_servers_are_noticed_and_replaced(ray_cluster: None, tmp_path: Path) -> None:

@@ -10,18 +10,18 @@ import pytest
 
 from skyrl_tinker.domain.values import SampleOutput
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client.data_plane import fixed
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
-from tests.inference.support.samplers import CONTEXT, Served, ask, prompt_of, spec_of
+from tests.inference.support import samplers
+from tests.inference.support.samplers import Served, ask, prompt_of, spec_of
 
 SESSIONS = 24
 
 
 @pytest.fixture
 async def router(servers: dict[str, Served], tmp_path: Path) -> AsyncIterator[Router]:
-    """Before the two replicas of the tied model."""
+    """A router before the two replicas of the tied model."""
     started = Router(RouterSpec(str(tmp_path / "logs")))
     await started.start(servers["tied"].group.urls)
     yield started
@@ -31,18 +31,18 @@ async def router(servers: dict[str, Served], tmp_path: Path) -> AsyncIterator[Ro
 @pytest.fixture
 async def client(servers: dict[str, Served], router: Router) -> AsyncIterator[RemoteInferenceClient]:
     routed = RemoteInferenceClient(router.url, servers["tied"].group.urls)
-    await routed.reset_prefix_cache()
+    await routed.control.reset_prefix_cache()
     yield routed
     await routed.close()
 
 
 async def sample(client: RemoteInferenceClient, session: int, seed: int) -> SampleOutput:
     request = ask(prompt_of(200, seed=seed), max_tokens=2)
-    return await client.sample(fixed("base"), request, session_key=f"s{session}", eos=(), context=CONTEXT)
+    return await samplers.sample(client, "base", request, session_key=f"s{session}")
 
 
 async def cached(client: RemoteInferenceClient, session: int, seed: int) -> bool:
-    """Whether the replica that got the request had seen the prompt before."""
+    """Return whether the replica that got the request had seen the prompt before."""
     return bool((await sample(client, session, seed)).cached_tokens)
 
 
@@ -81,7 +81,7 @@ async def test_a_router_that_died_comes_back_at_the_same_address_with_its_worker
     router: Router, client: RemoteInferenceClient
 ) -> None:
     url = router.url
-    watching = asyncio.create_task(router.died())
+    watching = asyncio.create_task(router.wait_died())
     await sample(client, 0, seed=6)
     os.kill(router.pid, signal.SIGKILL)
     assert await asyncio.wait_for(watching, 2) == "the router ended"

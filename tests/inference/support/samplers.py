@@ -1,7 +1,8 @@
-"""Words for real vLLM servers, and a plain Hugging Face reference. Nothing here imports vllm."""
+"""Real vLLM servers, and a plain Hugging Face reference. Nothing here imports vllm."""
 
 import hashlib
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from skyrl_tinker.domain.values import (
     SampleRequest,
     SamplingParams,
 )
-from skyrl_tinker.inference.client.data_plane import fixed
+from skyrl_tinker.engine.sampler.sample_call import SampleCall
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.servers.server_group import SamplerSpec, ServerGroup
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
+from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.server.base_model import resolve
 from skyrl_tinker.server.tiny_model import make_model
 from skyrl_tinker.weight_sync.adapter_files import publish_adapter
@@ -42,13 +44,38 @@ class Served:
 
 
 @dataclass
+class FixedLeases:
+    """Leases of one model, which the test keeps loaded."""
+
+    model: str
+
+    def open(self, source: object) -> AbstractAsyncContextManager[str]:
+        return nullcontext(self.model)
+
+
+async def sample(
+    client: RemoteInferenceClient,
+    leases: str | FixedLeases,
+    request: SampleRequest,
+    *,
+    session_key: str = "test",
+    eos: tuple[int, ...] = (),
+    tag: str | None = None,
+) -> SampleOutput:
+    """Sample as the engine does, from a model or from what `leases` give."""
+    given: Any = FixedLeases(leases) if isinstance(leases, str) else leases
+    return await SampleCall(client.data, given, None, session_key, eos, CONTEXT, tag).execute(request)
+
+
+@dataclass
 class Sampler:
     client: RemoteInferenceClient
     facts: BaseModelFacts
 
-    async def __call__(self, model: str, request: SampleRequest) -> SampleOutput:
-        eos = self.facts.eos_token_ids
-        return await self.client.sample(fixed(model), request, session_key="test", eos=eos, context=CONTEXT)
+    async def __call__(
+        self, leases: str | FixedLeases, request: SampleRequest, tag: str | None = None
+    ) -> SampleOutput:
+        return await sample(self.client, leases, request, eos=self.facts.eos_token_ids, tag=tag)
 
 
 def write_model(directory: Path, *, tied: bool, seed: int = 0) -> BaseModelFacts:
@@ -179,7 +206,7 @@ def _adapted(directory: Path, *, unembed: bool) -> Iterator[tuple[str, tuple[int
 
 async def publish_and_load(sampler: Sampler, adapter: AdapterWeights, root: Path, name: str) -> None:
     publish_adapter(adapter, root / name, sampler.facts.directory)
-    await sampler.client.load_adapter(name, str(root / name))
+    await sampler.client.control.load_adapter(name, str(root / name))
 
 
 def unique(tmp_path: Path) -> str:

@@ -1,0 +1,3 @@
+"""Units of memory."""
+
+MiB = 1 << 20

@@ -1,0 +1,48 @@
+"""Leases of the samplers' weights, one for each request to vLLM."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from skyrl_tinker.engine.colocation.placement import Placement
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
+from skyrl_tinker.engine.sampler.full_weights import FullWeights
+from skyrl_tinker.engine.sampler.inflight_targets import SampleSource, newest
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.inference.constants import BASE_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    placement: Placement
+    full_weights: FullWeights
+    adapters: AdapterCache
+
+    @asynccontextmanager
+    async def open(self, source: SampleSource) -> AsyncIterator[str]:
+        """Yield the model to request, which stands for the source's weights until the lease ends.
+
+        A lease holds the samplers' turn on their devices, the resident full weights (under an adapter the
+        base's) and the adapter. Each request to vLLM has its own: turns and weights can change between two of
+        one sample.
+        """
+        async with self.placement.sampling():
+            if source is None or newest(source).kind == "full":
+                await self.full_weights.acquire(source)
+                try:
+                    yield BASE_MODEL
+                finally:
+                    self.full_weights.release()
+                return
+            await self.full_weights.acquire(None)
+            try:
+                version = await self.adapters.acquire(source)
+                try:
+                    yield version.name
+                except NotFoundError:  # a sampler has lost the adapter: the next lease loads it again
+                    self.adapters.forget(version)
+                    raise
+                finally:
+                    self.adapters.release(version)
+            finally:
+                self.full_weights.release()

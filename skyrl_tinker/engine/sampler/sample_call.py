@@ -1,0 +1,75 @@
+"""One sample as the vLLM requests that it takes: split, sent under leases, resumed after aborts, joined."""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from skyrl_tinker.domain.values import SampleOutput, SampleRequest
+from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
+from skyrl_tinker.engine.sampler.lease import Leases
+from skyrl_tinker.inference.client.data_plane import DataPlane
+from skyrl_tinker.inference.client.vllm_requests import remainder, split
+from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence, VllmResponse, join, resumable
+from skyrl_tinker.inference.constants import BASE_MODEL
+
+ABORT_PAUSE_S = 0.05
+"""Pause between tries of a sequence that is aborted again and again while samplers are paused."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCall:
+    """One try of a sample; `session_key`, `eos`, `context` and `tag` are those of DataPlane.sample."""
+
+    data: DataPlane
+    leases: Leases
+    source: SampleSource
+    session_key: str
+    eos: tuple[int, ...]
+    context: int
+    tag: str | None = None
+
+    async def execute(self, request: SampleRequest) -> SampleOutput:
+        """Sample. Errors are those of DataPlane.sample and of the lease."""
+        parts = split(request)
+        if len(parts) == 1:
+            return join(request, [await self._complete(parts[0])])
+        return join(request, await asyncio.gather(*map(self._complete, parts)))
+
+    async def _complete(self, request: SampleRequest) -> VllmResponse:
+        """Send the request and resume its aborted sequences until each has ended."""
+        response = await self._send(request)
+        if all(sequence.finish != "abort" for sequence in response.sequences):
+            return response
+        sequences = await asyncio.gather(
+            *(
+                self._resume(request, index, sequence, response.switched)
+                for index, sequence in enumerate(response.sequences)
+            )
+        )
+        return replace(response, sequences=tuple(sequences))
+
+    async def _send(self, request: SampleRequest) -> VllmResponse:
+        """Make one request; again as a whole while it is aborted before its prompt is scored."""
+        while True:
+            async with self.leases.open(self.source) as model:
+                response = await self.data.sample(
+                    model, request, self.session_key, self.eos, self.context, self.tag
+                )
+            if response.scored:
+                return response
+            await asyncio.sleep(ABORT_PAUSE_S)
+
+    async def _resume(
+        self, request: SampleRequest, index: int, sequence: GeneratedSequence, switched: bool
+    ) -> GeneratedSequence:
+        while sequence.finish == "abort":
+            await asyncio.sleep(ABORT_PAUSE_S)
+            kept = await resumable(request, sequence, switched=switched, text_of=self._text_of)
+            rest = remainder(request, index, kept.tokens, context=self.context)
+            if rest is None:  # it was aborted with its last token already there
+                return replace(kept, finish="length")
+            response = await self._send(rest)
+            sequence, switched = kept.then(response.sequences[0]), response.switched
+        return sequence
+
+    async def _text_of(self, tokens: tuple[int, ...]) -> str:
+        return str((await self.data.detokenize({"model": BASE_MODEL, "tokens": tokens}))["prompt"])

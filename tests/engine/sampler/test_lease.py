@@ -1,0 +1,84 @@
+"""Each request to vLLM has a lease of its own, which leaves nothing held however it ends."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from skyrl_tinker.domain.ids import ModelKey, VersionId
+from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.errors import NotFoundError, StateLostError
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from tests.engine.sampler.test_sampler_driver import FACTS
+
+REQUEST = SampleRequest((1, 2), 1, SamplingParams(max_tokens=4, stop=()))
+
+
+class Replica:
+    """Answers each request with the next script: an error, or a finish reason for two tokens."""
+
+    def __init__(self, *script: Exception | str, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.script = list(script)
+        self.meanwhile = meanwhile
+        self.models: list[str] = []
+        self.loads: list[str] = []
+
+    async def request(self, method: str, url: str, *, json: Any = None, **options: object) -> Any:
+        if url.endswith("load_lora_adapter"):
+            self.loads.append(json["lora_name"])
+            return None
+        self.models.append(json["model"])
+        self.meanwhile()
+        answer = self.script.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        logprobs = {"content": [{"logprob": -1.0}] * 2}
+        choice = {"index": 0, "token_ids": [7, 8], "logprobs": logprobs, "finish_reason": answer}
+        return {"model": json["model"], "usage": {}, "choices": [choice]}
+
+
+def samplers_of(replica: Replica) -> Samplers:
+    client = RemoteInferenceClient("http://replica", ("http://replica",))
+    client.data.http = client.control.http = cast(Any, replica)
+    return Samplers(Fleet(cast(Any, None), client), cast(Any, None), FACTS, 8)
+
+
+def adapter(number: int, directory: Path) -> WeightVersion:
+    return WeightVersion(VersionId(number), "lora", str(directory))
+
+
+def assert_nothing_held(samplers: Samplers, version: WeightVersion) -> None:
+    assert not samplers.in_use(version)
+    assert samplers._full_weights._inside == 0
+
+
+async def test_an_aborted_sequence_goes_on_with_the_weights_of_its_source_by_then(tmp_path: Path) -> None:
+    target, new = InflightTarget(ModelKey(1), adapter(1, tmp_path)), adapter(2, tmp_path)
+    replica = Replica("abort", "stop", meanwhile=lambda: setattr(target, "version", new))
+    samplers = samplers_of(replica)
+    (sequence,) = (await samplers.sample(target, REQUEST)).sequences
+    assert (replica.models, sequence.tokens) == (["v1", "v2"], (7, 8, 7, 8))
+    assert [(span.version, span.start, span.end) for span in sequence.versions] == [
+        ("v1", 0, 2),
+        ("v2", 2, 4),
+    ]
+    assert_nothing_held(samplers, new)
+
+
+async def test_an_adapter_that_a_sampler_has_lost_is_loaded_again(tmp_path: Path) -> None:
+    replica, version = Replica(NotFoundError("v1"), "stop"), adapter(1, tmp_path)
+    samplers = samplers_of(replica)
+    await samplers.sample(version, REQUEST)
+    assert (replica.loads, replica.models) == (["v1", "v1"], ["v1", "v1"])
+    assert_nothing_held(samplers, version)
+
+
+async def test_a_lease_that_fails_releases_what_it_had(tmp_path: Path) -> None:
+    samplers, version = samplers_of(Replica()), adapter(1, tmp_path / "gone")
+    with pytest.raises(StateLostError, match="are gone from"):
+        await samplers.sample(version, REQUEST)
+    assert_nothing_held(samplers, version)
