@@ -16,8 +16,8 @@ from sqlalchemy import Connection, create_engine, event
 
 import skyrl_tinker
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.store.database import migrate, sqlite
-from skyrl_tinker.store.database.migrate import SCRIPTS
+from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.migrate import SCRIPTS, migrate
 from skyrl_tinker.store.database.tables import Base
 
 ROWS_OF_0004 = """
