@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -21,7 +21,7 @@ from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import NewModel
-from skyrl_tinker.store.store import once
+from skyrl_tinker.store.store import write_once
 
 _OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
 _WHY_RELEASED = "imported: it has a checkpoint to create models from, and is not trained itself"
@@ -72,7 +72,7 @@ def import_adapter(
     try:
         spec, size = _write(source, base, directory)
         done = _Import(source, chosen, directory, base, spec, size, owner)
-        return once(settings.store_url, lambda conn: _rows(conn, done))
+        return write_once(settings.store_url, lambda conn: _rows(conn, done))
     except BaseException:  # whatever it was: what nobody can find must not stay
         shutil.rmtree(directory.parent.parent, ignore_errors=True)
         raise
@@ -94,20 +94,20 @@ def _base(settings: Settings, served: str | None) -> ServedBase:
 def _owner(settings: Settings, key: str | None) -> OwnerId | None:
     """Of a migrated home."""
 
-    async def find(conn: AsyncConnection) -> OwnerId | None:
+    def find(conn: Connection) -> OwnerId | None:
         if key is not None:
-            return await api_keys.id_of(conn, key)
-        if (await api_keys.counts(conn))[0]:
+            return api_keys.live_id(conn, key)
+        if api_keys.count_keys(conn)[0]:
             raise UserError(
                 "--key is missing: this home has API keys, and only the key that is named finds it"
             )
         return None
 
-    return once(settings.store_url, find)
+    return write_once(settings.store_url, find)
 
 
 def _last_served(settings: Settings) -> ServedBase:
-    facts = once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
+    facts = write_once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
     if facts is None:
         raise StartupError(f"{settings.root} has served no model yet: name the base model with --base-model")
     return ServedBase(facts["directory"], facts["names"][0])
@@ -131,9 +131,9 @@ def _write(source: Path, base: ServedBase, directory: Path) -> tuple[LoraSpec, i
     return model.spec, size
 
 
-async def _rows(conn: AsyncConnection, done: _Import) -> TinkerPath:
+def _rows(conn: Connection, done: _Import) -> TinkerPath:
     """A path names a training run: one that is over before it began, in a session of its own."""
-    session = await session_records.create(
+    session = session_records.create(
         conn,
         owner=done.owner,
         tags=["import-adapter"],
@@ -144,8 +144,8 @@ async def _rows(conn: AsyncConnection, done: _Import) -> TinkerPath:
     )
     metadata = {"imported_from": str(done.source.absolute())}
     run = NewModel(session, 0, done.base.name, done.spec, _OPTIMIZER, metadata)
-    key = await model_records.add(conn, run, ModelState.RELEASED, _WHY_RELEASED)
-    await session_records.finish(conn, session, "imported", None)
+    key = model_records.add(conn, run, ModelState.RELEASED, _WHY_RELEASED)
+    session_records.finish(conn, session, "imported", None)
     kind = CheckpointKind.WEIGHTS
     new = NewCheckpoint(
         model_key=key,
@@ -158,5 +158,5 @@ async def _rows(conn: AsyncConnection, done: _Import) -> TinkerPath:
         optimizer_config=_OPTIMIZER,
         user_metadata=metadata,
     )
-    await checkpoint_records.add(conn, new, replace=False)
+    checkpoint_records.add(conn, new, replace=False)
     return TinkerPath(run.model_id, kind, done.name)

@@ -97,8 +97,8 @@ class Engine:
         await self._serve(facts, trainer, fleet, samplers, placement, cursor)
 
     async def _facts(self) -> BaseModelFacts:
-        async with self._store.read() as conn:
-            value: Any = await server_state.get(conn, "base_model")
+        with self._store.read() as conn:
+            value: Any = server_state.get(conn, "base_model")
         if value is None:
             raise StartupError("the store names no base model: start the engine with `skyrl-tinker serve`")
         lists = {key: tuple(each) for key, each in value.items() if isinstance(each, list)}
@@ -160,8 +160,8 @@ class Engine:
         root = self._places.checkpoint_root
         ephemeral = self._places.ephemeral_dir
         await asyncio.to_thread(recovery.sweep_partial, [ephemeral, root, *root.glob("*/*")])
-        async with self._store.read() as conn:
-            versions = await sampling_sessions.ephemeral_versions(conn)
+        with self._store.read() as conn:
+            versions = sampling_sessions.list_ephemeral_versions(conn)
         await asyncio.to_thread(self._overflow.sweep, {version.name for version in versions})
         lost = await recovery.recover(self._store, self._status.died_after)
         if lost:

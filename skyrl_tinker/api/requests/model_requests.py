@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId, RequestKind, SessionId
@@ -21,8 +21,8 @@ from skyrl_tinker.protocol.validation import (
 )
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import training_submission
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import NewModel
 
 _ADAMW = {"type": "adamw"}
@@ -39,8 +39,8 @@ class Creation:
     body: bytes = b""
     failure: Failure | None = None
 
-    async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
-        return await queue.submit_create(
+    def submit(self, conn: Connection, owner: OwnerId | None) -> Accepted:
+        return training_submission.submit_create(
             conn,
             self.kind,
             self.model,
@@ -63,8 +63,8 @@ def anew(wanted: CreateModelRequest, payload: Mapping[str, Any], limits: Limits)
     return Creation(RequestKind.CREATE_MODEL, model, digest, CreateModelBody().to_bytes())
 
 
-async def from_checkpoint(
-    conn: AsyncConnection,
+def from_checkpoint(
+    conn: Connection,
     owner: OwnerId | None,
     wanted: CreateViaLoadRequest,
     payload: Mapping[str, Any],
@@ -74,7 +74,7 @@ async def from_checkpoint(
     digest = payload_digest(RequestKind.LOAD_WEIGHTS, payload)
     try:
         body = validate_create_via_load(wanted, limits)
-        row = await find_checkpoint(conn, owner, wanted.path)
+        row = find_checkpoint(conn, owner, wanted.path)
         _check_resumable(row, wanted.optimizer, limits)
     except UserError as error:
         base_model = wanted.base_model or limits.base_models[0]
@@ -84,10 +84,10 @@ async def from_checkpoint(
     return Creation(RequestKind.LOAD_WEIGHTS, model, digest, body.to_bytes())
 
 
-async def find_checkpoint(conn: AsyncConnection, owner: OwnerId | None, path: str) -> CheckpointRow:
+def find_checkpoint(conn: Connection, owner: OwnerId | None, path: str) -> CheckpointRow:
     """This owner's, or a published one. UserError for a malformed path, NotFoundError when there is none."""
     where = tinker_path.parse(path)
-    row = await checkpoint_records.find(conn, owner, where.model_id, where.kind, where.name)
+    row = checkpoint_records.find(conn, owner, where.model_id, where.kind, where.name)
     if row is None:
         raise NotFoundError(f"path: found {path!r}, expected a checkpoint that exists and has not expired")
     return row

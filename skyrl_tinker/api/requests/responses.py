@@ -1,6 +1,6 @@
 """Answers that may be long."""
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 from starlette.responses import Response
 
 from skyrl_tinker.protocol.schemas.base import Message
@@ -11,7 +11,7 @@ from skyrl_tinker.store.store import Store
 async def from_rows(store: Store, read: Op[Message]) -> Response:
     """What `read` makes of rows, as JSON: all of it in a thread, while the loop serves others."""
 
-    async def as_json(conn: AsyncConnection) -> str:
-        return (await read(conn)).model_dump_json()
+    def as_json(conn: Connection) -> str:
+        return read(conn).model_dump_json()
 
     return Response(await store.fetch(as_json), media_type="application/json")

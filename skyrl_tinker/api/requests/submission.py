@@ -10,8 +10,8 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas import AcceptedFuture, TrainingEnvelope, parse
 from skyrl_tinker.protocol.stored_requests import payload_digest
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import training_submission
+from skyrl_tinker.store.futures.record import Accepted
 
 
 class Body(Protocol):
@@ -53,7 +53,7 @@ def body_or_failure(make: Callable[[], bytes]) -> tuple[bytes, Failure | None]:
 async def submit_training(services: Services, owner: OwnerId | None, wanted: Submission) -> AcceptedFuture:
     """Write it down and wake the engine; answers the first promise when it was here before."""
     accepted = await services.store.write(
-        lambda conn: queue.submit_training(
+        lambda conn: training_submission.submit_training(
             conn,
             wanted.kind,
             wanted.model_id,

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
@@ -22,8 +22,8 @@ from skyrl_tinker.protocol.schemas.usage import (
     UsageSession,
 )
 from skyrl_tinker.store import api_keys, usage_records
-from skyrl_tinker.store.reports import session_summaries, storage
-from skyrl_tinker.store.reports.session_summaries import Labels
+from skyrl_tinker.store.reports import session_listing, storage
+from skyrl_tinker.store.reports.session_listing import Labels
 from skyrl_tinker.store.reports.storage import StoredPeriod
 from skyrl_tinker.store.usage_records import HOUR_S, Hourly
 
@@ -39,13 +39,11 @@ class Line:
     info: EventInfo
 
 
-async def bill(
-    conn: AsyncConnection, owner: OwnerId | None, first: int, end: int, now: float
-) -> UsageResponse:
+def bill(conn: Connection, owner: OwnerId | None, first: int, end: int, now: float) -> UsageResponse:
     """This owner's, of the hours [first, end) since the epoch. May read and count much: for a thread."""
-    hourly = await usage_records.between(conn, owner, first, end)
-    stored = await storage.between(conn, owner, first * HOUR_S, min(end * HOUR_S, now))
-    labels = await session_summaries.labels(
+    hourly = usage_records.hourly_between(conn, owner, first, end)
+    stored = storage.periods_between(conn, owner, first * HOUR_S, min(end * HOUR_S, now))
+    labels = session_listing.find_labels(
         conn, owner, {each.session_id for each in hourly} | {each.session_id for each in stored}
     )
     lines = [
@@ -54,7 +52,7 @@ async def bill(
         *_kept(stored, first, end, now),
     ]
     lines.sort(key=lambda line: (line.hour, -_token_count(line.info)))
-    return _response(lines, labels, await api_keys.name_of(conn, owner))
+    return _response(lines, labels, api_keys.owner_name(conn, owner))
 
 
 def _tokens(each: Hourly, project_id: str | None) -> Iterator[Line]:

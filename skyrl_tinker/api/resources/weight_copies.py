@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import NAMESPACE_URL, uuid4, uuid5
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
 from skyrl_tinker.api.services import Services
@@ -43,10 +43,10 @@ async def copy_weights(
     where = _destination(wanted, owner, key)
     digest = payload_digest(RequestKind.COPY_WEIGHTS, payload)
     path = TinkerPath(where.model_id, source.kind, source.name)
-    async with services.store.read() as conn:
-        if await checkpoint_copies.made(conn, owner, where, digest):
+    with services.store.read() as conn:
+        if checkpoint_copies.is_copied(conn, owner, where, digest):
             return path
-        row = await find_checkpoint(conn, owner, wanted.source_path)
+        row = find_checkpoint(conn, owner, wanted.source_path)
     root = services.settings.checkpoint_root / f"copy-{uuid4().hex}"
     await _add(services, owner, root, NewCopy(row, str(_inside(root, row)), where, ttl, digest))
     return path
@@ -70,8 +70,8 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
     """Files first: rows name a directory that is complete."""
     added = False
 
-    async def op(conn: AsyncConnection) -> bool:
-        return await checkpoint_copies.add(conn, owner, new)
+    def op(conn: Connection) -> bool:
+        return checkpoint_copies.add(conn, owner, new)
 
     try:
         await asyncio.to_thread(_copy_files, new.source, root)

@@ -78,8 +78,8 @@ async def trace(session_id: str, request: Request, deps: Deps) -> StreamingRespo
 
 async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
     """By the number that its URL was signed for: another one of its name is none of that client's."""
-    async with deps.store.read() as conn:
-        row = await checkpoint_records.by_number(conn, number)
+    with deps.store.read() as conn:
+        row = checkpoint_records.by_id(conn, number)
     if row is None:
         raise NotFoundError("this checkpoint is deleted or expired")
     return row

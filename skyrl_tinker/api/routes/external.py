@@ -57,5 +57,5 @@ async def archive(
 
 async def _own(deps: Services, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
     where = tinker_path.parse_checkpoint_id(ModelId(run), checkpoint_id)
-    async with deps.store.read() as conn:
-        return await checkpoint_records.own(conn, owner, where.model_id, where.kind, where.name)
+    with deps.store.read() as conn:
+        return checkpoint_records.require_owned(conn, owner, where.model_id, where.kind, where.name)

@@ -28,7 +28,7 @@ from skyrl_tinker.protocol.schemas import (
 )
 from skyrl_tinker.store.futures import cancellation, completions
 from skyrl_tinker.store.futures.completions import Completion
-from skyrl_tinker.store.futures.queue import Outcome
+from skyrl_tinker.store.futures.outcomes import Outcome
 
 router = APIRouter(tags=["futures"])
 hot = APIRouter(tags=["futures"], route_class=FastRoute)
@@ -73,8 +73,8 @@ async def _reason(deps: Services, request_id: RequestId) -> Reason:
     if not engine.ready:
         return Reason("paused_capacity", f"the engine is {engine.state}: {engine.detail}")
     queues = await deps.queues.seen()
-    async with deps.store.read() as conn:
-        place = await cancellation.place(conn, request_id)
+    with deps.store.read() as conn:
+        place = cancellation.queue_position(conn, request_id)
     if place is None or queues is None:
         return Reason("active", None)
     return reason(place, queues)
@@ -109,8 +109,8 @@ async def retrieve_futures(request: Request, deps: Deps, owner: Owner) -> Retrie
     """Those that finished after `prev_cursor`, in that order; none when the time is over."""
     wanted = await read_model(request, RetrieveFuturesRequest)
     session_id = SamplingSessionId(wanted.target.sampling_session_id)
-    async with deps.store.read() as conn:
-        await completions.require_sampler(conn, owner, session_id)
+    with deps.store.read() as conn:
+        completions.require_sampler(conn, owner, session_id)
     longest = deps.settings.long_poll_s
     hold = longest if wanted.timeout is None else min(wanted.timeout, longest)
     found = await _finished(deps, session_id, wanted.target.cloned_sampler_id, wanted.prev_cursor, hold)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests import model_requests
@@ -30,7 +30,7 @@ from skyrl_tinker.protocol.schemas import (
 from skyrl_tinker.protocol.validation import validate_load_weights
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import cancellation
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 
 router = APIRouter(tags=["models"])
@@ -70,9 +70,9 @@ async def _create_via_load(
 ) -> AcceptedFuture:
     wanted = parse(CreateViaLoadRequest, payload)
 
-    async def create(conn: AsyncConnection) -> tuple[model_requests.Creation, Accepted]:
-        made = await model_requests.from_checkpoint(conn, owner, wanted, payload, deps.limits)
-        return made, await made.submit(conn, owner)
+    def create(conn: Connection) -> tuple[model_requests.Creation, Accepted]:
+        made = model_requests.from_checkpoint(conn, owner, wanted, payload, deps.limits)
+        return made, made.submit(conn, owner)
 
     made, accepted = await deps.store.write(create, deps.wake_engine)
     return announce(deps, owner, accepted, pending=made.failure is None)
@@ -100,8 +100,8 @@ async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
 )
 async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoResponse:
     wanted = await read_model(request, GetInfoRequest)
-    async with deps.store.read() as conn:
-        row = await model_records.find(conn, owner, ModelId(wanted.model_id))
+    with deps.store.read() as conn:
+        row = model_records.find(conn, owner, ModelId(wanted.model_id))
     if row is None:
         raise NotFoundError(f"no model {wanted.model_id}")
     return _info(row, deps.facts)
@@ -123,8 +123,8 @@ def _info(row: ModelRow, facts: BaseModelFacts) -> GetInfoResponse:
 @router.post("/weights_info", summary="What a checkpoint holds", openapi_extra=takes(WeightsInfoRequest))
 async def weights_info(request: Request, deps: Deps, owner: Owner) -> WeightsInfoResponse:
     wanted = await read_model(request, WeightsInfoRequest)
-    async with deps.store.read() as conn:
-        row = await model_requests.find_checkpoint(conn, owner, wanted.tinker_path)
+    with deps.store.read() as conn:
+        row = model_requests.find_checkpoint(conn, owner, wanted.tinker_path)
     return WeightsInfoResponse(
         base_model=row.base_model,
         is_lora=row.spec.rank > 0,

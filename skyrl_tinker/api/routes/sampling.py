@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import takes
@@ -29,8 +29,8 @@ from skyrl_tinker.protocol.stored_samples import sample_body
 from skyrl_tinker.protocol.validation import Limits, validate_base_model, validate_sample
 from skyrl_tinker.store import owners, sampling_sessions
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import sample_submission
+from skyrl_tinker.store.futures.record import Accepted
 
 router = APIRouter(tags=["sampling"])
 hot = APIRouter(tags=["sampling"], route_class=FastRoute)
@@ -46,14 +46,14 @@ async def create_sampling_session(
 ) -> CreateSamplingSessionResponse:
     wanted = await read_model(request, CreateSamplingSessionRequest)
 
-    async def create(conn: AsyncConnection) -> SamplingSessionId:
+    def create(conn: Connection) -> SamplingSessionId:
         session_id, number = SessionId(wanted.session_id), wanted.sampling_session_seq_id
-        await owners.require_session(conn, owner, session_id)
+        owners.require_session(conn, owner, session_id)
         path = wanted.model_path
-        if path is not None and (first := await sampling_sessions.made_of(conn, session_id, number, path)):
+        if path is not None and (first := sampling_sessions.find_for_path(conn, session_id, number, path)):
             return first
-        base_model, version_id = await _target(conn, owner, wanted, deps.limits)
-        return await sampling_sessions.create(
+        base_model, version_id = _target(conn, owner, wanted, deps.limits)
+        return sampling_sessions.create(
             conn,
             session_id,
             number,
@@ -65,14 +65,14 @@ async def create_sampling_session(
     return CreateSamplingSessionResponse(sampling_session_id=await deps.store.write(create))
 
 
-async def _target(
-    conn: AsyncConnection, owner: OwnerId | None, wanted: CreateSamplingSessionRequest, limits: Limits
+def _target(
+    conn: Connection, owner: OwnerId | None, wanted: CreateSamplingSessionRequest, limits: Limits
 ) -> tuple[str, VersionId | None]:
     """Base model and weight version. `model_path` decides; a `base_model` beside it must be served, too."""
     if wanted.base_model is not None:
         validate_base_model(wanted.base_model, limits)
     if wanted.model_path is not None:
-        row = await find_checkpoint(conn, owner, wanted.model_path)
+        row = find_checkpoint(conn, owner, wanted.model_path)
         return row.base_model, _version_of(row, limits)
     if wanted.base_model is None:
         raise UserError("base_model and model_path are missing: expected one of them")
@@ -91,8 +91,8 @@ def _version_of(row: CheckpointRow, limits: Limits) -> VersionId:
 
 @router.get("/samplers/{sampler_id}", summary="What a sampling session samples from")
 async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerResponse:
-    async with deps.store.read() as conn:
-        row = await sampling_sessions.find(conn, owner, SamplingSessionId(sampler_id))
+    with deps.store.read() as conn:
+        row = sampling_sessions.find(conn, owner, SamplingSessionId(sampler_id))
     if row is None:
         raise NotFoundError(f"no sampling session {sampler_id}")
     return GetSamplerResponse(
@@ -109,7 +109,7 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
     """Its seq_ids begin at that number times 10^9, so that they are nobody else's."""
     wanted = await read_model(request, JoinSamplingSessionRequest)
     session_id = SamplingSessionId(wanted.sampling_session_id)
-    counter = await deps.store.write(lambda conn: sampling_sessions.join(conn, owner, session_id))
+    counter = await deps.store.write(lambda conn: sampling_sessions.add_client(conn, owner, session_id))
     return JoinSamplingSessionResponse(client_counter=counter)
 
 
@@ -135,8 +135,8 @@ class _Sample:
     body: bytes
     num_samples: int
 
-    async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
-        return await queue.submit_sample(
+    def submit(self, conn: Connection, owner: OwnerId | None) -> Accepted:
+        return sample_submission.submit_sample(
             conn,
             self.session_id,
             self.seq_id,

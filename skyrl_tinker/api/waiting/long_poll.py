@@ -9,8 +9,8 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestId
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue as future_rows
-from skyrl_tinker.store.futures.queue import Outcome
+from skyrl_tinker.store.futures import outcomes
+from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.store import Store
 
 _FALLBACK_POLL_S = 1.0
@@ -35,8 +35,8 @@ class FutureWaiter:
         self._stopped = False
 
     async def start(self) -> None:
-        async with self._store.read() as conn:
-            self._cursor = await future_rows.last_result_id(conn)
+        with self._store.read() as conn:
+            self._cursor = outcomes.last_result_id(conn)
 
     async def run(self) -> None:
         """Answer waits on each ring, and each second in case a ring was lost. Ends by cancellation."""
@@ -58,8 +58,8 @@ class FutureWaiter:
 
     async def announce(self) -> None:
         """Answer everybody whose future finished since the last call; one query reads all their results."""
-        async with self._store.read() as conn:
-            finished = await future_rows.finished_after(conn, self._cursor, _SMALL_BYTES)
+        with self._store.read() as conn:
+            finished = outcomes.finished_after(conn, self._cursor, _SMALL_BYTES)
         for cursor, outcome in finished:
             self._remember(outcome.request_id)
             if outcome.request_id in self._waiting:
@@ -138,8 +138,8 @@ class FutureWaiter:
                 del self._waiting[request_id]
 
     async def _look(self, request_id: RequestId, owner: OwnerId | None) -> Outcome | None:
-        async with self._store.read() as conn:
-            outcome = await future_rows.outcome(conn, request_id, _SMALL_BYTES)
+        with self._store.read() as conn:
+            outcome = outcomes.find(conn, request_id, _SMALL_BYTES)
         if outcome is None or outcome.owner_id != owner:
             return None
         if outcome.status is not FutureStatus.PENDING:  # announced longer ago than is remembered
@@ -150,7 +150,7 @@ class FutureWaiter:
         """With its result, also where that is large: then it is read off the loop."""
         if not outcome.withheld:
             return outcome
-        found = await self._store.fetch(lambda conn: future_rows.outcome(conn, outcome.request_id))
+        found = await self._store.fetch(lambda conn: outcomes.find(conn, outcome.request_id))
         return found or outcome
 
 

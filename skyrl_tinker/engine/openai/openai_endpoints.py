@@ -116,10 +116,10 @@ class OpenAIServer:
         wanted = tinker_path.parse(model)
         if wanted.kind is not CheckpointKind.SAMPLER_WEIGHTS:
             raise FieldError(f"{model} has no weights for sampling: use save_weights_for_sampler", "model")
-        async with self._store.read() as conn:
-            row = await checkpoint_records.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
+        with self._store.read() as conn:
+            row = checkpoint_records.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
             version = (
-                await sampling_sessions.version(conn, row.version_id) if row and row.version_id else None
+                sampling_sessions.published_version(conn, row.version_id) if row and row.version_id else None
             )
         if row is None or version is None:
             raise NotFoundError(f"no checkpoint {model}: it was never saved, or it is deleted or expired")

@@ -6,7 +6,7 @@ from functools import partial
 from types import MappingProxyType
 
 import numpy as np
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import SamplingSessionId, sequence_ids
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
@@ -135,8 +135,8 @@ class SamplerDriver:
         return [(row, body) for row, body in found if body is not None]
 
     async def _read(self, ids: Sequence[int]) -> dict[int, bytes]:
-        async with self._store.read() as conn:
-            return await queue.bodies(conn, ids)
+        with self._store.read() as conn:
+            return queue.read_bodies(conn, ids)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         await self._outbox.send([(row.id, await self._outcome(row, body))])
@@ -163,8 +163,8 @@ class SamplerDriver:
         if session not in self._targets:
             if len(self._targets) >= CACHED_SESSIONS:
                 self._targets.clear()
-            async with self._store.read() as conn:
-                row, version = await _target(conn, session)
+            with self._store.read() as conn:
+                row, version = _target(conn, session)
             self._samplers.require_served(row.base_model)
             if version is not None and row.follows is not None:
                 self._targets[session] = self._samplers.target(row.follows, version)
@@ -186,19 +186,17 @@ def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tu
     )
 
 
-async def _target(
-    conn: AsyncConnection, session: SamplingSessionId
-) -> tuple[SamplingSessionRow, WeightVersion | None]:
+def _target(conn: Connection, session: SamplingSessionId) -> tuple[SamplingSessionRow, WeightVersion | None]:
     """The session and its version, None for the base model."""
-    row = await sampling_sessions.get(conn, session)
+    row = sampling_sessions.get(conn, session)
     if row is None:
         raise NotFoundError(f"no sampling session {session}")
     if row.version_id is None:
         return row, None
     if row.follows is not None:
-        version = await sampling_sessions.newest_inflight(conn, row.follows)
+        version = sampling_sessions.newest_inflight(conn, row.follows)
     else:
-        version = await sampling_sessions.version(conn, row.version_id)
+        version = sampling_sessions.published_version(conn, row.version_id)
     if version is None:
         raise NotFoundError(f"the weights of sampling session {session} are gone: its session is finished")
     return row, version

@@ -17,8 +17,8 @@ def free_directory(root: Path, model: ModelRow, path: TinkerPath, request: int) 
 
 
 async def require_free(store: Store, path: TinkerPath) -> None:
-    async with store.read() as conn:
-        taken = await checkpoint_records.any_owners(conn, path.model_id, path.kind, path.name)
+    with store.read() as conn:
+        taken = checkpoint_records.find_of_any_owner(conn, path.model_id, path.kind, path.name)
     if taken is not None:
         replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
         raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")

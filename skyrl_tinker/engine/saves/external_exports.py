@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
@@ -99,8 +99,8 @@ class Exporter:
     async def _record(self, exporting: Exporting, size: int) -> None:
         """The row and the answer, in one commit."""
 
-        async def op(conn: AsyncConnection) -> None:
-            await checkpoint_records.add(conn, _checkpoint(exporting, size), replace=False)
+        def op(conn: Connection) -> None:
+            checkpoint_records.add(conn, _checkpoint(exporting, size), replace=False)
 
         path = str(exporting.path)
         answer = json_answer({"path": path, "size_bytes": size, "type": "save_weights_external"})

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelKey
 from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
@@ -178,7 +178,7 @@ class Publisher:
     async def _new_version(self, save: Save) -> WeightVersion:
         kind: Literal["lora", "full"] = "lora" if save.model.spec.rank else "full"
         number = await self._store.write(
-            lambda conn: sampling_sessions.new_version(
+            lambda conn: sampling_sessions.insert_version(
                 conn, save.model.key, kind, durable=save.path is not None, inflight=save.inflight
             )
         )
@@ -193,7 +193,7 @@ class Publisher:
             await self._samplers.drop(capture.version)
         for directory in (capture.staging, capture.directory):
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-        drop = partial(sampling_sessions.drop_version, version_id=capture.version.id)
+        drop = partial(sampling_sessions.mark_dropped, version_id=capture.version.id)
         await persistently(lambda: self._store.write(drop))
 
 
@@ -207,25 +207,25 @@ async def _or_failure(work: Awaitable[T]) -> T | Failure:
         return failure_of(error)
 
 
-def _record(capture: Capture, size: int) -> Callable[[AsyncConnection], Any]:
+def _record(capture: Capture, size: int) -> Callable[[Connection], Any]:
     """The version, what it is for, and the answer, in one commit."""
 
-    async def op(conn: AsyncConnection) -> None:
-        await sampling_sessions.set_directory(conn, capture.version.id, str(capture.directory))
+    def op(conn: Connection) -> None:
+        sampling_sessions.publish_version(conn, capture.version.id, str(capture.directory))
         if capture.save.path is not None:
-            await checkpoint_records.add(conn, _checkpoint(capture, capture.save.path, size), replace=False)
+            checkpoint_records.add(conn, _checkpoint(capture, capture.save.path, size), replace=False)
             answer = {"path": str(capture.save.path), "type": TYPE}
         else:
-            answer = {"sampling_session_id": await _session(conn, capture), "type": TYPE}
-        await finish_all(conn, {capture.save.row.id: json_answer(answer)})
+            answer = {"sampling_session_id": _session(conn, capture), "type": TYPE}
+        finish_all(conn, {capture.save.row.id: json_answer(answer)})
 
     return op
 
 
-async def _session(conn: AsyncConnection, capture: Capture) -> str:
+def _session(conn: Connection, capture: Capture) -> str:
     number = capture.save.body.sampling_session_seq_id
     assert number is not None, "validated: a save has a name or a sampling_session_seq_id"
-    return await sampling_sessions.create(
+    return sampling_sessions.create(
         conn,
         capture.save.model.session_id,
         number,

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import Outbox
@@ -47,16 +47,16 @@ class Syncs:
 
     async def _saves(self, rows: Sequence[QueuedRow]) -> list[Save]:
         """Without those whose time was over before their turn."""
-        async with self._store.read() as conn:
-            bodies = await queue.bodies(conn, [row.id for row in rows])
-            return [await _save(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
+        with self._store.read() as conn:
+            bodies = queue.read_bodies(conn, [row.id for row in rows])
+            return [_save(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
 
     async def _compare(self, scored: ScoredProbe, capture: Capture, publishing: asyncio.Task[bool]) -> None:
         if await publishing:
             await self._gaps.compare(scored, capture.version, inflight=capture.save.inflight)
 
 
-async def _save(conn: AsyncConnection, row: QueuedRow, body: bytes) -> Save:
-    model = await model_records.by_key(conn, model_of(row))
+def _save(conn: Connection, row: QueuedRow, body: bytes) -> Save:
+    model = model_records.by_key(conn, model_of(row))
     assert model is not None, "futures refer to models"
     return Save(row, model, SaveSamplerBody.from_bytes(body))

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
@@ -74,8 +74,8 @@ class Saver:
     async def _record(self, saving: Saving, size: int) -> None:
         """The row and the answer, in one commit."""
 
-        async def op(conn: AsyncConnection) -> None:
-            await checkpoint_records.add(conn, _checkpoint(saving, size), replace=saving.body.overwrite)
+        def op(conn: Connection) -> None:
+            checkpoint_records.add(conn, _checkpoint(saving, size), replace=saving.body.overwrite)
 
         answer = json_answer({"path": str(saving.path), "type": "save_weights"})
         try:

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
@@ -92,10 +92,10 @@ class ModelCreation:
 
     async def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
         wanted = tinker_path.parse(path)
-        async with self._store.read() as conn:
-            owner = await session_records.owner_of(conn, model.session_id)
-            found = await checkpoint_records.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
-            own = await model_records.find(conn, owner, wanted.model_id) is not None
+        with self._store.read() as conn:
+            owner = session_records.owner_of(conn, model.session_id)
+            found = checkpoint_records.find(conn, owner, wanted.model_id, wanted.kind, wanted.name)
+            own = model_records.find(conn, owner, wanted.model_id) is not None
         if found is None and own and self._saver.persisting(wanted):
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if found is None:
@@ -120,16 +120,14 @@ def _family(config: Mapping[str, Any]) -> OptimizerFamily:
 
 
 def _ready(model: ModelRow) -> Op[None]:
-    async def op(conn: AsyncConnection) -> None:
-        await model_records.set_state(conn, model.key, ModelState.READY)
+    def op(conn: Connection) -> None:
+        model_records.set_state(conn, model.key, ModelState.READY)
 
     return op
 
 
 def _becomes(model: ModelRow, checkpoint: CheckpointRow, optimizer_config: Mapping[str, Any]) -> Op[None]:
-    async def op(conn: AsyncConnection) -> None:
-        await model_records.set_spec(
-            conn, model.key, checkpoint.spec, checkpoint.base_model, optimizer_config
-        )
+    def op(conn: Connection) -> None:
+        model_records.set_spec(conn, model.key, checkpoint.spec, checkpoint.base_model, optimizer_config)
 
     return op

@@ -46,8 +46,8 @@ class OptimSteps:
 
     async def _bodies(self, rows: Sequence[QueuedRow]) -> dict[int, bytes]:
         """By row id. Steps that were refused at the door, or whose time was over, have none."""
-        async with self._store.read() as conn:
-            return await queue.bodies(conn, [row.id for row in rows])
+        with self._store.read() as conn:
+            return queue.read_bodies(conn, [row.id for row in rows])
 
 
 def _item(row: QueuedRow, body: bytes) -> StepItem:

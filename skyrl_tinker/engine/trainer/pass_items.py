@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.domain.loss_specs import LOSSES
@@ -67,11 +67,11 @@ class Known:
     custom: Mapping[tuple[SessionId, str], CustomLoss] = field(default_factory=dict)
 
     @classmethod
-    async def look_up(cls, conn: AsyncConnection, rows: Sequence[ReadRow]) -> "Known":
+    def look_up(cls, conn: Connection, rows: Sequence[ReadRow]) -> "Known":
         """All that these refer to."""
-        records = await Records.look_up(conn, set().union(*(each.sequences for each in rows)))
+        records = Records.look_up(conn, set().union(*(each.sequences for each in rows)))
         losses = {(each.row.session_id, each.request.loss_id) for each in rows if each.request.loss_id}
-        found = {key: await custom_losses.get(conn, *key) for key in losses}
+        found = {key: custom_losses.get(conn, *key) for key in losses}
         return cls(records, {key: loss for key, loss in found.items() if loss is not None})
 
     def item(self, read: ReadRow) -> PassItem:

@@ -40,7 +40,7 @@ class PassCoordinator:
     async def prepare(self, unit: Pass) -> ReadyPass:
         """Needs no worker, so it may run while they are busy with the unit before."""
         ids = [row.id for row in unit.rows]
-        bodies = await self._fetch(lambda conn: queue.bodies(conn, ids))
+        bodies = await self._fetch(lambda conn: queue.read_bodies(conn, ids))
         size = sum(map(len, bodies.values()))
         read, unread = await _off_loop(size, lambda: _read(unit.rows, bodies))
         known = await self._known(read)

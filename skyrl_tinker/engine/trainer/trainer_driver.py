@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import orjson
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
@@ -33,7 +33,7 @@ from skyrl_tinker.protocol.stored_requests import (
     SaveWeightsBody,
 )
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import outcomes, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
@@ -170,13 +170,13 @@ class TrainerDriver:
         """What the API found wrong with a row that arrives as failed."""
         if row.status is not FutureStatus.FAILED:
             return None
-        async with self._store.read() as conn:
-            found = await queue.outcome(conn, row.request_id)
+        with self._store.read() as conn:
+            found = outcomes.find(conn, row.request_id)
         return str(orjson.loads(found.body)["error"]) if found and found.body else None
 
     async def _row(self, model: ModelKey) -> ModelRow:
-        async with self._store.read() as conn:
-            row = await model_records.by_key(conn, model)
+        with self._store.read() as conn:
+            row = model_records.by_key(conn, model)
         assert row is not None, "futures refer to models"
         return row
 
@@ -210,10 +210,10 @@ class TrainerDriver:
         """Its state died with a worker."""
         self._on_workers.discard(model)
         await self._gaps.forget(model)
-        async with self._store.read() as conn:
-            row = await model_records.by_key(conn, model)
+        with self._store.read() as conn:
+            row = model_records.by_key(conn, model)
             assert row is not None, "futures refer to models"
-            reason = await recovery.why_lost(conn, row, "a trainer process died")
+            reason = recovery.why_lost(conn, row, "a trainer process died")
         failure = Failure(reason, "server")
         waiting = self._lanes.close(model, failure)
         await self._outbox.send(
@@ -287,8 +287,8 @@ class TrainerDriver:
 
     async def _run_single(self, row: QueuedRow) -> None:
         model = await self._row(model_of(row))
-        async with self._store.read() as conn:
-            body = (await queue.bodies(conn, [row.id])).get(row.id)
+        with self._store.read() as conn:
+            body = queue.read_bodies(conn, [row.id]).get(row.id)
         if body is None:  # its time was over before its turn
             return
         try:
@@ -351,8 +351,8 @@ class TrainerDriver:
 
 
 def _state(model: ModelKey, state: ModelState, reason: str) -> Any:
-    async def op(conn: AsyncConnection) -> None:
-        await model_records.set_state(conn, model, state, reason)
+    def op(conn: Connection) -> None:
+        model_records.set_state(conn, model, state, reason)
 
     return op
 

@@ -4,8 +4,8 @@ import asyncio
 
 import orjson
 import pytest
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -98,10 +98,10 @@ async def test_a_database_that_fails_for_a_moment_loses_no_request(
 ) -> None:
     read, failures = model_records.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
 
-    async def by_key(conn: AsyncConnection, key: ModelKey) -> ModelRow | None:
+    def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
         if failures:
             raise failures.pop()
-        return await read(conn, key)
+        return read(conn, key)
 
     monkeypatch.setattr(model_records, "by_key", by_key)
     model = await world.model()
@@ -115,12 +115,10 @@ async def test_a_full_disk_under_the_database_delays_creations_and_releases(
 ) -> None:
     write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
 
-    async def set_state(
-        conn: AsyncConnection, key: ModelKey, state: ModelState, reason: str | None = None
-    ) -> None:
+    def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None) -> None:
         if failures:
             raise failures.pop()
-        await write(conn, key, state, reason)
+        write(conn, key, state, reason)
 
     monkeypatch.setattr(model_records, "set_state", set_state)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
