@@ -69,9 +69,9 @@ def finish(conn: Connection, session_id: SessionId, reason: str, detail: str | N
 
 
 def owner_of(conn: Connection, session_id: SessionId) -> OwnerId | None:
-    """Of a session that exists."""
-    owner: OwnerId | None = conn.scalar(select(Session.owner_id).where(Session.session_id == session_id))
-    return owner
+    """Return the owner of a session that exists."""
+    owner = conn.scalar(select(Session.owner_id).where(Session.session_id == session_id))
+    return None if owner is None else OwnerId(owner)
 
 
 def require_live(conn: Connection, session_id: SessionId) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
@@ -25,7 +24,7 @@ def write_once(url: str, op: Op[T]) -> T:
 
 
 class Store:
-    """Group commits in a thread, reads of rows on the loop, reads of bodies and listings beside it.
+    """Group commits in a thread, reads of rows on the loop, reads of bodies and listings in threads.
 
     Statements are plain functions of a connection. Readers never wait for the writer.
     """
@@ -34,9 +33,8 @@ class Store:
         """Use `Store.open`."""
         self._lock = WriteLock(path)
         self._engine = sqlite.engine(path)
-        self._async_engine = sqlite.async_engine(path)
         self._idle: list[Connection] = []
-        self._idle_async: list[AsyncConnection] = []
+        self._threaded: list[sqlite.ThreadedConnection] = []
         self._writer = Writer(self._engine, self._lock)
 
     @classmethod
@@ -49,8 +47,8 @@ class Store:
         await self._writer.close()
         while self._idle:
             self._idle.pop().close()
-        while self._idle_async:
-            await self._idle_async.pop().close()
+        while self._threaded:
+            await self._threaded.pop().close()
         self._lock.close()
 
     async def write(self, op: Op[T], then: Callable[[], None] | None = None) -> T:
@@ -71,20 +69,11 @@ class Store:
             self._idle.append(conn)
 
     async def fetch(self, op: Op[T]) -> T:
-        """Run `op`, which reads one state of the database, with each statement off the loop.
-
-        For bodies and listings, which may be large. What `op` does between its statements runs on the loop.
-        """
-        reading = asyncio.create_task(self._fetch(op))
+        """Run `op` on one state of the database, in a thread: for bodies and listings, which may be large."""
+        conn = self._threaded.pop() if self._threaded else await sqlite.ThreadedConnection.open(self._engine)
+        reading = asyncio.create_task(conn.read(op))
         try:
             return await asyncio.shield(reading)
-        finally:  # SQLAlchemy would drop a connection in whose statement a task was cancelled
+        finally:  # a cancelled caller gives the connection back only after the thread did
             await asyncio.wait((reading,))
-
-    async def _fetch(self, op: Op[T]) -> T:
-        conn = self._idle_async.pop() if self._idle_async else await self._async_engine.connect()
-        try:
-            async with sqlite.async_transaction(conn):
-                return await conn.run_sync(op)
-        finally:
-            self._idle_async.append(conn)
+            self._threaded.append(conn)

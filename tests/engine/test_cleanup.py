@@ -197,7 +197,7 @@ async def test_a_directory_is_removed_only_after_nobody_remembers_it(
     await expired_checkpoint(store, model, version)
     keeper = keeper_of(store, parts, tmp_path)
 
-    async def full(*_: object) -> None:
+    def full(*_: object) -> None:
         raise OperationalError("DELETE", None, OSError("disk full"))
 
     with monkeypatch.context() as patch:

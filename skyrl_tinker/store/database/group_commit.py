@@ -118,7 +118,7 @@ class Writer:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _transact(self, begun: list[_Write]) -> None:
-        """Commit the batch. Nearly all ops succeed, so only a retry uses SAVEPOINTs, which double the work."""
+        """Commit the batch. Nearly all ops succeed, so SAVEPOINTs, at twice the cost, are for a retry."""
         if not self._run_together(begun):
             self._run_apart(begun)
         for write in begun:

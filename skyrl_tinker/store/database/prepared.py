@@ -47,8 +47,7 @@ class Prepared:
         pick = itemgetter(*names)
         self._in_order: _Convert = pick if len(names) > 1 else lambda values: (pick(values),)
         columns_out = list(statement.exported_columns)
-        names_out = [str(column.key) for column in columns_out]
-        self._row: Any = namedtuple("Row", names_out, rename=True)
+        self._row = _row_class([str(column.key) for column in columns_out])
         decoders = [column.type.result_processor(_DIALECT, None) for column in columns_out]
         self._decode = [(index, decode) for index, decode in enumerate(decoders) if decode]
 
@@ -77,3 +76,7 @@ class Prepared:
             values[index] = decode(values[index])
         decoded: AnyRow = self._row._make(values)
         return decoded
+
+
+def _row_class(names: Sequence[str]) -> Any:
+    return namedtuple("Row", names, rename=True)

@@ -1,28 +1,26 @@
 """SQLite as the store uses it: WAL, durable commits, foreign keys, and transactions begun explicitly.
 
-Writes and reads of a few rows run on the standard library's driver, in the calling thread: aiosqlite crosses
-to a thread of its own for every call, which takes ten times as long as reading a row (0.6 ms against 0.05).
-Bodies and listings are large enough for that, and are read through it.
+A connection runs each transaction as a whole in one thread: a read of a few rows in the caller's, a large one
+in a thread that aiosqlite keeps. SQLAlchemy's AsyncEngine crosses to that thread at least five times a
+transaction, which takes longer than most statements: 0.6 ms for one row against 0.2.
 """
 
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import aiosqlite
 import orjson
-from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, make_url
+from sqlalchemy import Connection, Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from skyrl_tinker.errors import StartupError
 
 BUSY_TIMEOUT_S = 30.0
 DRIVER = "sqlite+aiosqlite"
 BEGIN_READ, BEGIN_WRITE = "BEGIN", "BEGIN IMMEDIATE"
-_EXPLICIT: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None}
-"""A driver that begins or commits implicitly would break SAVEPOINT and BEGIN IMMEDIATE."""
+T = TypeVar("T")
 _PRAGMAS = (
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
@@ -43,30 +41,24 @@ def database(url: str) -> str:
 
 
 def connect(path: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, check_same_thread=False, **_EXPLICIT)
+    """Connect without the driver's implicit transactions, which break SAVEPOINT and BEGIN IMMEDIATE."""
+    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     for pragma in _PRAGMAS:
         connection.execute(pragma)
     return connection
 
 
 def engine(path: str) -> Engine:
-    """Return an engine whose connections work in the calling thread, each in one `transaction` at a time."""
+    """Return an engine whose connections serve one `transaction` at a time."""
     return create_engine(
         "sqlite://", creator=lambda: connect(path), poolclass=NullPool, json_serializer=json_text
     )
 
 
-def async_engine(path: str) -> AsyncEngine:
-    """Return an engine whose connections each run their statements in a thread of their own."""
-    url = URL.create(DRIVER, database=path)
-    return create_async_engine(url, poolclass=NullPool, json_serializer=json_text, connect_args=_EXPLICIT)
-
-
 def raw(conn: Connection) -> sqlite3.Connection:
     """Return the driver's connection beneath a connection of `engine`."""
     driver = conn.connection.driver_connection
-    if not isinstance(driver, sqlite3.Connection):
-        raise TypeError("a prepared statement runs in `Store.read` and `Store.write`, not in `Store.fetch`")
+    assert isinstance(driver, sqlite3.Connection)
     return driver
 
 
@@ -87,24 +79,43 @@ def transaction(conn: Connection, begin: str = BEGIN_READ) -> Iterator[None]:
         raise
 
 
-@asynccontextmanager
-async def async_transaction(conn: AsyncConnection) -> AsyncIterator[None]:
-    """Begin and end a read in a connection of `async_engine`, with one call of the driver each."""
-    driver = (await conn.get_raw_connection()).driver_connection
-    assert isinstance(driver, aiosqlite.Connection)
-    await driver.execute(BEGIN_READ)
-    try:
-        yield
-    finally:
-        await driver.rollback()
-
-
 def execute(conn: Connection, sql: str, parameters: Any = ()) -> sqlite3.Cursor:
     """Run SQL in the driver. Raises SQLAlchemy's OperationalError."""
     try:
         return raw(conn).execute(sql, parameters)
     except sqlite3.OperationalError as error:
         raise OperationalError(sql, None, error) from error
+
+
+class ThreadedConnection:
+    """A connection for reads in a thread of its own, which aiosqlite keeps."""
+
+    def __init__(self, conn: Connection) -> None:
+        """Use `ThreadedConnection.open`."""
+        self._conn = conn
+        self._driver = aiosqlite.Connection(lambda: raw(conn), iter_chunk_size=1)
+        self._driver._thread.daemon = True  # as SQLAlchemy does: a process that fails must not wait for it
+
+    @classmethod
+    async def open(cls, engine: Engine) -> "ThreadedConnection":
+        connection = cls(engine.connect())
+        await connection._driver
+        return connection
+
+    async def read(self, op: Callable[[Connection], T]) -> T:
+        """Run `op` in one transaction, in the thread."""
+        values: list[T] = []
+
+        def work() -> None:
+            with transaction(self._conn):
+                values.append(op(self._conn))
+
+        await self._driver._execute(work)  # returns no value: the thread would keep it until its next call
+        return values.pop()
+
+    async def close(self) -> None:
+        await self._driver._execute(self._conn.close)
+        await self._driver.close()
 
 
 def json_text(value: Any) -> str:
