@@ -90,8 +90,8 @@ async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHI
 
 
 async def _stored_facts(store: Store) -> object:
-    async with store.read() as conn:
-        return await server_state.get(conn, "base_model")
+    with store.read() as conn:
+        return server_state.get(conn, "base_model")
 
 
 async def run(settings: Settings, listener: socket.socket) -> None:

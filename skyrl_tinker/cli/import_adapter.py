@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -19,7 +19,7 @@ from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
-from skyrl_tinker.store.store import once
+from skyrl_tinker.store.store import write_once
 
 _WHY_RELEASED = "imported: it has a checkpoint to create models from, and is not trained itself"
 
@@ -70,7 +70,7 @@ def import_adapter(
     try:
         spec, size = _write(source, base, directory)
         adapter = _Import(source, checkpoint, directory, base, spec, size, owner)
-        return once(settings.store_url, lambda conn: _record(conn, adapter))
+        return write_once(settings.store_url, lambda conn: _record(conn, adapter))
     except BaseException:  # without a record nothing would delete it
         shutil.rmtree(directory.parent.parent, ignore_errors=True)
         raise
@@ -90,20 +90,20 @@ def _base(settings: Settings, served: str | None) -> ServedBase:
 def _owner(settings: Settings, key: str | None) -> OwnerId | None:
     """Return the owner of the import. The home's database must be migrated."""
 
-    async def find(conn: AsyncConnection) -> OwnerId | None:
+    def find(conn: Connection) -> OwnerId | None:
         if key is not None:
-            return await api_keys.id_of(conn, key)
-        if (await api_keys.counts(conn))[0]:
+            return api_keys.live_id(conn, key)
+        if api_keys.count_keys(conn)[0]:
             raise UserError(
                 "--key is missing: this home has API keys, and only the named key will see the checkpoint"
             )
         return None
 
-    return once(settings.store_url, find)
+    return write_once(settings.store_url, find)
 
 
 def _last_served(settings: Settings) -> ServedBase:
-    facts = once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
+    facts = write_once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
     if facts is None:
         raise StartupError(f"no server has run in {settings.root} yet: name the base model with --base-model")
     return ServedBase(facts["directory"], facts["names"][0])
@@ -127,9 +127,9 @@ def _write(source: Path, base: ServedBase, directory: Path) -> tuple[LoraSpec, i
     return model.spec, size
 
 
-async def _record(conn: AsyncConnection, adapter: _Import) -> TinkerPath:
+def _record(conn: Connection, adapter: _Import) -> TinkerPath:
     """Insert the checkpoint, and the training run of its path: released, in a session of its own."""
-    session = await session_records.create(
+    session = session_records.create(
         conn,
         owner=adapter.owner,
         tags=["import-adapter"],
@@ -140,8 +140,8 @@ async def _record(conn: AsyncConnection, adapter: _Import) -> TinkerPath:
     )
     metadata = {"imported_from": str(adapter.source.absolute())}
     run = NewModel(session, 0, adapter.base.name, adapter.spec, DEFAULT_OPTIMIZER, metadata)
-    key = await model_records.add(conn, run, ModelState.RELEASED, _WHY_RELEASED)
-    await session_records.finish(conn, session, "imported", None)
+    key = model_records.add(conn, run, ModelState.RELEASED, _WHY_RELEASED)
+    session_records.finish(conn, session, "imported", None)
     kind = CheckpointKind.WEIGHTS
     new = NewCheckpoint(
         model_key=key,
@@ -154,5 +154,5 @@ async def _record(conn: AsyncConnection, adapter: _Import) -> TinkerPath:
         optimizer_config=DEFAULT_OPTIMIZER,
         user_metadata=metadata,
     )
-    await checkpoint_records.add(conn, new, replace=False)
+    checkpoint_records.add(conn, new, replace=False)
     return TinkerPath(run.model_id, kind, adapter.name)

@@ -12,7 +12,7 @@ from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
 from skyrl_tinker.errors import StartupError
 
 if TYPE_CHECKING:  # the other commands need none of its imports
-    from sqlalchemy.ext.asyncio import AsyncConnection
+    from sqlalchemy import Connection
 
     from skyrl_tinker.store.database.group_commit import Op, T
 
@@ -38,18 +38,18 @@ def create(
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.store import api_keys, owners
     from skyrl_tinker.store.database.migrate import migrate
-    from skyrl_tinker.store.store import once
+    from skyrl_tinker.store.store import write_once
 
-    async def create_key(conn: "AsyncConnection") -> tuple[str, int, int]:
-        key = await api_keys.create(conn, name)
-        adopted = await owners.adopt(conn, await api_keys.id_of(conn, name)) if adopt else 0
-        return key, adopted, await owners.ownerless(conn)
+    def create_key(conn: "Connection") -> tuple[str, int, int]:
+        key = api_keys.create(conn, name)
+        adopted = owners.adopt(conn, api_keys.live_id(conn, name)) if adopt else 0
+        return key, adopted, owners.count_ownerless(conn)
 
     with one_line_errors():
         settings = config.load(config_file, home=home, database_url=database_url)
         Directories(settings).make()
         migrate(settings.store_url)
-        key, adopted, left = once(settings.store_url, create_key)
+        key, adopted, left = write_once(settings.store_url, create_key)
     print(key)
     print("shown only now: store it, for example as TINKER_API_KEY", file=sys.stderr)
     if adopt:
@@ -67,7 +67,7 @@ def list_keys(home: Home = None, database_url: DatabaseUrl = None, config_file: 
     from skyrl_tinker.store import api_keys
 
     with one_line_errors():
-        rows = _run(home, database_url, config_file, api_keys.listed)
+        rows = _run(home, database_url, config_file, api_keys.list_keys)
     for row in rows:
         ended = "live" if row.revoked_at is None else f"revoked {_utc(row.revoked_at)}"
         print(f"{row.id:>4}  {row.name:<32}  made {_utc(row.created_at)}  {ended}")
@@ -97,14 +97,14 @@ def _run(home: Path | None, database_url: str | None, config_file: Path | None, 
     """Run an operation on a database that exists; raises StartupError when it does not."""
     from skyrl_tinker.store.database import sqlite
     from skyrl_tinker.store.database.migrate import migrate
-    from skyrl_tinker.store.store import once
+    from skyrl_tinker.store.store import write_once
 
     settings = config.load(config_file, home=home, database_url=database_url)
     database = sqlite.database(settings.store_url)
     if not Path(database).exists():
         raise StartupError(f"no database {database}: no server has run there, and no key was made")
     migrate(settings.store_url)
-    return once(settings.store_url, op)
+    return write_once(settings.store_url, op)
 
 
 def _utc(seconds: float) -> str:

@@ -7,8 +7,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import ModelState, SessionId
 from skyrl_tinker.domain.values import WeightVersion
@@ -28,7 +28,7 @@ from skyrl_tinker.store import (
     usage_records,
 )
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.store import Store
 
 SWEEP_S = 3.0
@@ -95,8 +95,8 @@ class Cleanup:
             self._listening_since = now
         self._clock_offset_s += advance_s
         listened = now - self._listening_since > self._timeout_s
-        async with self._store.read() as conn:
-            return await session_records.expired(conn, now, self._timeout_s if listened else now)
+        with self._store.read() as conn:
+            return session_records.list_expired(conn, now, self._timeout_s if listened else now)
 
     async def _end_session(self, session: SessionId) -> None:
         detail = f"no heartbeat for {self._timeout_s:.0f} s"
@@ -105,8 +105,8 @@ class Cleanup:
             self._trainer.release(model.key)
 
     async def _drop_versions(self) -> None:
-        async with self._store.read() as conn:
-            versions = await sampling_sessions.droppable_versions(conn)
+        with self._store.read() as conn:
+            versions = sampling_sessions.list_droppable_versions(conn)
         for version in versions:
             if await self._retire(version):
                 await asyncio.to_thread(self._tmpfs_spill.remove, version)
@@ -121,13 +121,13 @@ class Cleanup:
         await self._samplers.unload(version)
         if self._samplers.in_use(version):  # a sample began while the unload waited
             return False
-        await self._store.write(lambda conn: sampling_sessions.drop_version(conn, version.id))
+        await self._store.write(lambda conn: sampling_sessions.mark_dropped(conn, version.id))
         self._sampler.forget_sources()
         return True
 
     async def _remove_checkpoints(self) -> None:
-        async with self._store.read() as conn:
-            rows = await checkpoint_records.garbage(conn, time.time())
+        with self._store.read() as conn:
+            rows = checkpoint_records.list_garbage(conn, time.time())
         for row in rows:
             if not self._creation.is_loading(row.directory):
                 await self._remove(row)
@@ -136,20 +136,20 @@ class Cleanup:
         """Remove the row first: a save may take the directory's name as soon as it is free."""
         version = await self._version(row)
         if version is None or await self._retire(version):
-            await self._store.write(lambda conn: checkpoint_records.forget(conn, row.id))
+            await self._store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
             await asyncio.to_thread(_remove_directory, Path(row.directory), row.id)
 
     async def _version(self, row: CheckpointRow) -> WeightVersion | None:
         if row.version_id is None:
             return None
-        async with self._store.read() as conn:
-            return await sampling_sessions.version(conn, row.version_id)
+        with self._store.read() as conn:
+            return sampling_sessions.published_version(conn, row.version_id)
 
     async def _spill(self) -> None:
         if not await asyncio.to_thread(self._tmpfs_spill.low):
             return
-        async with self._store.read() as conn:
-            versions = await sampling_sessions.ephemeral_versions(conn)
+        with self._store.read() as conn:
+            versions = sampling_sessions.list_ephemeral_versions(conn)
         for version in versions[:-1]:  # the newest is about to be sampled
             await asyncio.to_thread(self._tmpfs_spill.move, version)
             if not await asyncio.to_thread(self._tmpfs_spill.low):
@@ -161,7 +161,7 @@ class Cleanup:
             self._purged = now
             while await self._store.write(lambda conn: usage_records.roll_up(conn, COUNTED_AT_ONCE)):
                 pass
-            await self._store.write(lambda conn: queue.purge_results(conn, now - self._result_ttl_s))
+            await self._store.write(lambda conn: finish.purge_results(conn, now - self._result_ttl_s))
             await self._store.write(lambda conn: custom_losses.purge(conn, now - self._result_ttl_s))
             await self._store.write(lambda conn: stability_records.purge(conn, now - self._stability_ttl_s))
 
@@ -179,11 +179,11 @@ def _remove_directory(directory: Path, number: int) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-async def _finish(conn: AsyncConnection, session: SessionId, detail: str) -> list[model_records.ModelRow]:
+def _finish(conn: Connection, session: SessionId, detail: str) -> list[model_records.ModelRow]:
     """Finish a session. Returns its models that may be on the workers."""
-    await session_records.finish(conn, session, "expired", detail)
-    rows = await model_records.of_session(conn, session)
+    session_records.finish(conn, session, "expired", detail)
+    rows = model_records.list_for_session(conn, session)
     for row in rows:
         if row.state in (ModelState.LOST, ModelState.FAILED):
-            await model_records.set_state(conn, row.key, ModelState.RELEASED, row.state_reason)
+            model_records.set_state(conn, row.key, ModelState.RELEASED, row.state_reason)
     return [row for row in rows if row.state in _ON_WORKERS]

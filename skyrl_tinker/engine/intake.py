@@ -49,8 +49,8 @@ class Intake:
 
     async def _read_page(self) -> bool:
         """Hand over one page of new rows; returns True if there may be more."""
-        async with self._store.read() as conn:
-            rows = await queue.queued_after(conn, self._cursor, PAGE)
+        with self._store.read() as conn:
+            rows = queue.queued_after(conn, self._cursor, PAGE)
         if rows:
             self._metrics.arrived(rows)
             # Training first: it reads the database, and where that fails it may get the same rows again.

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import orjson
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine.engine_metrics import Metrics
@@ -17,7 +17,7 @@ from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.finish import JSON_TYPE, NO_USAGE
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
@@ -88,10 +88,10 @@ class Outbox:
         await persistently(lambda: self._send(finished, ()))
 
     async def _send(self, finished: Mapping[int, Outcome], also: Sequence[Op[Any]]) -> None:
-        async def op(conn: AsyncConnection) -> None:
+        def op(conn: Connection) -> None:
             for effect in also:
-                await effect(conn)
-            await finish_all(conn, finished)
+                effect(conn)
+            finish_all(conn, finished)
 
         await self.commit(op)
         for future_id, outcome in finished.items():
@@ -108,21 +108,21 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(RETRY_S)
 
 
-async def finish_all(conn: AsyncConnection, outcomes: Mapping[int, Outcome]) -> None:
+def finish_all(conn: Connection, outcomes: Mapping[int, Outcome]) -> None:
     """Finish futures, by id."""
     results: dict[int, FutureResult] = {}
     for future_id, outcome in outcomes.items():
         if isinstance(outcome, Failure):
-            await queue.fail(conn, future_id, outcome)
+            finish.fail(conn, future_id, outcome)
         else:
             results[future_id] = outcome
     if results:
-        await _succeed(conn, results)
+        _succeed(conn, results)
 
 
-async def _succeed(conn: AsyncConnection, results: Mapping[int, FutureResult]) -> None:
+def _succeed(conn: Connection, results: Mapping[int, FutureResult]) -> None:
     stored = {id_: (result.content_type, result.body, result.usage) for id_, result in results.items()}
-    ended = await queue.succeed_all(conn, stored)
+    ended = finish.succeed_all(conn, stored)
     records = {future_id: results[future_id].records for future_id in ended if results[future_id].records}
     if records:
-        await stability_records.add(conn, records)
+        stability_records.add(conn, records)

@@ -7,14 +7,14 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelKey, ModelState
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.database.rows import PAGE
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
@@ -27,10 +27,10 @@ async def recover(store: Store, died_after: int) -> int:
     """Deal with everything up to future `died_after`; later ones are new. Returns how many models died."""
     pending = await _pending(store)
     fresh = {row.model_key for row in pending if row.id > died_after and row.seq_id == 0}
-    async with store.read() as conn:
-        candidates = await model_records.in_states(conn, ModelState.READY, ModelState.CREATING)
+    with store.read() as conn:
+        candidates = model_records.list_in_states(conn, ModelState.READY, ModelState.CREATING)
         gone = [model for model in candidates if model.key not in fresh]
-        lost = {model.key: await why_lost(conn, model, "the engine restarted") for model in gone}
+        lost = {model.key: why_lost(conn, model, "the engine restarted") for model in gone}
     left = [row for row in pending if row.id <= died_after]
     await store.write(lambda conn: _give_up(conn, lost, left, died_after))
     return len(lost)
@@ -46,18 +46,18 @@ def sweep_partial(directories: Iterable[Path]) -> None:
 async def _pending(store: Store) -> list[QueuedRow]:
     found: list[QueuedRow] = []
     cursor, page = 0, PAGE
-    async with store.read() as conn:
+    with store.read() as conn:
         while page == PAGE:
-            rows = await queue.queued_after(conn, cursor, PAGE)
+            rows = queue.queued_after(conn, cursor, PAGE)
             found += [row for row in rows if row.status is FutureStatus.PENDING]
             page = len(rows)
             cursor = rows[-1].id if rows else cursor
     return found
 
 
-async def why_lost(conn: AsyncConnection, model: ModelRow, cause: str) -> str:
+def why_lost(conn: Connection, model: ModelRow, cause: str) -> str:
     """Tell its client what became of it, and where to go on from."""
-    last = await checkpoint_records.last_of_model(conn, model.key, CheckpointKind.WEIGHTS)
+    last = checkpoint_records.latest_for_model(conn, model.key, CheckpointKind.WEIGHTS)
     advice = "it had no checkpoint: start it anew"
     if last is not None:
         advice = (
@@ -66,12 +66,10 @@ async def why_lost(conn: AsyncConnection, model: ModelRow, cause: str) -> str:
     return f"{cause} and the training state of model {model.model_id} is lost; {advice}"
 
 
-async def _give_up(
-    conn: AsyncConnection, lost: dict[ModelKey, str], left: list[QueuedRow], died_after: int
-) -> None:
+def _give_up(conn: Connection, lost: dict[ModelKey, str], left: list[QueuedRow], died_after: int) -> None:
     for model, reason in lost.items():
-        await model_records.set_state(conn, model, ModelState.LOST, reason)
+        model_records.set_state(conn, model, ModelState.LOST, reason)
     for row in left:
         if row.model_key in lost:
-            await queue.fail(conn, row.id, Failure(lost[row.model_key], "server"))
-    await queue.fail_pending(conn, died_after, SAMPLE_LOST)
+            finish.fail(conn, row.id, Failure(lost[row.model_key], "server"))
+    finish.fail_pending(conn, died_after, SAMPLE_LOST)

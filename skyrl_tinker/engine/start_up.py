@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 async def read_base_model(store: Store) -> BaseModelFacts:
-    async with store.read() as conn:
-        facts: Any = await server_state.get(conn, "base_model")
+    with store.read() as conn:
+        facts: Any = server_state.get(conn, "base_model")
     if facts is None:
         raise StartupError("the store names no base model: start the engine with `skyrl-tinker serve`")
     lists = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
@@ -74,8 +74,8 @@ class StartUp:
         """Tidy up after an earlier engine: partial files, models and requests that died with it."""
         root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
         await asyncio.to_thread(recovery.sweep_partial, [ephemeral, root, *root.glob("*/*")])
-        async with self._env.store.read() as conn:
-            versions = await sampling_sessions.ephemeral_versions(conn)
+        with self._env.store.read() as conn:
+            versions = sampling_sessions.list_ephemeral_versions(conn)
         spill = make_tmpfs_spill(self._directories)
         await asyncio.to_thread(spill.sweep, {version.name for version in versions})
         lost = await recovery.recover(self._env.store, self._env.status.died_after)

@@ -3,7 +3,7 @@
 import time
 from typing import Any, Literal
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
@@ -26,9 +26,9 @@ class EngineStatus:
     @classmethod
     async def open(cls, store: Store, bell: Doorbell) -> "EngineStatus":
         """Read up to which future an earlier engine may have worked; if it left no note, up to the newest."""
-        async with store.read() as conn:
-            left: Any = await server_state.get(conn, KEY)
-            newest = await queue.max_id(conn)
+        with store.read() as conn:
+            left: Any = server_state.get(conn, KEY)
+            newest = queue.last_id(conn)
         died_after = left.get("died_after") if isinstance(left, dict) else None
         return cls(store, bell, newest if died_after is None else died_after)
 
@@ -45,8 +45,8 @@ class EngineStatus:
         died_after = None if self._recovered else self._died_after
         value = {"state": phase, "detail": detail, "since": time.time(), "died_after": died_after}
 
-        async def op(conn: AsyncConnection) -> None:
-            await server_state.put(conn, KEY, value)
+        def op(conn: Connection) -> None:
+            server_state.put(conn, KEY, value)
 
         await self._store.write(op)
         self._bell.ring("api")

@@ -12,7 +12,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import api_keys
-from skyrl_tinker.store.store import once
+from skyrl_tinker.store.store import write_once
 from skyrl_tinker.weight_sync.factory import choose
 
 _BACKLOG = 4096  # thousands of long polls may connect at once
@@ -32,7 +32,7 @@ def check_host(settings: Settings) -> None:
     """Refuse to open the server to a network by mistake. The database must be migrated."""
     if settings.insecure or _is_loopback(settings.host):
         return
-    if not once(settings.store_url, api_keys.counts)[0]:
+    if not write_once(settings.store_url, api_keys.count_keys)[0]:
         raise StartupError(
             f"--host {settings.host} is open to the network and there are no API keys; make one with "
             f"`skyrl-tinker keys create`, use 127.0.0.1, or add --insecure on a network that you trust"

@@ -194,8 +194,8 @@ class _Supervisor:
 
     async def _set_engine_state(self, store: Store, name: str, detail: str) -> None:
         """Futures up to `died_after` were accepted before this engine: the next one fails what is pending."""
-        async with store.read() as conn:
-            last = await queue.max_id(conn)
+        with store.read() as conn:
+            last = queue.last_id(conn)
         value = {"state": name, "detail": detail, "since": time.time(), "died_after": last}
         await store.write(lambda conn: server_state.put(conn, "engine", value))
 
@@ -248,8 +248,8 @@ class _Supervisor:
 
 
 async def _warning(store: Store) -> str | None:
-    async with store.read() as conn:
-        return await server_state.get(conn, server_state.WARNING)
+    with store.read() as conn:
+        return server_state.get(conn, server_state.WARNING)
 
 
 async def _readiness(client: httpx.AsyncClient, settings: Settings) -> dict[str, object] | None:

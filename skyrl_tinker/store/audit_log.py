@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import insert, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, insert, select
 
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.store.database.tables import AuditEvent, Session
@@ -23,14 +22,14 @@ class Event:
     details: Mapping[str, Any]
 
 
-async def record(conn: AsyncConnection, session_id: str, event: str, **details: Any) -> None:
+def record(conn: Connection, session_id: str, event: str, **details: Any) -> None:
     """`event` is <resource>_<action>; `details` are JSON."""
     row = {"at": time.time(), "session_id": session_id, "event": event, "details": details}
-    await conn.execute(_EVENT, row)
+    conn.execute(_EVENT, row)
 
 
-async def between(
-    conn: AsyncConnection, owner: OwnerId | None, start: float, end: float, resource: str | None
+def events_between(
+    conn: Connection, owner: OwnerId | None, start: float, end: float, resource: str | None
 ) -> list[Event]:
     """This owner's in [start, end), oldest first; of one kind of resource, None for all."""
     query = (
@@ -41,4 +40,4 @@ async def between(
     )
     if resource is not None:
         query = query.where(AuditEvent.event.startswith(f"{resource}_", autoescape=True))
-    return [Event(*row) for row in await conn.execute(query)]
+    return [Event(*row) for row in conn.execute(query)]

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, select
 
 from skyrl_tinker.domain.ids import (
     ModelId,
@@ -61,7 +60,7 @@ class NewCopy:
         return TinkerPath(self.destination.model_id, self.source.kind, self.source.name)
 
 
-async def made(conn: AsyncConnection, owner: OwnerId | None, where: Destination, digest: bytes) -> bool:
+def is_copied(conn: Connection, owner: OwnerId | None, where: Destination, digest: bytes) -> bool:
     """Whether this request was carried out. SeqIdReusedError when another one was."""
     query = (
         select(*record.FIRST)
@@ -69,23 +68,23 @@ async def made(conn: AsyncConnection, owner: OwnerId | None, where: Destination,
         .join(Session, Session.session_id == Model.session_id)
         .where(Model.model_id == where.model_id, Future.seq_id == 0, owned_by(owner))
     )
-    first = (await conn.execute(query)).one_or_none()
+    first = conn.execute(query).one_or_none()
     if first is not None:
         record.require_same(first, _KIND, digest, f"the training run {where.model_id}")
     return first is not None
 
 
-async def add(conn: AsyncConnection, owner: OwnerId | None, new: NewCopy) -> bool:
+def add(conn: Connection, owner: OwnerId | None, new: NewCopy) -> bool:
     """False when the same request was carried out meanwhile.
 
     SeqIdReusedError, NotFoundError (no such session), GoneError (it is finished).
     """
-    if await made(conn, owner, new.destination, new.digest):
+    if is_copied(conn, owner, new.destination, new.digest):
         return False
-    await _open(conn, owner, new.destination)
-    key = await _run(conn, new)
-    await checkpoint_records.add(conn, _checkpoint(new, key, await _version(conn, new, key)), replace=False)
-    await audit_log.record(
+    _open(conn, owner, new.destination)
+    key = _run(conn, new)
+    checkpoint_records.add(conn, _checkpoint(new, key, _version(conn, new, key)), replace=False)
+    audit_log.record(
         conn,
         new.destination.session_id,
         "checkpoint_copy",
@@ -96,12 +95,12 @@ async def add(conn: AsyncConnection, owner: OwnerId | None, new: NewCopy) -> boo
     return True
 
 
-async def _open(conn: AsyncConnection, owner: OwnerId | None, where: Destination) -> None:
+def _open(conn: Connection, owner: OwnerId | None, where: Destination) -> None:
     if where.project_id is None:
-        await owners.require_session(conn, owner, where.session_id)
-        await session_records.require_live(conn, where.session_id)
+        owners.require_session(conn, owner, where.session_id)
+        session_records.require_live(conn, where.session_id)
         return
-    await session_records.create(
+    session_records.create(
         conn,
         owner=owner,
         tags=["copy_weights"],
@@ -111,32 +110,32 @@ async def _open(conn: AsyncConnection, owner: OwnerId | None, where: Destination
         sdk_version="",
         session_id=where.session_id,
     )
-    await session_records.finish(conn, where.session_id, "success", None)
+    session_records.finish(conn, where.session_id, "success", None)
 
 
-async def _run(conn: AsyncConnection, new: NewCopy) -> ModelKey:
+def _run(conn: Connection, new: NewCopy) -> ModelKey:
     """The run, over before it began, and in the journal the request that took its number."""
     source, where = new.source, new.destination
-    metadata = await conn.scalar(select(Model.user_metadata).where(Model.key == source.model_key))
+    metadata = conn.scalar(select(Model.user_metadata).where(Model.key == source.model_key))
     config = source.optimizer_config or DEFAULT_OPTIMIZER
     model = NewModel(
         where.session_id, where.model_seq_id, source.base_model, source.spec, config, metadata or {}
     )
-    key = await model_records.add(conn, model, ModelState.RELEASED, _WHY_RELEASED)
+    key = model_records.add(conn, model, ModelState.RELEASED, _WHY_RELEASED)
     request = record.NewFuture(_KIND, 0, new.digest, where.session_id, key)
-    future_id, _ = await record.journal(conn, request, where.model_id)
-    await finish.succeed(conn, future_id, finish.JSON_TYPE, b"{}")
+    future_id, _ = record.insert_future(conn, request, where.model_id)
+    finish.succeed(conn, future_id, finish.JSON_TYPE, b"{}")
     return key
 
 
-async def _version(conn: AsyncConnection, new: NewCopy, key: ModelKey) -> VersionId | None:
+def _version(conn: Connection, new: NewCopy, key: ModelKey) -> VersionId | None:
     """What samplers know the copied weights by, if they are weights for sampling."""
     if new.source.version_id is None:
         return None
-    version = await sampling_sessions.new_version(
+    version = sampling_sessions.insert_version(
         conn, key, "lora" if new.source.spec.rank else "full", durable=True
     )
-    await sampling_sessions.set_directory(conn, version, new.directory)
+    sampling_sessions.publish_version(conn, version, new.directory)
     return version
 
 

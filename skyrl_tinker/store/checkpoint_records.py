@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, insert, or_, select, true, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, true, update
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, OwnerId, SessionId, VersionId
 from skyrl_tinker.domain.values import LoraSpec
@@ -14,9 +13,9 @@ from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
-from skyrl_tinker.store.model_records import spec_columns, spec_of
+from skyrl_tinker.store.model_records import spec_columns, spec_from_row
 from skyrl_tinker.store.owners import owned_by
-from skyrl_tinker.store.sampling_sessions import held
+from skyrl_tinker.store.sampling_sessions import is_held
 
 WITH_MODEL = (
     select(SavedCheckpoint.__table__, Model.model_id, Model.session_id)
@@ -68,7 +67,7 @@ class CheckpointRow:
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
 
-async def add(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
+def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
     """Record a checkpoint; one of the same name is replaced (its directory becomes garbage).
 
     Raises UserError if there is one and `replace` is false.
@@ -80,116 +79,114 @@ async def add(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> in
         SavedCheckpoint.name == new.name,
         SavedCheckpoint.deleted_at.is_(None),
     )
-    if not replace and await conn.scalar(select(SavedCheckpoint.id).where(*same, _not_expired(now))):
+    if not replace and conn.scalar(select(SavedCheckpoint.id).where(*same, _not_expired(now))):
         raise UserError(
             f"checkpoint {new.kind}/{new.name} of this model exists and overwrite is false: "
             "choose another name or delete it first"
         )
-    await conn.execute(update(SavedCheckpoint).where(*same).values(deleted_at=now))
-    number = await insert_id(conn, insert(SavedCheckpoint), {"created_at": now, **_columns(new)})
-    (row,) = await _all(conn, SavedCheckpoint.id == number)
-    await _audit(conn, row, "create", size_bytes=new.size_bytes)
+    conn.execute(update(SavedCheckpoint).where(*same).values(deleted_at=now))
+    number = insert_id(conn, insert(SavedCheckpoint), {"created_at": now, **_columns(new)})
+    (row,) = _all(conn, SavedCheckpoint.id == number)
+    _audit(conn, row, "create", size_bytes=new.size_bytes)
     return number
 
 
-async def find(
-    conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
+def find(
+    conn: Connection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
     """This owner's, or a published one. None if there is none of that name, or it is deleted or expired."""
-    return await _named(conn, or_(owned_by(owner), SavedCheckpoint.public), model_id, kind, name)
+    return _named(conn, or_(owned_by(owner), SavedCheckpoint.public), model_id, kind, name)
 
 
-async def any_owners(
-    conn: AsyncConnection, model_id: ModelId, kind: CheckpointKind, name: str
+def find_of_any_owner(
+    conn: Connection, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
     """For who has no owner to ask for: the engine, before it saves."""
-    return await _named(conn, true(), model_id, kind, name)
+    return _named(conn, true(), model_id, kind, name)
 
 
-async def by_number(conn: AsyncConnection, checkpoint_id: int) -> CheckpointRow | None:
+def by_id(conn: Connection, checkpoint_id: int) -> CheckpointRow | None:
     """For who was given its number. None if it is deleted or expired."""
-    rows = await _all(conn, SavedCheckpoint.id == checkpoint_id, *live())
+    rows = _all(conn, SavedCheckpoint.id == checkpoint_id, *is_live())
     return rows[0] if rows else None
 
 
-async def own(
-    conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
+def require_owned(
+    conn: Connection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow:
     """One that this owner may change. Raises NotFoundError."""
-    row = await _named(conn, owned_by(owner), model_id, kind, name)
+    row = _named(conn, owned_by(owner), model_id, kind, name)
     if row is None:
         raise NotFoundError(f"no checkpoint tinker://{model_id}/{kind}/{name}")
     return row
 
 
-async def of_model(conn: AsyncConnection, model_key: ModelKey) -> list[CheckpointRow]:
+def list_for_model(conn: Connection, model_key: ModelKey) -> list[CheckpointRow]:
     """The live ones, oldest first."""
-    return await _all(conn, SavedCheckpoint.model_key == model_key, *live())
+    return _all(conn, SavedCheckpoint.model_key == model_key, *is_live())
 
 
-async def last_of_model(
-    conn: AsyncConnection, model_key: ModelKey, kind: CheckpointKind
-) -> CheckpointRow | None:
-    rows = await _all(conn, SavedCheckpoint.model_key == model_key, SavedCheckpoint.kind == kind, *live())
+def latest_for_model(conn: Connection, model_key: ModelKey, kind: CheckpointKind) -> CheckpointRow | None:
+    rows = _all(conn, SavedCheckpoint.model_key == model_key, SavedCheckpoint.kind == kind, *is_live())
     return rows[-1] if rows else None
 
 
-async def delete(conn: AsyncConnection, row: CheckpointRow) -> None:
+def delete(conn: Connection, row: CheckpointRow) -> None:
     """From now on nobody finds it."""
-    await _set(conn, row, deleted_at=time.time())
-    await _audit(conn, row, "delete")
+    _set(conn, row, deleted_at=time.time())
+    _audit(conn, row, "delete")
 
 
-async def publish(conn: AsyncConnection, row: CheckpointRow, public: bool) -> None:
+def publish(conn: Connection, row: CheckpointRow, public: bool) -> None:
     """Others find it, or no longer do. Nothing happens when that is so already."""
     if row.public is not public:
-        await _set(conn, row, public=public)
-        await _audit(conn, row, "publish" if public else "unpublish")
+        _set(conn, row, public=public)
+        _audit(conn, row, "publish" if public else "unpublish")
 
 
-async def set_ttl(conn: AsyncConnection, row: CheckpointRow, ttl_seconds: int | None) -> None:
+def set_ttl(conn: Connection, row: CheckpointRow, ttl_seconds: int | None) -> None:
     """From now; None: it never expires."""
     expires_at = expiry(ttl_seconds)
-    await _set(conn, row, expires_at=expires_at)
-    await _audit(conn, row, "set_ttl", expires_at=expires_at)
+    _set(conn, row, expires_at=expires_at)
+    _audit(conn, row, "set_ttl", expires_at=expires_at)
 
 
-async def garbage(conn: AsyncConnection, now: float) -> list[CheckpointRow]:
+def list_garbage(conn: Connection, now: float) -> list[CheckpointRow]:
     """Deleted or expired, and held by no live sampling session: remove the directory, then `forget`."""
     over = or_(SavedCheckpoint.deleted_at.is_not(None), SavedCheckpoint.expires_at <= now)
-    return await _all(conn, over, SavedCheckpoint.removed_at.is_(None), ~held(SavedCheckpoint.version_id))
+    return _all(conn, over, SavedCheckpoint.removed_at.is_(None), ~is_held(SavedCheckpoint.version_id))
 
 
-async def forget(conn: AsyncConnection, checkpoint_id: int) -> None:
+def mark_removed(conn: Connection, checkpoint_id: int) -> None:
     """Its directory is gone. The row stays for the bill."""
     now = time.time()
     ended = func.coalesce(SavedCheckpoint.deleted_at, SavedCheckpoint.expires_at, now)
     values = {"removed_at": now, "deleted_at": ended}
-    await conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == checkpoint_id).values(values))
+    conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == checkpoint_id).values(values))
 
 
-async def _named(
-    conn: AsyncConnection, whose: ColumnElement[bool], model_id: ModelId, kind: CheckpointKind, name: str
+def _named(
+    conn: Connection, whose: ColumnElement[bool], model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
     named = (Model.model_id == model_id, SavedCheckpoint.kind == kind, SavedCheckpoint.name == name)
-    rows = await _all(conn, whose, *named, *live())
+    rows = _all(conn, whose, *named, *is_live())
     return rows[0] if rows else None
 
 
-async def _set(conn: AsyncConnection, row: CheckpointRow, **values: Any) -> None:
-    await conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == row.id).values(values))
+def _set(conn: Connection, row: CheckpointRow, **values: Any) -> None:
+    conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == row.id).values(values))
 
 
-async def _audit(conn: AsyncConnection, row: CheckpointRow, action: str, **details: Any) -> None:
+def _audit(conn: Connection, row: CheckpointRow, action: str, **details: Any) -> None:
     what = {"model_id": row.model_id, "tinker_path": row.path, **details}
-    await audit_log.record(conn, row.session_id, f"checkpoint_{action}", **what)
+    audit_log.record(conn, row.session_id, f"checkpoint_{action}", **what)
 
 
 def expiry(ttl_seconds: int | None) -> float | None:
     return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
-def live() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+def is_live() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     """SQL: neither deleted nor expired."""
     return SavedCheckpoint.deleted_at.is_(None), _not_expired(time.time())
 
@@ -215,12 +212,12 @@ def _columns(new: NewCheckpoint) -> dict[str, Any]:
     }
 
 
-async def _all(conn: AsyncConnection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
+def _all(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
     query = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id)
-    return [checkpoint_of(row) for row in await conn.execute(query)]
+    return [checkpoint_from_row(row) for row in conn.execute(query)]
 
 
-def checkpoint_of(row: AnyRow) -> CheckpointRow:
+def checkpoint_from_row(row: AnyRow) -> CheckpointRow:
     """Of a row of WITH_MODEL."""
     return CheckpointRow(
         id=row.id,
@@ -232,7 +229,7 @@ def checkpoint_of(row: AnyRow) -> CheckpointRow:
         directory=row.directory,
         version_id=row.version_id,
         base_model=row.base_model,
-        spec=spec_of(row),
+        spec=spec_from_row(row),
         has_optimizer=row.has_optimizer,
         optimizer_config=row.optimizer_config,
         size_bytes=row.size_bytes,

@@ -3,8 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, insert, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, delete, func, insert, select
 
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import CustomLoss
@@ -28,7 +27,7 @@ class NewLoss:
         return f"{self.session_id}:loss:{self.seq_id}"
 
 
-async def add(conn: AsyncConnection, new: NewLoss, future_id: int) -> None:
+def add(conn: Connection, new: NewLoss, future_id: int) -> None:
     """Insert; the caller has looked for duplicates in the same transaction."""
     row = insert(UploadedLoss).values(
         loss_id=new.loss_id,
@@ -38,29 +37,29 @@ async def add(conn: AsyncConnection, new: NewLoss, future_id: int) -> None:
         definition=None if new.loss is None else custom_loss.to_bytes(new.loss),
         created_at=time.time(),
     )
-    await conn.execute(row)
+    conn.execute(row)
 
 
-async def require_room(conn: AsyncConnection, session_id: SessionId) -> None:
+def require_capacity(conn: Connection, session_id: SessionId) -> None:
     """Raises UserError when the session has uploaded as many as it may, refused ones counted."""
     query = select(func.count()).where(UploadedLoss.session_id == session_id)
-    if (await conn.scalar(query) or 0) >= MAX_PER_SESSION:
+    if (conn.scalar(query) or 0) >= MAX_PER_SESSION:
         raise UserError(
             f"session {session_id} has created {MAX_PER_SESSION} custom losses, the most that one may: "
             "use those it has, or a new session"
         )
 
 
-async def get(conn: AsyncConnection, session_id: SessionId, loss_id: str) -> CustomLoss | None:
+def get(conn: Connection, session_id: SessionId, loss_id: str) -> CustomLoss | None:
     """None for one that is unknown, was refused, or belongs to another session."""
     query = select(UploadedLoss.definition).where(
         UploadedLoss.loss_id == loss_id, UploadedLoss.session_id == session_id
     )
-    stored = await conn.scalar(query)
+    stored = conn.scalar(query)
     return None if stored is None else custom_loss.from_bytes(stored)
 
 
-async def purge(conn: AsyncConnection, older_than: float) -> int:
+def purge(conn: Connection, older_than: float) -> int:
     """Drop those of sessions that finished before `older_than`. Returns how many."""
     over = select(Session.session_id).where(Session.finished_at < older_than)
-    return (await conn.execute(delete(UploadedLoss).where(UploadedLoss.session_id.in_(over)))).rowcount
+    return conn.execute(delete(UploadedLoss).where(UploadedLoss.session_id.in_(over))).rowcount

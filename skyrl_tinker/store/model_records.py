@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Select, insert, select, update
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, OwnerId, SessionId
 from skyrl_tinker.domain.values import LoraSpec
@@ -47,32 +46,32 @@ class NewModel:
         return ModelId(f"{self.session_id}:train:{self.model_seq_id}")
 
 
-async def find(conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId) -> ModelRow | None:
+def find(conn: Connection, owner: OwnerId | None, model_id: ModelId) -> ModelRow | None:
     """None for another owner's, too."""
     query = select(Model.__table__).join(Session, Session.session_id == Model.session_id)
-    return await _one(conn, query.where(Model.model_id == model_id, owned_by(owner)))
+    return _one(conn, query.where(Model.model_id == model_id, owned_by(owner)))
 
 
-async def by_id(conn: AsyncConnection, model_id: ModelId) -> ModelRow | None:
-    return await _one(conn, select(Model.__table__).where(Model.model_id == model_id))
+def by_id(conn: Connection, model_id: ModelId) -> ModelRow | None:
+    return _one(conn, select(Model.__table__).where(Model.model_id == model_id))
 
 
-async def by_key(conn: AsyncConnection, key: ModelKey) -> ModelRow | None:
-    return await _one(conn, select(Model.__table__).where(Model.key == key))
+def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
+    return _one(conn, select(Model.__table__).where(Model.key == key))
 
 
-async def in_states(conn: AsyncConnection, *states: ModelState) -> list[ModelRow]:
+def list_in_states(conn: Connection, *states: ModelState) -> list[ModelRow]:
     """In order of creation."""
-    return await _all(conn, select(Model.__table__).where(Model.state.in_(states)).order_by(Model.key))
+    return _all(conn, select(Model.__table__).where(Model.state.in_(states)).order_by(Model.key))
 
 
-async def of_session(conn: AsyncConnection, session_id: SessionId) -> list[ModelRow]:
+def list_for_session(conn: Connection, session_id: SessionId) -> list[ModelRow]:
     """In order of creation."""
     query = select(Model.__table__).where(Model.session_id == session_id).order_by(Model.key)
-    return await _all(conn, query)
+    return _all(conn, query)
 
 
-async def add(conn: AsyncConnection, new: NewModel, state: ModelState, reason: str | None) -> ModelKey:
+def add(conn: Connection, new: NewModel, state: ModelState, reason: str | None) -> ModelKey:
     """Insert; the caller has looked for duplicates in the same transaction."""
     now = time.time()
     values = {
@@ -88,21 +87,19 @@ async def add(conn: AsyncConnection, new: NewModel, state: ModelState, reason: s
         "last_request_at": now,
         **spec_columns(new.spec),
     }
-    return ModelKey(await insert_id(conn, insert(Model), values))
+    return ModelKey(insert_id(conn, insert(Model), values))
 
 
-async def set_state(
-    conn: AsyncConnection, key: ModelKey, state: ModelState, reason: str | None = None
-) -> None:
-    await conn.execute(update(Model).where(Model.key == key).values(state=state, state_reason=reason))
+def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None) -> None:
+    conn.execute(update(Model).where(Model.key == key).values(state=state, state_reason=reason))
 
 
-async def set_spec(
-    conn: AsyncConnection, key: ModelKey, spec: LoraSpec, base_model: str, optimizer_config: Mapping[str, Any]
+def set_spec(
+    conn: Connection, key: ModelKey, spec: LoraSpec, base_model: str, optimizer_config: Mapping[str, Any]
 ) -> None:
     """What a model created from a checkpoint turns out to be."""
     values = {"base_model": base_model, "optimizer_config": dict(optimizer_config), **spec_columns(spec)}
-    await conn.execute(update(Model).where(Model.key == key).values(values))
+    conn.execute(update(Model).where(Model.key == key).values(values))
 
 
 def spec_columns(spec: LoraSpec) -> dict[str, Any]:
@@ -115,18 +112,18 @@ def spec_columns(spec: LoraSpec) -> dict[str, Any]:
     }
 
 
-def spec_of(row: AnyRow) -> LoraSpec:
+def spec_from_row(row: AnyRow) -> LoraSpec:
     """The LoraSpec in a row that has `spec_columns`."""
     return LoraSpec(row.lora_rank, row.seed, row.train_mlp, row.train_attn, row.train_unembed)
 
 
-async def _one(conn: AsyncConnection, query: Select[Any]) -> ModelRow | None:
-    row = (await conn.execute(query)).one_or_none()
+def _one(conn: Connection, query: Select[Any]) -> ModelRow | None:
+    row = conn.execute(query).one_or_none()
     return None if row is None else _model(row)
 
 
-async def _all(conn: AsyncConnection, query: Select[Any]) -> list[ModelRow]:
-    return [_model(row) for row in await conn.execute(query)]
+def _all(conn: Connection, query: Select[Any]) -> list[ModelRow]:
+    return [_model(row) for row in conn.execute(query)]
 
 
 def _model(row: AnyRow) -> ModelRow:
@@ -136,7 +133,7 @@ def _model(row: AnyRow) -> ModelRow:
         session_id=SessionId(row.session_id),
         model_seq_id=row.model_seq_id,
         base_model=row.base_model,
-        spec=spec_of(row),
+        spec=spec_from_row(row),
         optimizer_config=row.optimizer_config,
         user_metadata=row.user_metadata,
         state=row.state,

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, bindparam, func, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, bindparam, func, select, update
 
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.errors import NotFoundError
@@ -29,19 +28,17 @@ def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
     return func.coalesce(Session.project_id, NO_PROJECT).in_(project_ids)
 
 
-async def require_session(conn: AsyncConnection, owner: OwnerId | None, session_id: SessionId) -> None:
+def require_session(conn: Connection, owner: OwnerId | None, session_id: SessionId) -> None:
     """Raises NotFoundError if this owner has no such session."""
-    if await conn.scalar(_SESSION, {"session_id": session_id, "owner": owner}) is None:
+    if conn.scalar(_SESSION, {"session_id": session_id, "owner": owner}) is None:
         raise NotFoundError(f"no session {session_id}")
 
 
-async def ownerless(conn: AsyncConnection) -> int:
+def count_ownerless(conn: Connection) -> int:
     """How many sessions were made without a key."""
-    return await conn.scalar(select(func.count()).where(Session.owner_id.is_(None))) or 0
+    return conn.scalar(select(func.count()).where(Session.owner_id.is_(None))) or 0
 
 
-async def adopt(conn: AsyncConnection, owner: OwnerId) -> int:
+def adopt(conn: Connection, owner: OwnerId) -> int:
     """Give this owner what was made without a key. Returns how many sessions that were."""
-    return (
-        await conn.execute(update(Session).where(Session.owner_id.is_(None)).values(owner_id=owner))
-    ).rowcount
+    return conn.execute(update(Session).where(Session.owner_id.is_(None)).values(owner_id=owner)).rowcount

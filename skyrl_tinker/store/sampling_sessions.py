@@ -9,8 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, and_, insert, or_, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, update
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, SamplingSessionId, SessionId, VersionId
@@ -36,8 +35,8 @@ class SamplingSessionRow:
     follows: ModelKey | None = None
 
 
-async def create(
-    conn: AsyncConnection,
+def create(
+    conn: Connection,
     session_id: SessionId,
     sampling_session_seq_id: int,
     *,
@@ -51,10 +50,10 @@ async def create(
     """
     new_id = _id(session_id, sampling_session_seq_id)
     new = SamplingSessionRow(new_id, session_id, sampling_session_seq_id, base_model, model_path, version_id)
-    if (first := await get(conn, new_id)) is not None:
+    if (first := get(conn, new_id)) is not None:
         _require_same_target(first, new)
         return new_id
-    await session_records.require_live(conn, session_id)
+    session_records.require_live(conn, session_id)
     row = insert(SamplingSession).values(
         sampling_session_id=new_id,
         session_id=session_id,
@@ -64,31 +63,31 @@ async def create(
         version_id=version_id,
         created_at=time.time(),
     )
-    await conn.execute(row)
+    conn.execute(row)
     return new_id
 
 
-async def made_of(
-    conn: AsyncConnection, session_id: SessionId, sampling_session_seq_id: int, model_path: str
+def find_for_path(
+    conn: Connection, session_id: SessionId, sampling_session_seq_id: int, model_path: str
 ) -> SamplingSessionId | None:
     """The one that this request made when it came before, whatever has become of the checkpoint since."""
-    first = await get(conn, _id(session_id, sampling_session_seq_id))
+    first = get(conn, _id(session_id, sampling_session_seq_id))
     return first.sampling_session_id if first and first.model_path == model_path else None
 
 
-async def find(
-    conn: AsyncConnection, owner: OwnerId | None, sampling_session_id: SamplingSessionId
+def find(
+    conn: Connection, owner: OwnerId | None, sampling_session_id: SamplingSessionId
 ) -> SamplingSessionRow | None:
     """None for another owner's, too."""
-    return await _one(conn, sampling_session_id, owned_by(owner))
+    return _one(conn, sampling_session_id, owned_by(owner))
 
 
-async def get(conn: AsyncConnection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
-    return await _one(conn, sampling_session_id)
+def get(conn: Connection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
+    return _one(conn, sampling_session_id)
 
 
-async def _one(
-    conn: AsyncConnection, sampling_session_id: SamplingSessionId, *where: ColumnElement[bool]
+def _one(
+    conn: Connection, sampling_session_id: SamplingSessionId, *where: ColumnElement[bool]
 ) -> SamplingSessionRow | None:
     query = (
         select(SamplingSession.__table__, AdapterVersion.inflight, AdapterVersion.model_key)
@@ -96,7 +95,7 @@ async def _one(
         .outerjoin(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
         .where(SamplingSession.sampling_session_id == sampling_session_id, *where)
     )
-    row = (await conn.execute(query)).one_or_none()
+    row = conn.execute(query).one_or_none()
     if row is None:
         return None
     return SamplingSessionRow(
@@ -110,7 +109,7 @@ async def _one(
     )
 
 
-async def join(conn: AsyncConnection, owner: OwnerId | None, sampling_session_id: SamplingSessionId) -> int:
+def add_client(conn: Connection, owner: OwnerId | None, sampling_session_id: SamplingSessionId) -> int:
     """A number that no other client of this sampling session has, from 1 on.
 
     Raises NotFoundError (no sampling session), GoneError (session finished).
@@ -120,7 +119,7 @@ async def join(conn: AsyncConnection, owner: OwnerId | None, sampling_session_id
         .join(SamplingSession, SamplingSession.session_id == Session.session_id)
         .where(SamplingSession.sampling_session_id == sampling_session_id, owned_by(owner))
     )
-    row = (await conn.execute(query)).one_or_none()
+    row = conn.execute(query).one_or_none()
     if row is None:
         raise NotFoundError(f"no sampling session {sampling_session_id}")
     session_records.check_live(row)
@@ -130,7 +129,7 @@ async def join(conn: AsyncConnection, owner: OwnerId | None, sampling_session_id
         .values(clones=SamplingSession.clones + 1)
         .returning(SamplingSession.clones)
     )
-    return int((await conn.execute(joined)).scalar_one())
+    return int(conn.execute(joined).scalar_one())
 
 
 def _id(session_id: SessionId, sampling_session_seq_id: int) -> SamplingSessionId:
@@ -153,8 +152,8 @@ def _require_same_target(first: SamplingSessionRow, new: SamplingSessionRow) -> 
     )
 
 
-async def new_version(
-    conn: AsyncConnection,
+def insert_version(
+    conn: Connection,
     model_key: ModelKey,
     kind: Literal["lora", "full"],
     *,
@@ -169,30 +168,28 @@ async def new_version(
         "inflight": inflight,
         "created_at": time.time(),
     }
-    return VersionId(await insert_id(conn, insert(AdapterVersion), values))
+    return VersionId(insert_id(conn, insert(AdapterVersion), values))
 
 
-async def set_directory(conn: AsyncConnection, version_id: VersionId, directory: str) -> None:
+def publish_version(conn: Connection, version_id: VersionId, directory: str) -> None:
     """Publish: from now on the version can be loaded from there."""
-    await conn.execute(
-        update(AdapterVersion).where(AdapterVersion.id == version_id).values(directory=directory)
-    )
+    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(directory=directory))
 
 
-async def version(conn: AsyncConnection, version_id: VersionId) -> WeightVersion | None:
+def published_version(conn: Connection, version_id: VersionId) -> WeightVersion | None:
     """None if it is unknown, not published or dropped."""
-    found = await _published(conn, AdapterVersion.id == version_id)
+    found = _published(conn, AdapterVersion.id == version_id)
     return found[0] if found else None
 
 
-async def newest_inflight(conn: AsyncConnection, model_key: ModelKey) -> WeightVersion | None:
+def newest_inflight(conn: Connection, model_key: ModelKey) -> WeightVersion | None:
     """What the inflight sampling sessions of a model sample from."""
     mine = AdapterVersion.model_key == model_key, AdapterVersion.inflight.is_(True)
-    found = await _published(conn, *mine)
+    found = _published(conn, *mine)
     return found[-1] if found else None
 
 
-async def droppable_versions(conn: AsyncConnection) -> list[WeightVersion]:
+def list_droppable_versions(conn: Connection) -> list[WeightVersion]:
     """Ephemeral versions that no new sample uses: superseded inflight ones, and those of which neither the
     session of the model nor that of any sampling session on them is live. (The model's counts, since its
     sampling session may be in the making.)
@@ -203,16 +200,16 @@ async def droppable_versions(conn: AsyncConnection) -> list[WeightVersion]:
         .where(Model.key == AdapterVersion.model_key, Session.finished_at.is_(None))
         .exists()
     )
-    wanted = or_(model_is_live, held(AdapterVersion.id), _followed())
-    return await _published(conn, AdapterVersion.durable.is_(False), or_(_superseded(), ~wanted))
+    wanted = or_(model_is_live, is_held(AdapterVersion.id), _followed())
+    return _published(conn, AdapterVersion.durable.is_(False), or_(_superseded(), ~wanted))
 
 
-async def ephemeral_versions(conn: AsyncConnection) -> list[WeightVersion]:
+def list_ephemeral_versions(conn: Connection) -> list[WeightVersion]:
     """Those that are published and not dropped, oldest first."""
-    return await _published(conn, AdapterVersion.durable.is_(False))
+    return _published(conn, AdapterVersion.durable.is_(False))
 
 
-def held(version_id: Any) -> ColumnElement[bool]:
+def is_held(version_id: Any) -> ColumnElement[bool]:
     """SQL: a sampling session of a live session was made on this version column."""
     return (
         select(SamplingSession.sampling_session_id)
@@ -243,19 +240,17 @@ def _superseded() -> ColumnElement[bool]:
     return and_(AdapterVersion.inflight, newer_one.exists())
 
 
-async def drop_version(conn: AsyncConnection, version_id: VersionId) -> None:
-    await conn.execute(
-        update(AdapterVersion).where(AdapterVersion.id == version_id).values(dropped_at=time.time())
-    )
+def mark_dropped(conn: Connection, version_id: VersionId) -> None:
+    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(dropped_at=time.time()))
 
 
-async def _published(conn: AsyncConnection, *where: ColumnElement[bool]) -> list[WeightVersion]:
+def _published(conn: Connection, *where: ColumnElement[bool]) -> list[WeightVersion]:
     query = (
         select(AdapterVersion.__table__)
         .where(AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None), *where)
         .order_by(AdapterVersion.id)
     )
-    return [_version(row) for row in await conn.execute(query)]
+    return [_version(row) for row in conn.execute(query)]
 
 
 def _version(row: AnyRow) -> WeightVersion:

@@ -3,8 +3,7 @@
 import secrets
 from typing import Any
 
-from sqlalchemy import insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, insert, select, update
 
 from skyrl_tinker.store.database.tables import ServerState
 
@@ -12,22 +11,22 @@ WARNING = "warning"
 """What every user should know: text, or None while all is well."""
 
 
-async def put(conn: AsyncConnection, key: str, value: Any) -> None:
+def put(conn: Connection, key: str, value: Any) -> None:
     """Set `key` to any JSON value."""
-    changed = await conn.execute(update(ServerState).where(ServerState.key == key).values(value=value))
+    changed = conn.execute(update(ServerState).where(ServerState.key == key).values(value=value))
     if not changed.rowcount:
-        await conn.execute(insert(ServerState).values(key=key, value=value))
+        conn.execute(insert(ServerState).values(key=key, value=value))
 
 
-async def get(conn: AsyncConnection, key: str) -> Any | None:
+def get(conn: Connection, key: str) -> Any | None:
     """The value, or None if it was never set."""
-    return await conn.scalar(select(ServerState.value).where(ServerState.key == key))
+    return conn.scalar(select(ServerState.value).where(ServerState.key == key))
 
 
-async def secret(conn: AsyncConnection, name: str) -> bytes:
+def get_or_create_secret(conn: Connection, name: str) -> bytes:
     """32 random bytes, made when first asked for and the same ever after: so, in a write."""
     key = f"secret.{name}"
-    if (found := await get(conn, key)) is None:
+    if (found := get(conn, key)) is None:
         found = secrets.token_hex(32)
-        await put(conn, key, found)
+        put(conn, key, found)
     return bytes.fromhex(found)

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import and_, insert, or_, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, and_, insert, or_, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
@@ -15,8 +14,8 @@ from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Model, Session
 
 
-async def create(
-    conn: AsyncConnection,
+def create(
+    conn: Connection,
     *,
     owner: OwnerId | None,
     tags: Sequence[str],
@@ -40,48 +39,44 @@ async def create(
         display_name=display_name,
         sdk_version=sdk_version,
     )
-    await conn.execute(row)
-    await audit_log.record(
-        conn, session_id, "session_create", project_id=project_id, display_name=display_name
-    )
+    conn.execute(row)
+    audit_log.record(conn, session_id, "session_create", project_id=project_id, display_name=display_name)
     return session_id
 
 
-async def heartbeat(conn: AsyncConnection, session_id: SessionId) -> None:
+def heartbeat(conn: Connection, session_id: SessionId) -> None:
     """Raises NotFoundError for an unknown session, GoneError for a finished one."""
     beat = (
         update(Session)
         .where(Session.session_id == session_id, Session.finished_at.is_(None))
         .values(last_heartbeat_at=time.time())
     )
-    if not (await conn.execute(beat)).rowcount:
-        await require_live(conn, session_id)
+    if not conn.execute(beat).rowcount:
+        require_live(conn, session_id)
 
 
-async def finish(conn: AsyncConnection, session_id: SessionId, reason: str, detail: str | None) -> None:
+def finish(conn: Connection, session_id: SessionId, reason: str, detail: str | None) -> None:
     """The first reason wins. Raises NotFoundError for an unknown session."""
     end = (
         update(Session)
         .where(Session.session_id == session_id, Session.finished_at.is_(None))
         .values(finished_at=time.time(), finish_reason=reason, finish_detail=detail)
     )
-    if (await conn.execute(end)).rowcount:
-        await audit_log.record(conn, session_id, "session_finish", reason=reason, detail=detail)
+    if conn.execute(end).rowcount:
+        audit_log.record(conn, session_id, "session_finish", reason=reason, detail=detail)
     else:
-        await _session(conn, session_id)
+        _session(conn, session_id)
 
 
-async def owner_of(conn: AsyncConnection, session_id: SessionId) -> OwnerId | None:
-    """Of a session that exists."""
-    owner: OwnerId | None = await conn.scalar(
-        select(Session.owner_id).where(Session.session_id == session_id)
-    )
-    return owner
+def owner_of(conn: Connection, session_id: SessionId) -> OwnerId | None:
+    """Return the owner of a session that exists."""
+    owner = conn.scalar(select(Session.owner_id).where(Session.session_id == session_id))
+    return None if owner is None else OwnerId(owner)
 
 
-async def require_live(conn: AsyncConnection, session_id: SessionId) -> None:
+def require_live(conn: Connection, session_id: SessionId) -> None:
     """Raises NotFoundError for an unknown session, GoneError for a finished one."""
-    check_live(await _session(conn, session_id))
+    check_live(_session(conn, session_id))
 
 
 def check_live(row: AnyRow) -> None:
@@ -90,7 +85,7 @@ def check_live(row: AnyRow) -> None:
         raise GoneError(f"session {row.session_id} is finished ({row.finish_reason}): create a new one")
 
 
-async def expired(conn: AsyncConnection, now: float, timeout_s: float) -> list[SessionId]:
+def list_expired(conn: Connection, now: float, timeout_s: float) -> list[SessionId]:
     """Sessions to end: silent for `timeout_s`, or finished but with models that are not released yet."""
     holds_models = (
         select(Model.key)
@@ -99,13 +94,13 @@ async def expired(conn: AsyncConnection, now: float, timeout_s: float) -> list[S
     )
     silent = and_(Session.finished_at.is_(None), Session.last_heartbeat_at < now - timeout_s)
     left = and_(Session.finished_at.is_not(None), holds_models)
-    rows = await conn.scalars(select(Session.session_id).where(or_(silent, left)))
+    rows = conn.scalars(select(Session.session_id).where(or_(silent, left)))
     return [SessionId(session_id) for session_id in rows]
 
 
-async def _session(conn: AsyncConnection, session_id: SessionId) -> AnyRow:
+def _session(conn: Connection, session_id: SessionId) -> AnyRow:
     query = select(Session.session_id, Session.finished_at, Session.finish_reason)
-    row = (await conn.execute(query.where(Session.session_id == session_id))).one_or_none()
+    row = conn.execute(query.where(Session.session_id == session_id)).one_or_none()
     if row is None:
         raise NotFoundError(f"no session {session_id}")
     return row

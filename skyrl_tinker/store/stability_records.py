@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from sqlalchemy import bindparam, delete, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId, request_of
 from skyrl_tinker.domain.values import Float32, Int32
@@ -50,7 +49,7 @@ _REQUESTS = select(Future.session_id, Future.sequence_ids, Future.status).where(
 )
 
 
-async def add(conn: AsyncConnection, records: Mapping[int, Sequence[SequenceRecord]]) -> None:
+def add(conn: Connection, records: Mapping[int, Sequence[SequenceRecord]]) -> None:
     """By the id of the future that sampled them."""
     now = time.time()
     rows = [
@@ -65,37 +64,37 @@ async def add(conn: AsyncConnection, records: Mapping[int, Sequence[SequenceReco
         for future_id, own in records.items()
         for record in own
     ]
-    await conn.execute(_ADD, rows)
+    conn.execute(_ADD, rows)
 
 
-async def find(conn: AsyncConnection, ids: Collection[str]) -> dict[Key, SequenceRecord]:
+def find(conn: Connection, ids: Collection[str]) -> dict[Key, SequenceRecord]:
     """Those of these sequences that have a record."""
     found: dict[Key, SequenceRecord] = {}
     for some in _portions(ids):
-        for row in await conn.execute(_FIND, {"ids": some}):
+        for row in conn.execute(_FIND, {"ids": some}):
             found[SessionId(row.session_id), row.sequence_id] = _record(row)
     return found
 
 
-async def fates(conn: AsyncConnection, ids: Collection[str]) -> dict[Key, FutureStatus]:
+def request_statuses(conn: Connection, ids: Collection[str]) -> dict[Key, FutureStatus]:
     """How the requests stand that sample, or sampled, these sequences; none for ids never given out."""
     found: dict[Key, FutureStatus] = {}
     for some in _portions({request_of(each) for each in ids}):
-        for row in await conn.execute(_REQUESTS, {"ids": some}):
+        for row in conn.execute(_REQUESTS, {"ids": some}):
             found |= {(SessionId(row.session_id), each): row.status for each in row.sequence_ids}
     return found
 
 
-async def renew(conn: AsyncConnection, ids: Collection[str]) -> None:
+def renew(conn: Connection, ids: Collection[str]) -> None:
     """They are used now."""
     for some in _portions(ids):
-        await conn.execute(_RENEW, {"ids": some, "now": time.time()})
+        conn.execute(_RENEW, {"ids": some, "now": time.time()})
 
 
-async def purge(conn: AsyncConnection, older_than: float) -> int:
+def purge(conn: Connection, older_than: float) -> int:
     """Drop what was last used before. Returns how many."""
     old = StabilityRecord.last_used_at < older_than
-    return (await conn.execute(delete(StabilityRecord).where(old))).rowcount
+    return conn.execute(delete(StabilityRecord).where(old)).rowcount
 
 
 def _portions(ids: Collection[str]) -> Iterator[list[str]]:

@@ -1,39 +1,41 @@
-"""The store: what API and engine share. Acknowledged means committed."""
+"""Store shared by API and engine. An acknowledged write is on disk."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
 from skyrl_tinker.store.database.write_lock import WriteLock
 
 
-def once(url: str, op: Op[T]) -> T:
-    """One write to a migrated database, which a server may have open. Synchronous; for no running loop."""
-
-    async def run() -> T:
-        store = await Store.open(url)
-        try:
-            return await store.write(op)
-        finally:
-            await store.close()
-
-    return asyncio.run(run())
+def write_once(url: str, op: Op[T]) -> T:
+    """Commit one write to a migrated database, which a server may have open, and return its value."""
+    path = sqlite.database(url)
+    with (
+        closing(WriteLock(path)) as lock,
+        sqlite.engine(path).connect() as conn,
+        lock,
+        sqlite.transaction(conn, sqlite.BEGIN_WRITE),
+    ):
+        return op(conn)
 
 
 class Store:
-    """Writes go through one group-commit writer; reads have their own connections and never wait for it."""
+    """Group commits in a thread, reads of rows on the loop, reads of bodies and listings in threads.
+
+    Statements are plain functions of a connection. Readers never wait for the writer.
+    """
 
     def __init__(self, path: str) -> None:
         """Use `Store.open`."""
-        self._turn = WriteLock(path)
-        self._writing = sqlite.writing(path, self._turn)
-        self._reading = sqlite.reading(path)
-        self._idle: list[AsyncConnection] = []
-        self._writer = Writer(self._writing)
+        self._lock = WriteLock(path)
+        self._engine = sqlite.engine(path)
+        self._idle: list[Connection] = []
+        self._threaded: list[sqlite.ThreadedConnection] = []
+        self._writer = Writer(self._engine, self._lock)
 
     @classmethod
     async def open(cls, url: str) -> "Store":
@@ -44,33 +46,34 @@ class Store:
         """Finish the writes already accepted, then close every connection."""
         await self._writer.close()
         while self._idle:
-            await self._idle.pop().close()
-        self._turn.close()
+            self._idle.pop().close()
+        while self._threaded:
+            await self._threaded.pop().close()
+        self._lock.close()
 
     async def write(self, op: Op[T], then: Callable[[], None] | None = None) -> T:
-        """Run `op(conn)` in the next group commit; return its value after COMMIT.
-
-        The op must await nothing but `conn`: it runs in the writer's thread, with the write lock held.
+        """Run `op` in the next group commit, in the writer's thread; return its value after COMMIT.
 
         `then` is called after the commit, in that thread: for what must not wait for a busy loop.
         """
         return await self._writer.write(op, then)
 
-    @asynccontextmanager
-    async def read(self) -> AsyncIterator[AsyncConnection]:
-        """For rows: a connection that sees one consistent state of the database and must not write."""
-        conn = self._idle.pop() if self._idle else await self._reading.connect()
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Lend a connection that sees one state of the database and must not write: for few, small rows."""
+        conn = self._idle.pop() if self._idle else self._engine.connect()
         try:
-            async with sqlite.Transaction(conn):
+            with sqlite.transaction(conn):
                 yield conn
         finally:
             self._idle.append(conn)
 
     async def fetch(self, op: Op[T]) -> T:
-        """For bodies, which may be large: `op(conn)` reads in a thread, and must await nothing but `conn`."""
-        async with self.read() as conn:
-            reading = asyncio.create_task(asyncio.to_thread(lambda: sqlite.drive(op(conn))))
-            try:
-                return await asyncio.shield(reading)
-            finally:  # who is cancelled gives the connection back only after the thread did
-                await asyncio.wait((reading,))
+        """Run `op` on one state of the database, in a thread: for bodies and listings, which may be large."""
+        conn = self._threaded.pop() if self._threaded else await sqlite.ThreadedConnection.open(self._engine)
+        reading = asyncio.create_task(conn.read(op))
+        try:
+            return await asyncio.shield(reading)
+        finally:  # a cancelled caller gives the connection back only after the thread did
+            await asyncio.wait((reading,))
+            self._threaded.append(conn)

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Select, cast, func, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, Select, cast, func, select
 from sqlalchemy.dialects.sqlite import Insert, insert
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import OwnerId, RequestKind
 from skyrl_tinker.domain.values import Usage
@@ -36,21 +35,21 @@ class Hourly:
     usage: Usage
 
 
-async def roll_up(conn: AsyncConnection, most: int | None = None) -> bool:
+def roll_up(conn: Connection, most: int | None = None) -> bool:
     """Count results that are not counted yet, `most` of them. Whether there may be more."""
-    done = await _counted(conn)
-    last = await conn.scalar(select(func.max(Result.id))) or 0
+    done = _counted(conn)
+    last = conn.scalar(select(func.max(Result.id))) or 0
     end = last if most is None else min(last, done + most)
     if end > done:
-        await conn.execute(_adding(_of_results(Result.id > done, Result.id <= end)))
-        await server_state.put(conn, _COUNTED, end)
+        conn.execute(_adding(_of_results(Result.id > done, Result.id <= end)))
+        server_state.put(conn, _COUNTED, end)
     return end < last
 
 
-async def between(conn: AsyncConnection, owner: OwnerId | None, first: int, end: int) -> list[Hourly]:
+def hourly_between(conn: Connection, owner: OwnerId | None, first: int, end: int) -> list[Hourly]:
     """This owner's in the hours [first, end). Reads results since the last roll-up: for a thread."""
     in_time = Future.finished_at >= first * HOUR_S, Future.finished_at < end * HOUR_S
-    fresh = _of_results(Result.id > await _counted(conn), owned_by(owner), *in_time)
+    fresh = _of_results(Result.id > _counted(conn), owned_by(owner), *in_time)
     counted = (
         select(
             UsageRecord.hour,
@@ -63,11 +62,11 @@ async def between(conn: AsyncConnection, owner: OwnerId | None, first: int, end:
         .where(owned_by(owner), UsageRecord.hour >= first, UsageRecord.hour < end)
         .group_by(UsageRecord.hour, UsageRecord.session_id, UsageRecord.base_model, UsageRecord.kind)
     )
-    return _merged([*await _grouped(conn, counted), *await _grouped(conn, fresh)])
+    return _merged([*_grouped(conn, counted), *_grouped(conn, fresh)])
 
 
-async def _counted(conn: AsyncConnection) -> int:
-    return int(await server_state.get(conn, _COUNTED) or 0)
+def _counted(conn: Connection) -> int:
+    return int(server_state.get(conn, _COUNTED) or 0)
 
 
 def _of_results(*where: ColumnElement[bool]) -> Select[Any]:
@@ -91,8 +90,8 @@ def _of_results(*where: ColumnElement[bool]) -> Select[Any]:
     )
 
 
-async def _grouped(conn: AsyncConnection, query: Select[Any]) -> list[Hourly]:
-    rows = await conn.execute(query)
+def _grouped(conn: Connection, query: Select[Any]) -> list[Hourly]:
+    rows = conn.execute(query)
     return [
         Hourly(hour, session, model, kind, Usage(*tokens)) for hour, session, model, kind, *tokens in rows
     ]

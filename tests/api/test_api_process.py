@@ -81,8 +81,8 @@ async def test_the_sdk_trains_samples_and_finishes_its_session(
     passes = [number for kind, number in engine.order if kind is RequestKind.FORWARD_BACKWARD]
     assert set(passes) == {1, 2, 3}
     assert passes[-1] == 1  # the SDK sends the first chunk last
-    async with store.read() as conn:
-        assert await conn.scalar(select(Session.finish_reason)) == "success"
+    with store.read() as conn:
+        assert conn.scalar(select(Session.finish_reason)) == "success"
 
 
 async def test_the_sdk_hears_at_once_what_was_wrong(api: Api, engine: Engine) -> None:

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, RequestId
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import outcomes as future_outcomes
 from tests.api.support.clients import Clients, Key
 from tests.api.support.plans import APIS, SESSIONS, Event, Plan, computed, drawn, plain, plans, rounds
 from tests.api.support.whole import Ran, Whole, whole
@@ -110,8 +110,8 @@ class Runs:
                 await asyncio.sleep(0.005)
 
     async def _status(self, request: str) -> bool:
-        async with self._server.engine.store.read() as conn:
-            found = await queue.outcome(conn, RequestId(request))
+        with self._server.engine.store.read() as conn:
+            found = future_outcomes.find(conn, RequestId(request))
         assert found is not None
         return found.status is not FutureStatus.PENDING
 
@@ -134,8 +134,8 @@ class Runs:
 
     async def _ran(self, model_id: str) -> list[Ran]:
         """Everything so far; then the model is let go, as at the end of its session."""
-        async with self._server.engine.store.read() as conn:
-            model = await model_records.by_id(conn, ModelId(model_id))
+        with self._server.engine.store.read() as conn:
+            model = model_records.by_id(conn, ModelId(model_id))
         assert model is not None
         self._server.engine.driver.release(model.key)
         return self._server.engine.trainer.ran.pop(model.key, [])

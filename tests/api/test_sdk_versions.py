@@ -75,8 +75,8 @@ SAMPLES: tuple[Json, ...] = (
 
 async def stored(world: World, request_id: str) -> bytes:
     future_id = await world.id_of(request_id)
-    async with world.store.read() as conn:
-        return (await queue.bodies(conn, [future_id]))[future_id]
+    with world.store.read() as conn:
+        return queue.read_bodies(conn, [future_id])[future_id]
 
 
 @pytest.mark.parametrize("path", TRAINING)
@@ -112,8 +112,8 @@ async def test_a_session_and_a_model_bear_what_old_sdks_leave_out(world: World, 
     session = (await world.ok("create_session", opened))["session_id"]
     wanted = {"model_seq_id": 0, "base_model": BASE, "lora_config": {**LORA, "seed": None}, **user_metadata}
     model = (await world.ok("create_model", {"session_id": session, **wanted}))["model_id"]
-    async with world.store.read() as conn:
-        row = await model_records.by_id(conn, ModelId(model))
+    with world.store.read() as conn:
+        row = model_records.by_id(conn, ModelId(model))
     assert row is not None
     assert (row.spec.rank, row.user_metadata, dict(row.optimizer_config)) == (8, {}, {"type": "adamw"})
 

@@ -108,8 +108,8 @@ def expected(seq_id: int) -> Ran:
 
 
 async def ran(server: Whole, model: str) -> list[Ran]:
-    async with server.engine.store.read() as conn:
-        row = await model_records.by_id(conn, ModelId(model))
+    with server.engine.store.read() as conn:
+        row = model_records.by_id(conn, ModelId(model))
     assert row is not None
     return server.engine.trainer.ran[row.key]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 from typer.testing import CliRunner
 
 from skyrl_tinker import config
@@ -23,7 +23,7 @@ from skyrl_tinker.store import api_keys, checkpoint_records, model_records, serv
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.store import Store, once
+from skyrl_tinker.store.store import Store, write_once
 from tests.support.peft_adapters import save_adapter
 
 SPEC = LoraSpec(4, 0, train_mlp=False, train_unembed=False)
@@ -62,10 +62,10 @@ def look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
 async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
     where = tinker_path.parse(path)
     store = await Store.open(settings.store_url)
-    async with store.read() as conn:
-        row = await checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
-        model = await model_records.by_id(conn, where.model_id)
-        assert not await session_records.expired(conn, 1e18, 0.0), "nothing that a server would have to end"
+    with store.read() as conn:
+        row = checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
+        model = model_records.by_id(conn, where.model_id)
+        assert not session_records.list_expired(conn, 1e18, 0.0), "nothing that a server would have to end"
     await store.close()
     assert row is not None
     assert model is not None
@@ -127,17 +127,17 @@ def test_a_name_that_is_no_name_is_refused(settings: Settings, base: str, adapte
 def test_where_there_are_keys_one_of_them_finds_it(settings: Settings, base: str, adapter: Path) -> None:
     Directories(settings).make()
     migrate(settings.store_url)
-    once(settings.store_url, lambda conn: api_keys.create(conn, "alice"))
+    write_once(settings.store_url, lambda conn: api_keys.create(conn, "alice"))
     assert "--key is missing" in fail(settings, str(adapter), "--base-model", base)
     assert "no live key 'bob'" in fail(settings, str(adapter), "--base-model", base, "--key", "bob")
     path = tinker_path.parse(run(settings, str(adapter), "--base-model", base, "--key", "alice").strip())
 
-    async def owner(conn: AsyncConnection) -> int | None:
-        run = await model_records.by_id(conn, path.model_id)
+    def owner(conn: Connection) -> int | None:
+        run = model_records.by_id(conn, path.model_id)
         assert run is not None
-        return await session_records.owner_of(conn, run.session_id)
+        return session_records.owner_of(conn, run.session_id)
 
-    assert once(settings.store_url, owner) == 1
+    assert write_once(settings.store_url, owner) == 1
 
 
 def test_what_is_refused_leaves_nothing(settings: Settings, base: str, adapter: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import CheckpointKind, SessionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
@@ -73,9 +73,9 @@ def make(directory: Path) -> None:
 async def new_version(store: Store, model: ModelRow, directory: Path, *, durable: bool) -> WeightVersion:
     make(directory)
 
-    async def op(conn: AsyncConnection) -> WeightVersion:
-        number = await sampling_sessions.new_version(conn, model.key, "lora", durable=durable)
-        await sampling_sessions.set_directory(conn, number, str(directory))
+    def op(conn: Connection) -> WeightVersion:
+        number = sampling_sessions.insert_version(conn, model.key, "lora", durable=durable)
+        sampling_sessions.publish_version(conn, number, str(directory))
         return WeightVersion(number, "lora", str(directory))
 
     return await store.write(op)
@@ -183,9 +183,9 @@ async def test_an_expired_checkpoint_is_removed_once_nobody_samples_it(
     parts.used.clear()
     await cleanup.sweep()
     assert names(tmp_path / "checkpoints") == []
-    async with store.read() as conn:
-        assert await checkpoint_records.garbage(conn, time.time()) == []
-        assert await sampling_sessions.version(conn, version.id) is None
+    with store.read() as conn:
+        assert checkpoint_records.list_garbage(conn, time.time()) == []
+        assert sampling_sessions.published_version(conn, version.id) is None
 
 
 async def test_a_directory_is_removed_only_after_nobody_remembers_it(
@@ -197,11 +197,11 @@ async def test_a_directory_is_removed_only_after_nobody_remembers_it(
     await expired_checkpoint(store, model, version)
     cleanup = cleanup_of(store, parts, tmp_path)
 
-    async def full(*_: object) -> None:
+    def full(*_: object) -> None:
         raise OperationalError("DELETE", None, OSError("disk full"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_records, "forget", full)
+        patch.setattr(checkpoint_records, "mark_removed", full)
         with pytest.raises(OperationalError):
             await cleanup.sweep()
     assert exists(version)

@@ -1,14 +1,15 @@
 """Results reach the store once it can take them."""
 
 import pytest
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox, json_answer
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import finish as future_finish
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -18,16 +19,16 @@ async def test_a_result_waits_for_a_database_that_fails_for_a_moment(
     store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted = await journal.submit_create(store, await journal.new_session(store))
-    async with store.read() as conn:
-        (row,) = await queue.queued_after(conn, 0)
-    finish, failures = queue.succeed_all, [OperationalError("UPDATE", None, OSError("disk full"))]
+    with store.read() as conn:
+        (row,) = queue.queued_after(conn, 0)
+    finish, failures = future_finish.succeed_all, [OperationalError("UPDATE", None, OSError("disk full"))]
 
-    async def succeed_all(conn: AsyncConnection, results: dict[int, tuple[str, bytes]]) -> list[int]:
+    def succeed_all(conn: Connection, results: dict[int, tuple[str, bytes]]) -> list[int]:
         if failures:
             raise failures.pop()
-        return await finish(conn, results)
+        return finish(conn, results)
 
-    monkeypatch.setattr(queue, "succeed_all", succeed_all)
+    monkeypatch.setattr(future_finish, "succeed_all", succeed_all)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     await Outbox(store, bell, Metrics()).send([(row.id, json_answer({}))])
     assert failures == []

@@ -9,7 +9,7 @@ from skyrl_tinker.engine.status import KEY, EngineStatus
 from skyrl_tinker.store import checkpoint_records, model_records, server_state
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish, queue
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 
@@ -20,13 +20,13 @@ async def ready_model(store: Store) -> ModelId:
     key = await journal.key_of(store, accepted.model_id)
     done = await journal.outcome(store, accepted)
     await store.write(lambda conn: model_records.set_state(conn, key, ModelState.READY))
-    await store.write(lambda conn: queue.succeed(conn, done.future_id, "application/json", b"{}"))
+    await store.write(lambda conn: finish.succeed(conn, done.future_id, "application/json", b"{}"))
     return accepted.model_id
 
 
 async def newest(store: Store) -> int:
-    async with store.read() as conn:
-        return await queue.max_id(conn)
+    with store.read() as conn:
+        return queue.last_id(conn)
 
 
 async def test_a_model_of_the_dead_engine_is_lost_and_names_its_last_checkpoint(store: Store) -> None:

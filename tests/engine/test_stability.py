@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
@@ -23,8 +23,8 @@ from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions, stability_records
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import finish, queue, sample_submission
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -73,12 +73,12 @@ class Sampling:
         params = SamplingParams(max_tokens=3)
         body = sample_body(SampleRequest((1, 2), 2, params, record_stability_info=record))
         accepted = await self.store.write(
-            lambda conn: queue.submit_sample(
+            lambda conn: sample_submission.submit_sample(
                 conn, sampler, 1, owner=None, body=body, digest=b"", num_samples=2
             )
         )
-        async with self.store.read() as conn:
-            self.driver.submit(await queue.queued_after(conn, 0))
+        with self.store.read() as conn:
+            self.driver.submit(queue.queued_after(conn, 0))
         return accepted
 
     async def done(self, accepted: Accepted) -> None:
@@ -101,7 +101,7 @@ async def statements(store: Store) -> list[str]:
     """All that is written from now on."""
     seen: list[str] = []
 
-    async def watch(conn: AsyncConnection) -> None:
+    def watch(conn: Connection) -> None:
         sqlite.raw(conn).set_trace_callback(seen.append)
 
     await store.write(watch)
@@ -109,8 +109,8 @@ async def statements(store: Store) -> list[str]:
 
 
 async def records_of(store: Store, accepted: Accepted) -> dict[stability_records.Key, SequenceRecord]:
-    async with store.read() as conn:
-        return await stability_records.find(conn, accepted.sequence_ids)
+    with store.read() as conn:
+        return stability_records.find(conn, accepted.sequence_ids)
 
 
 async def test_every_sequence_of_a_recorded_sample_has_its_record(store: Store, drawn: Sampling) -> None:
@@ -146,7 +146,7 @@ async def test_a_failed_sample_leaves_no_record(store: Store, drawn: Sampling) -
 async def test_a_result_that_comes_too_late_leaves_no_record(store: Store, drawn: Sampling) -> None:
     drawn.samplers.go_on.clear()
     accepted = await drawn.sample(await journal.new_session(store), record=True)
-    await store.write(lambda conn: queue.fail_pending(conn, None, Failure("gone", "server")))
+    await store.write(lambda conn: finish.fail_pending(conn, None, Failure("gone", "server")))
     drawn.samplers.go_on.set()
     async with asyncio.timeout(10):
         while drawn.driver.in_flight() or drawn.driver.queued():  # noqa: ASYNC110

@@ -11,7 +11,7 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import preflight
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.store import once
+from skyrl_tinker.store.store import write_once
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_other_hosts_need_a_key(home: Path, host: str) -> None:
     settings = config.load(home=home, host=host)
     with pytest.raises(StartupError, match=r"no API keys; .*`skyrl-tinker keys create`, .* --insecure"):
         preflight.check_host(settings)
-    once(settings.store_url, lambda conn: api_keys.create(conn, "alice"))
+    write_once(settings.store_url, lambda conn: api_keys.create(conn, "alice"))
     preflight.check_host(settings)
-    once(settings.store_url, lambda conn: api_keys.revoke(conn, "alice"))
+    write_once(settings.store_url, lambda conn: api_keys.revoke(conn, "alice"))
     preflight.check_host(settings)  # which lets nobody in, but opens nothing
 
 

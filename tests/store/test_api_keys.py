@@ -15,8 +15,8 @@ async def made(store: Store, name: str) -> str:
 
 
 async def live_names(store: Store) -> list[str]:
-    async with store.read() as conn:
-        return [row.name for row in (await api_keys.live(conn)).values()]
+    with store.read() as conn:
+        return [row.name for row in api_keys.live_by_digest(conn).values()]
 
 
 async def test_the_database_holds_no_key_only_its_sha256(store: Store, url: str) -> None:
@@ -47,8 +47,8 @@ async def test_a_name_is_free_again_once_its_key_is_revoked(store: Store) -> Non
     await store.write(lambda conn: api_keys.revoke(conn, "alice@example.com"))
     assert await live_names(store) == []
     await made(store, "alice@example.com")
-    async with store.read() as conn:
-        first, second = await api_keys.listed(conn)
+    with store.read() as conn:
+        first, second = api_keys.list_keys(conn)
     assert (first.revoked_at is None, second.revoked_at is None) == (False, True)
 
 
@@ -69,21 +69,21 @@ async def test_counts_change_with_every_change(store: Store) -> None:
             await made(store, "alice")
         elif change == "revoke":
             await store.write(lambda conn: api_keys.revoke(conn, "alice"))
-        async with store.read() as conn:
-            seen.append(await api_keys.counts(conn))
+        with store.read() as conn:
+            seen.append(api_keys.count_keys(conn))
     assert seen == [(0, 0), (1, 0), (1, 1)]
 
 
 async def test_an_owner_is_called_by_its_key_and_nobody_is_local(store: Store) -> None:
     await made(store, "alice")
-    async with store.read() as conn:
-        owner = await api_keys.id_of(conn, "alice")
-        assert await api_keys.name_of(conn, owner) == "alice"
-        assert await api_keys.name_of(conn, None) == "local"
+    with store.read() as conn:
+        owner = api_keys.live_id(conn, "alice")
+        assert api_keys.owner_name(conn, owner) == "alice"
+        assert api_keys.owner_name(conn, None) == "local"
 
 
 async def test_a_secret_is_made_once(store: Store) -> None:
-    first = await store.write(lambda conn: server_state.secret(conn, "a"))
+    first = await store.write(lambda conn: server_state.get_or_create_secret(conn, "a"))
     assert len(first) == 32
-    assert await store.write(lambda conn: server_state.secret(conn, "a")) == first
-    assert await store.write(lambda conn: server_state.secret(conn, "b")) != first
+    assert await store.write(lambda conn: server_state.get_or_create_secret(conn, "a")) == first
+    assert await store.write(lambda conn: server_state.get_or_create_secret(conn, "b")) != first

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, SessionId
 from skyrl_tinker.errors import NotFoundError, UserError
@@ -26,22 +26,22 @@ async def add(store: Store, checkpoint: NewCheckpoint, *, replace: bool = False)
 
 
 async def find(store: Store, model: ModelRow, name: str = "a") -> CheckpointRow | None:
-    async with store.read() as conn:
-        return await checkpoint_records.find(conn, None, model.model_id, WEIGHTS, name)
+    with store.read() as conn:
+        return checkpoint_records.find(conn, None, model.model_id, WEIGHTS, name)
 
 
 async def delete(store: Store, model: ModelRow, name: str = "a") -> None:
-    async def op(conn: AsyncConnection) -> None:
-        await checkpoint_records.delete(
-            conn, await checkpoint_records.own(conn, None, model.model_id, WEIGHTS, name)
+    def op(conn: Connection) -> None:
+        checkpoint_records.delete(
+            conn, checkpoint_records.require_owned(conn, None, model.model_id, WEIGHTS, name)
         )
 
     await store.write(op)
 
 
 async def garbage(store: Store) -> list[str]:
-    async with store.read() as conn:
-        return [row.directory for row in await checkpoint_records.garbage(conn, time.time())]
+    with store.read() as conn:
+        return [row.directory for row in checkpoint_records.list_garbage(conn, time.time())]
 
 
 async def test_a_checkpoint_is_read_as_written(store: Store, model: ModelRow) -> None:
@@ -68,9 +68,9 @@ async def test_a_name_is_kept_unless_it_may_be_replaced(store: Store, model: Mod
 async def test_the_two_kinds_have_names_of_their_own(store: Store, model: ModelRow) -> None:
     await add(store, new(model))
     await add(store, replace(new(model, directory="/c/2"), kind=SAMPLER))
-    async with store.read() as conn:
-        rows = await checkpoint_records.of_model(conn, model.key)
-        last = await checkpoint_records.last_of_model(conn, model.key, SAMPLER)
+    with store.read() as conn:
+        rows = checkpoint_records.list_for_model(conn, model.key)
+        last = checkpoint_records.latest_for_model(conn, model.key, SAMPLER)
     assert [row.kind for row in rows] == [WEIGHTS, SAMPLER]
     assert last == rows[1]
 
@@ -83,7 +83,7 @@ async def test_a_deleted_checkpoint_is_not_found_and_its_name_is_free(store: Sto
         await delete(store, model)
     await add(store, new(model, directory="/c/2"))
     assert await garbage(store) == ["/c/1"]
-    await store.write(lambda conn: checkpoint_records.forget(conn, number))
+    await store.write(lambda conn: checkpoint_records.mark_removed(conn, number))
     assert await garbage(store) == []
 
 
@@ -101,9 +101,9 @@ async def test_the_last_checkpoint_is_the_newest_live_one(store: Store, model: M
     for name in ("a", "b", "c"):
         await add(store, new(model, name, f"/c/{name}"))
     await delete(store, model, "c")
-    async with store.read() as conn:
-        last = await checkpoint_records.last_of_model(conn, model.key, WEIGHTS)
-        none = await checkpoint_records.last_of_model(conn, model.key, SAMPLER)
+    with store.read() as conn:
+        last = checkpoint_records.latest_for_model(conn, model.key, WEIGHTS)
+        none = checkpoint_records.latest_for_model(conn, model.key, SAMPLER)
     assert last is not None
     assert last.name == "b"
     assert none is None
@@ -113,7 +113,7 @@ async def test_a_deleted_checkpoint_stays_on_disk_while_a_sampling_session_holds
     store: Store, session: SessionId, model: ModelRow
 ) -> None:
     version = await store.write(
-        lambda conn: sampling_sessions.new_version(conn, model.key, "lora", durable=True)
+        lambda conn: sampling_sessions.insert_version(conn, model.key, "lora", durable=True)
     )
     await add(store, replace(new(model), version_id=version))
     await store.write(

@@ -10,7 +10,7 @@ from skyrl_tinker.domain.values import CustomLoss, Failure
 from skyrl_tinker.errors import GoneError, NotFoundError, SeqIdReusedError, UserError
 from skyrl_tinker.store import custom_losses
 from skyrl_tinker.store.custom_losses import NewLoss
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish, record, training_submission
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import finish_session, new_session, outcome, queued
@@ -27,19 +27,19 @@ async def upload(
     seq_id: int = 0,
     loss: CustomLoss | None = LOSS,
     digest: bytes = b"digest",
-) -> queue.Accepted:
+) -> record.Accepted:
     new = NewLoss(session, seq_id, loss)
     failure = REFUSED if loss is None else None
     return await store.write(
-        lambda conn: queue.submit_custom_loss(
+        lambda conn: training_submission.submit_custom_loss(
             conn, new, owner=None, digest=digest, result=b"{}", failure=failure
         )
     )
 
 
 async def found(store: Store, session: SessionId, seq_id: int = 0) -> CustomLoss | None:
-    async with store.read() as conn:
-        return await custom_losses.get(conn, session, f"{session}:loss:{seq_id}")
+    with store.read() as conn:
+        return custom_losses.get(conn, session, f"{session}:loss:{seq_id}")
 
 
 async def test_a_loss_comes_back_as_it_was(store: Store, session: SessionId) -> None:
@@ -52,9 +52,9 @@ async def test_a_loss_comes_back_as_it_was(store: Store, session: SessionId) -> 
 async def test_other_sessions_cannot_have_it(store: Store, session: SessionId) -> None:
     await upload(store, session)
     other = await new_session(store)
-    async with store.read() as conn:
-        assert await custom_losses.get(conn, other, f"{session}:loss:0") is None
-        assert await custom_losses.get(conn, session, "nobody") is None
+    with store.read() as conn:
+        assert custom_losses.get(conn, other, f"{session}:loss:0") is None
+        assert custom_losses.get(conn, session, "nobody") is None
 
 
 async def test_retries_that_race_get_one_promise(store: Store, session: SessionId) -> None:
@@ -77,7 +77,7 @@ async def test_a_refused_loss_keeps_its_number_and_its_failure(store: Store, ses
     assert again.request_id == accepted.request_id
     answer = await outcome(store, accepted.request_id)
     assert answer.status is FutureStatus.FAILED
-    assert answer.body == queue.failure_body(REFUSED)
+    assert answer.body == finish.failure_body(REFUSED)
     assert await found(store, session) is None
 
 
@@ -90,7 +90,7 @@ async def test_the_engine_never_sees_them(store: Store, session: SessionId, mode
 
 async def test_a_restart_leaves_them_as_they_are(store: Store, session: SessionId) -> None:
     accepted = await upload(store, session)
-    assert await store.write(lambda conn: queue.fail_pending(conn, None, Failure("dead", "server"))) == 0
+    assert await store.write(lambda conn: finish.fail_pending(conn, None, Failure("dead", "server"))) == 0
     assert (await outcome(store, accepted.request_id)).status is FutureStatus.DONE
 
 

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelState, SessionId, VersionId
 from skyrl_tinker.domain.values import WeightVersion
@@ -17,13 +17,13 @@ NOBODY = SessionId("nobody")
 
 
 async def expired(store: Store, after_s: float, timeout_s: float = 600) -> list[SessionId]:
-    async with store.read() as conn:
-        return await session_records.expired(conn, time.time() + after_s, timeout_s)
+    with store.read() as conn:
+        return session_records.list_expired(conn, time.time() + after_s, timeout_s)
 
 
 async def droppable(store: Store) -> list[WeightVersion]:
-    async with store.read() as conn:
-        return await sampling_sessions.droppable_versions(conn)
+    with store.read() as conn:
+        return sampling_sessions.list_droppable_versions(conn)
 
 
 async def sampler_on(
@@ -52,9 +52,8 @@ async def test_a_finished_session_is_gone_and_an_unknown_one_not_found(
 async def test_the_first_reason_of_finishing_stands(store: Store, session: SessionId) -> None:
     await finish_session(store, session)
     await store.write(lambda conn: session_records.finish(conn, session, "expired", "late"))
-    with pytest.raises(GoneError, match="\\(done\\)"):
-        async with store.read() as conn:
-            await session_records.require_live(conn, session)
+    with pytest.raises(GoneError, match="\\(done\\)"), store.read() as conn:
+        session_records.require_live(conn, session)
 
 
 async def test_a_silent_session_expires_until_its_models_are_released(
@@ -78,8 +77,8 @@ async def test_a_silent_session_that_only_samples_expires_once(store: Store, ses
 async def test_a_heartbeat_keeps_a_session(store: Store, session: SessionId, model: ModelRow) -> None:
     asked = time.time() + 600
     await store.write(lambda conn: session_records.heartbeat(conn, session))
-    async with store.read() as conn:
-        assert await session_records.expired(conn, asked, 600) == []
+    with store.read() as conn:
+        assert session_records.list_expired(conn, asked, 600) == []
 
 
 async def test_a_finished_session_expires_at_once(store: Store, session: SessionId, model: ModelRow) -> None:
@@ -91,23 +90,23 @@ async def test_a_finished_session_expires_at_once(store: Store, session: Session
 
 async def test_a_version_is_known_from_publishing_to_dropping(store: Store, model: ModelRow) -> None:
     async def get(version_id: VersionId) -> WeightVersion | None:
-        async with store.read() as conn:
-            return await sampling_sessions.version(conn, version_id)
+        with store.read() as conn:
+            return sampling_sessions.published_version(conn, version_id)
 
     version = await store.write(
-        lambda conn: sampling_sessions.new_version(conn, model.key, "full", durable=True)
+        lambda conn: sampling_sessions.insert_version(conn, model.key, "full", durable=True)
     )
     assert await get(version) is None
-    await store.write(lambda conn: sampling_sessions.set_directory(conn, version, "/d"))
+    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/d"))
     assert await get(version) == WeightVersion(version, "full", "/d")
-    await store.write(lambda conn: sampling_sessions.drop_version(conn, version))
+    await store.write(lambda conn: sampling_sessions.mark_dropped(conn, version))
     assert await get(version) is None
 
 
 async def test_version_ids_are_never_used_again(store: Store, model: ModelRow) -> None:
     ids = [await ephemeral(store, model.key) for _ in range(3)]
     for version in ids:
-        await store.write(lambda conn, version=version: sampling_sessions.drop_version(conn, version))  # type: ignore[misc]
+        await store.write(lambda conn, version=version: sampling_sessions.mark_dropped(conn, version))  # type: ignore[misc]
     assert await ephemeral(store, model.key) > max(ids)
 
 
@@ -123,14 +122,14 @@ async def test_an_ephemeral_version_goes_when_the_last_session_on_it_is_finished
     assert await droppable(store) == [], "another session samples from it"
     await finish_session(store, other)
     assert await droppable(store) == [WeightVersion(version, "lora", "/ram/v1")]
-    await store.write(lambda conn: sampling_sessions.drop_version(conn, version))
+    await store.write(lambda conn: sampling_sessions.mark_dropped(conn, version))
     assert await droppable(store) == []
 
 
 async def inflight(store: Store, model: ModelRow, directory: str) -> VersionId:
-    async def op(conn: AsyncConnection) -> VersionId:
-        version = await sampling_sessions.new_version(conn, model.key, "lora", durable=False, inflight=True)
-        await sampling_sessions.set_directory(conn, version, directory)
+    def op(conn: Connection) -> VersionId:
+        version = sampling_sessions.insert_version(conn, model.key, "lora", durable=False, inflight=True)
+        sampling_sessions.publish_version(conn, version, directory)
         return version
 
     return await store.write(op)
@@ -140,17 +139,17 @@ async def test_an_inflight_session_follows_the_newest_published_version_of_its_m
     store: Store, session: SessionId, model: ModelRow
 ) -> None:
     async def target() -> WeightVersion | None:
-        async with store.read() as conn:
-            row = await sampling_sessions.get(conn, sampler)
+        with store.read() as conn:
+            row = sampling_sessions.get(conn, sampler)
             assert row is not None
             assert row.follows == model.key
-            return await sampling_sessions.newest_inflight(conn, row.follows)
+            return sampling_sessions.newest_inflight(conn, row.follows)
 
     sampler = await sampler_on(store, session, await inflight(store, model, "/ram/v1"))
     second = await inflight(store, model, "/ram/v2")
     await ephemeral(store, model.key, "/ram/v3")  # a snapshot is nobody's target
     await store.write(
-        lambda conn: sampling_sessions.new_version(conn, model.key, "lora", durable=False, inflight=True)
+        lambda conn: sampling_sessions.insert_version(conn, model.key, "lora", durable=False, inflight=True)
     )
     assert await target() == WeightVersion(second, "lora", "/ram/v2")
 
@@ -165,7 +164,7 @@ async def test_a_superseded_inflight_version_goes_at_once_and_the_newest_with_it
     assert await droppable(store) == []
     second = await inflight(store, model, "/ram/v2")
     assert await droppable(store) == [WeightVersion(first, "lora", "/ram/v1")]
-    await store.write(lambda conn: sampling_sessions.drop_version(conn, first))
+    await store.write(lambda conn: sampling_sessions.mark_dropped(conn, first))
     await finish_session(store, session)
     assert await droppable(store) == [], "a session that was made on the first one follows"
     await finish_session(store, other)
@@ -176,9 +175,9 @@ async def test_a_durable_version_is_never_droppable(
     store: Store, session: SessionId, model: ModelRow
 ) -> None:
     version = await store.write(
-        lambda conn: sampling_sessions.new_version(conn, model.key, "lora", durable=True)
+        lambda conn: sampling_sessions.insert_version(conn, model.key, "lora", durable=True)
     )
-    await store.write(lambda conn: sampling_sessions.set_directory(conn, version, "/d"))
+    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/d"))
     await finish_session(store, session)
     assert await droppable(store) == []
 
@@ -188,7 +187,7 @@ async def test_a_sampling_session_is_read_as_written(
 ) -> None:
     version = await ephemeral(store, model.key)
     sampler = await sampler_on(store, session, version)
-    async with store.read() as conn:
-        row = await sampling_sessions.get(conn, sampler)
+    with store.read() as conn:
+        row = sampling_sessions.get(conn, sampler)
         assert row == sampling_sessions.SamplingSessionRow(sampler, session, 0, "tiny", None, version)
-        assert await sampling_sessions.get(conn, sampling_sessions.SamplingSessionId("nobody")) is None
+        assert sampling_sessions.get(conn, sampling_sessions.SamplingSessionId("nobody")) is None

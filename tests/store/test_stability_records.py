@@ -8,8 +8,8 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store import stability_records
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import finish
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
@@ -27,8 +27,8 @@ async def add(store: Store, accepted: Accepted, *records: SequenceRecord) -> Non
 
 
 async def found_ids(store: Store, ids: tuple[str, ...]) -> set[str]:
-    async with store.read() as conn:
-        return {name for _, name in await stability_records.find(conn, ids)}
+    with store.read() as conn:
+        return {name for _, name in stability_records.find(conn, ids)}
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ async def test_a_record_comes_back_bit_by_bit_under_its_session(
     accepted = await sample(store, sampler, 1)
     first, second = (record_of(name, 7, index) for index, name in enumerate(accepted.sequence_ids))
     await add(store, accepted, first, second)
-    async with store.read() as conn:
-        found = await stability_records.find(conn, accepted.sequence_ids)
+    with store.read() as conn:
+        found = stability_records.find(conn, accepted.sequence_ids)
     assert set(found) == {(session, name) for name in accepted.sequence_ids}
     for record in (first, second):
         again = found[session, record.sequence_id]
@@ -82,11 +82,11 @@ async def test_the_fate_of_a_sequence_is_that_of_its_request(
 ) -> None:
     pending, done, failed = [await sample(store, sampler, seq_id) for seq_id in (1, 2, 3)]
     ids = [(await outcome(store, each.request_id)).future_id for each in (done, failed)]
-    await store.write(lambda conn: queue.succeed(conn, ids[0], "application/json", b"{}"))
-    await store.write(lambda conn: queue.fail(conn, ids[1], Failure("no", "user")))
+    await store.write(lambda conn: finish.succeed(conn, ids[0], "application/json", b"{}"))
+    await store.write(lambda conn: finish.fail(conn, ids[1], Failure("no", "user")))
     asked = [each.sequence_ids[1] for each in (pending, done, failed)]
-    async with store.read() as conn:
-        fates = await stability_records.fates(
+    with store.read() as conn:
+        fates = stability_records.request_statuses(
             conn, [*asked, "nobody-0", model.model_id, f"{done.request_id}-2"]
         )
     statuses = FutureStatus.PENDING, FutureStatus.DONE, FutureStatus.FAILED

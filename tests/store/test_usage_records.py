@@ -8,7 +8,7 @@ from skyrl_tinker.domain.ids import RequestKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.database.tables import Future
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish, outcomes
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.usage_records import HOUR_S, Hourly
@@ -21,17 +21,17 @@ async def sampled(
     store: Store, sampler: SamplingSessionId, number: int, used: Usage, hour: int = HOUR
 ) -> None:
     request = await sample(store, sampler, number)
-    async with store.read() as conn:
-        found = await queue.outcome(conn, request.request_id)
+    with store.read() as conn:
+        found = outcomes.find(conn, request.request_id)
     assert found is not None
     future = found.future_id
-    await store.write(lambda conn: queue.succeed(conn, future, "t", b"r", used))
+    await store.write(lambda conn: finish.succeed(conn, future, "t", b"r", used))
     at = update(Future).where(Future.id == future).values(finished_at=hour * HOUR_S + 1.0)
     await store.write(lambda conn: conn.execute(at))
 
 
 async def between(store: Store, first: int = HOUR, end: int = HOUR + 1) -> list[Hourly]:
-    return await store.fetch(lambda conn: usage_records.between(conn, None, first, end))
+    return await store.fetch(lambda conn: usage_records.hourly_between(conn, None, first, end))
 
 
 async def test_what_is_used_adds_up_by_hour(
@@ -67,17 +67,17 @@ async def test_nothing_changes_however_often_and_in_whatever_steps_it_is_rolled_
 async def test_a_purged_result_stays_counted(store: Store, sampler: SamplingSessionId) -> None:
     await sampled(store, sampler, 0, Usage(10, 4, 3))
     before = await between(store)
-    assert await store.write(lambda conn: queue.purge_results(conn, time.time() + 1)) == 1
+    assert await store.write(lambda conn: finish.purge_results(conn, time.time() + 1)) == 1
     assert await between(store) == before
     assert before[0].usage == Usage(10, 4, 3)
 
 
 async def test_what_failed_is_not_counted(store: Store, sampler: SamplingSessionId, model: ModelRow) -> None:
     request = await sample(store, sampler, 0)
-    async with store.read() as conn:
-        found = await queue.outcome(conn, request.request_id)
+    with store.read() as conn:
+        found = outcomes.find(conn, request.request_id)
     assert found is not None
-    await store.write(lambda conn: queue.fail(conn, found.future_id, Failure("no", "user")))
+    await store.write(lambda conn: finish.fail(conn, found.future_id, Failure("no", "user")))
     assert await between(store) == []
     await store.write(usage_records.roll_up)
     assert await between(store) == []

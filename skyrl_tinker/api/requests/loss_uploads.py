@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.values import CustomLoss, Failure
@@ -14,8 +14,8 @@ from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest, CreateCustomLossResult
 from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.store.custom_losses import NewLoss
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import training_submission
+from skyrl_tinker.store.futures.record import Accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Upload:
     digest: bytes
     failure: Failure | None
 
-    async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
+    def submit(self, conn: Connection, owner: OwnerId | None) -> Accepted:
         result = CreateCustomLossResult(loss_id=self.loss.loss_id).model_dump_json().encode()
-        return await queue.submit_custom_loss(
+        return training_submission.submit_custom_loss(
             conn, self.loss, owner=owner, digest=self.digest, result=result, failure=self.failure
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind, SessionId
@@ -17,8 +17,8 @@ from skyrl_tinker.protocol.validation.models import validate_lora_config, valida
 from skyrl_tinker.protocol.validation.steps import validate_create_via_load
 from skyrl_tinker.store import checkpoint_records, checkpoint_rules
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import training_submission
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
 
 _NO_SPEC = LoraSpec(rank=0, seed=0)  # for a model that failed
@@ -34,8 +34,8 @@ class Creation:
     body: bytes = b""
     failure: Failure | None = None
 
-    async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
-        return await queue.submit_create(
+    def submit(self, conn: Connection, owner: OwnerId | None) -> Accepted:
+        return training_submission.submit_create(
             conn,
             self.kind,
             self.model,
@@ -58,8 +58,8 @@ def new_model(message: CreateModelRequest, payload: Mapping[str, Any], limits: L
     return Creation(RequestKind.CREATE_MODEL, model, digest, CreateModelBody().to_bytes())
 
 
-async def model_from_checkpoint(
-    conn: AsyncConnection,
+def model_from_checkpoint(
+    conn: Connection,
     owner: OwnerId | None,
     message: CreateViaLoadRequest,
     payload: Mapping[str, Any],
@@ -69,7 +69,7 @@ async def model_from_checkpoint(
     digest = payload_digest(RequestKind.LOAD_WEIGHTS, payload)
     try:
         body = validate_create_via_load(message, limits)
-        row = await find_checkpoint(conn, owner, message.path)
+        row = find_checkpoint(conn, owner, message.path)
         checkpoint_rules.require_resumable(
             row,
             optimizer=message.optimizer,
@@ -84,24 +84,24 @@ async def model_from_checkpoint(
     return Creation(RequestKind.LOAD_WEIGHTS, model, digest, body.to_bytes())
 
 
-async def find_checkpoint(conn: AsyncConnection, owner: OwnerId | None, path: str) -> CheckpointRow:
+def find_checkpoint(conn: Connection, owner: OwnerId | None, path: str) -> CheckpointRow:
     """Return the owner's checkpoint, or a published one.
 
     Raises UserError for a malformed path, NotFoundError when there is none.
     """
     parsed = tinker_path.parse(path)
-    row = await checkpoint_records.find(conn, owner, parsed.model_id, parsed.kind, parsed.name)
+    row = checkpoint_records.find(conn, owner, parsed.model_id, parsed.kind, parsed.name)
     if row is None:
         raise checkpoint_rules.not_found(path)
     return row
 
 
-async def find_own_checkpoint(
-    conn: AsyncConnection, owner: OwnerId | None, run: str, checkpoint_id: str
+def find_own_checkpoint(
+    conn: Connection, owner: OwnerId | None, run: str, checkpoint_id: str
 ) -> CheckpointRow:
     """Return the owner's checkpoint `<kind>/<name>`. Raises UserError (malformed id), NotFoundError."""
     path = tinker_path.parse_checkpoint_id(ModelId(run), checkpoint_id)
-    return await checkpoint_records.own(conn, owner, path.model_id, path.kind, path.name)
+    return checkpoint_records.require_owned(conn, owner, path.model_id, path.kind, path.name)
 
 
 def _model(

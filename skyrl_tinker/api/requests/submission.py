@@ -12,8 +12,8 @@ from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.training import TrainingEnvelope
 from skyrl_tinker.protocol.stored_requests import payload_digest
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import training_submission
+from skyrl_tinker.store.futures.record import Accepted
 
 
 class Body(Protocol):
@@ -57,7 +57,7 @@ async def submit_training(
 ) -> AcceptedFuture:
     """Store the request and wake the engine; a repeated request gets the future of the first one."""
     accepted = await services.store.write(
-        lambda conn: queue.submit_training(
+        lambda conn: training_submission.submit_training(
             conn,
             submission.kind,
             submission.model_id,

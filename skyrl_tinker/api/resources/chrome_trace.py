@@ -44,7 +44,7 @@ async def _pages(store: Store, session: SessionId) -> AsyncIterator[list[Event]]
 
 async def _tracks(store: Store, session: SessionId) -> AsyncIterator[Track]:
     """Yield models, then samplers, each in order of creation."""
-    for query in (timeline.models, timeline.samplers):
+    for query in (timeline.list_models, timeline.list_samplers):
         after = -1
         while True:
             page = await store.fetch(partial(query, session=session, after=after, limit=PAGE))
@@ -58,7 +58,7 @@ async def _tracks(store: Store, session: SessionId) -> AsyncIterator[Track]:
 async def _slices(store: Store, track: Track) -> AsyncIterator[list[Slice]]:
     after = -1
     while True:
-        page = await store.fetch(partial(timeline.slices, track=track, after=after, limit=PAGE))
+        page = await store.fetch(partial(timeline.list_slices, track=track, after=after, limit=PAGE))
         if page:
             yield page
             after = page[-1].seq_id

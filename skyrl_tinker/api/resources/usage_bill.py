@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
@@ -22,8 +22,8 @@ from skyrl_tinker.protocol.schemas.usage import (
     UsageSession,
 )
 from skyrl_tinker.store import api_keys, usage_records
-from skyrl_tinker.store.reports import session_summaries, storage
-from skyrl_tinker.store.reports.session_summaries import Labels
+from skyrl_tinker.store.reports import session_listing, storage
+from skyrl_tinker.store.reports.session_listing import Labels
 from skyrl_tinker.store.reports.storage import StoredPeriod
 from skyrl_tinker.store.usage_records import HOUR_S, Hourly
 
@@ -39,21 +39,19 @@ class Line:
     info: EventInfo
 
 
-async def bill(
-    conn: AsyncConnection, owner: OwnerId | None, first: int, end: int, now: float
-) -> UsageResponse:
+def bill(conn: Connection, owner: OwnerId | None, first: int, end: int, now: float) -> UsageResponse:
     """Return the owner's usage in the hours [first, end) since the epoch. May be slow: for a thread."""
-    hourly = await usage_records.between(conn, owner, first, end)
-    stored = await storage.between(conn, owner, first * HOUR_S, min(end * HOUR_S, now))
+    hourly = usage_records.hourly_between(conn, owner, first, end)
+    stored = storage.periods_between(conn, owner, first * HOUR_S, min(end * HOUR_S, now))
     sessions = {usage.session_id for usage in hourly} | {period.session_id for period in stored}
-    labels = await session_summaries.labels(conn, owner, sessions)
+    labels = session_listing.find_labels(conn, owner, sessions)
     lines = [
         *(line for usage in hourly for line in _tokens(usage, labels[usage.session_id].project_id)),
         *_saves(stored, first, end),
         *_storage(stored, first, end, now),
     ]
     lines.sort(key=lambda line: (line.hour, -_token_count(line.info)))
-    return _response(lines, labels, await api_keys.name_of(conn, owner))
+    return _response(lines, labels, api_keys.owner_name(conn, owner))
 
 
 def _tokens(hourly: Hourly, project_id: str | None) -> Iterator[Line]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import NAMESPACE_URL, uuid4, uuid5
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
 from skyrl_tinker.api.services import Services
@@ -44,10 +44,10 @@ async def copy_weights(
     destination = _destination(request, owner, key)
     digest = payload_digest(RequestKind.COPY_WEIGHTS, payload)
     path = TinkerPath(destination.model_id, source.kind, source.name)
-    async with services.store.read() as conn:
-        if await checkpoint_copies.made(conn, owner, destination, digest):
+    with services.store.read() as conn:
+        if checkpoint_copies.is_copied(conn, owner, destination, digest):
             return path
-        row = await find_checkpoint(conn, owner, request.source_path)
+        row = find_checkpoint(conn, owner, request.source_path)
     root = services.settings.checkpoint_root / f"copy-{uuid4().hex}"
     await _add(services, owner, root, NewCopy(row, str(_inside(root, row)), destination, ttl, digest))
     return path
@@ -71,8 +71,8 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
     """Copy the files, then add the rows, which thus name a complete directory."""
     added = False
 
-    async def op(conn: AsyncConnection) -> bool:
-        return await checkpoint_copies.add(conn, owner, new)
+    def op(conn: Connection) -> bool:
+        return checkpoint_copies.add(conn, owner, new)
 
     try:
         await asyncio.to_thread(_copy_files, new.source, root)

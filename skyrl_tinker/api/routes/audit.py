@@ -5,7 +5,7 @@ from datetime import UTC, datetime, time
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 from starlette.responses import Response
 
 from skyrl_tinker.api.requests.responses import json_from_rows
@@ -34,8 +34,8 @@ async def list_events(query: Annotated[AuditQuery, Query()], deps: Deps, owner: 
     start = datetime.combine(query.day or datetime.now(UTC).date(), time(), UTC).timestamp()
     resource = _RESOURCES.get(query.event_type)
 
-    async def read(conn: AsyncConnection) -> AuditResponse:
-        events = await audit_log.between(conn, owner, start, start + _DAY_S, resource)
+    def read(conn: Connection) -> AuditResponse:
+        events = audit_log.events_between(conn, owner, start, start + _DAY_S, resource)
         return AuditResponse(entries=[_entry(event) for event in events])
 
     return await json_from_rows(deps.store, read)

@@ -60,9 +60,9 @@ def _hour(name: str, value: datetime) -> int:
 async def current_storage(
     query: Annotated[StorageQuery, Query()], deps: Deps, owner: Owner
 ) -> StorageResponse:
-    async with deps.store.read() as conn:
-        name = await api_keys.name_of(conn, owner)
-        totals = await storage.current(conn, owner, query.project_id)
+    with deps.store.read() as conn:
+        name = api_keys.owner_name(conn, owner)
+        totals = storage.current_totals(conn, owner, query.project_id)
     return StorageResponse(data=[_item(total, name) for total in totals])
 
 

@@ -4,7 +4,7 @@ import re
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 from starlette.responses import Response
 
 from skyrl_tinker.api.openapi.documents import takes
@@ -25,7 +25,7 @@ from skyrl_tinker.protocol.schemas.runs import (
 )
 from skyrl_tinker.protocol.validation.steps import validate_ttl
 from skyrl_tinker.store import checkpoint_records
-from skyrl_tinker.store.reports import checkpoint_list
+from skyrl_tinker.store.reports import training_runs
 
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})", re.ASCII)
 _KNOWS_EXTERNAL = (0, 28)
@@ -39,8 +39,8 @@ _OF_RUN = "/training_runs/{run}/checkpoints"
 async def list_checkpoints(
     query: Annotated[Paging, Query()], request: Request, deps: Deps, owner: Owner
 ) -> Response:
-    async def read(conn: AsyncConnection) -> CheckpointsResponse:
-        page = await checkpoint_list.page(conn, owner, _kinds(request), query.limit, query.offset)
+    def read(conn: Connection) -> CheckpointsResponse:
+        page = training_runs.page_checkpoints(conn, owner, _kinds(request), query.limit, query.offset)
         return CheckpointsResponse(
             checkpoints=[checkpoint(row) for row in page.checkpoints],
             cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
@@ -60,8 +60,8 @@ async def list_checkpoints(
 async def list_checkpoints_of_run(run: str, request: Request, deps: Deps, owner: Owner) -> Response:
     """Another owner's run shows its published checkpoints only."""
 
-    async def read(conn: AsyncConnection) -> CheckpointsResponse:
-        rows = await checkpoint_list.of_run(conn, owner, ModelId(run), _kinds(request))
+    def read(conn: Connection) -> CheckpointsResponse:
+        rows = training_runs.list_checkpoints(conn, owner, ModelId(run), _kinds(request))
         return CheckpointsResponse(checkpoints=[checkpoint(row) for row in rows])
 
     return await json_from_rows(deps.store, read)
@@ -99,9 +99,9 @@ async def set_ttl(
 ) -> dict[str, str]:
     ttl_seconds = validate_ttl((await read_model(request, SetTtlRequest)).ttl_seconds)
 
-    async def change(conn: AsyncConnection) -> None:
-        row = await find_own_checkpoint(conn, owner, run, f"{kind}/{name}")
-        await checkpoint_records.set_ttl(conn, row, ttl_seconds)
+    def change(conn: Connection) -> None:
+        row = find_own_checkpoint(conn, owner, run, f"{kind}/{name}")
+        checkpoint_records.set_ttl(conn, row, ttl_seconds)
 
     await deps.store.write(change)
     return {}
@@ -109,8 +109,8 @@ async def set_ttl(
 
 @router.delete(_OF_RUN + "/{checkpoint_id:path}", summary="Delete a checkpoint")
 async def delete_checkpoint(run: str, checkpoint_id: str, deps: Deps, owner: Owner) -> dict[str, str]:
-    async def delete(conn: AsyncConnection) -> None:
-        await checkpoint_records.delete(conn, await find_own_checkpoint(conn, owner, run, checkpoint_id))
+    def delete(conn: Connection) -> None:
+        checkpoint_records.delete(conn, find_own_checkpoint(conn, owner, run, checkpoint_id))
 
     await deps.store.write(delete)
     deps.bell.ring("engine")  # which removes the directory
@@ -118,9 +118,9 @@ async def delete_checkpoint(run: str, checkpoint_id: str, deps: Deps, owner: Own
 
 
 async def _set_public(deps: Deps, owner: OwnerId | None, run: str, checkpoint_id: str, public: bool) -> None:
-    async def change(conn: AsyncConnection) -> None:
-        row = await find_own_checkpoint(conn, owner, run, checkpoint_id)
-        await checkpoint_records.publish(conn, row, public)
+    def change(conn: Connection) -> None:
+        row = find_own_checkpoint(conn, owner, run, checkpoint_id)
+        checkpoint_records.publish(conn, row, public)
 
     await deps.store.write(change)
 

@@ -78,8 +78,8 @@ async def trace(session_id: str, request: Request, deps: Deps) -> StreamingRespo
 
 async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
     """Return the checkpoint that the URL was signed for, never a later one of the same name."""
-    async with deps.store.read() as conn:
-        row = await checkpoint_records.by_number(conn, number)
+    with deps.store.read() as conn:
+        row = checkpoint_records.by_id(conn, number)
     if row is None:
         raise NotFoundError("this checkpoint is deleted or expired")
     return row

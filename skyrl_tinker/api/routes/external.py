@@ -56,5 +56,5 @@ async def archive(
 
 
 async def _find_own(deps: Services, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
-    async with deps.store.read() as conn:
-        return await find_own_checkpoint(conn, owner, run, checkpoint_id)
+    with deps.store.read() as conn:
+        return find_own_checkpoint(conn, owner, run, checkpoint_id)

@@ -28,7 +28,7 @@ from skyrl_tinker.protocol.schemas.futures import (
 )
 from skyrl_tinker.store.futures import cancellation, completions
 from skyrl_tinker.store.futures.completions import Completion
-from skyrl_tinker.store.futures.queue import Outcome
+from skyrl_tinker.store.futures.outcomes import Outcome
 
 router = APIRouter(tags=["futures"])
 fast = APIRouter(tags=["futures"], route_class=FastRoute)
@@ -73,8 +73,8 @@ async def _reason(deps: Services, request_id: RequestId) -> Reason:
     if not engine.ready:
         return Reason("paused_capacity", f"the engine is {engine.state}: {engine.detail}")
     queues = await deps.queues.view()
-    async with deps.store.read() as conn:
-        position = await cancellation.place(conn, request_id)
+    with deps.store.read() as conn:
+        position = cancellation.queue_position(conn, request_id)
     if position is None or queues is None:
         return Reason("active", None)
     return queue_reason(position, queues)
@@ -109,8 +109,8 @@ async def retrieve_futures(request: Request, deps: Deps, owner: Owner) -> Retrie
     """Return samples that finished after `prev_cursor`, in order of finishing; none on timeout."""
     message = await read_model(request, RetrieveFuturesRequest)
     session_id = SamplingSessionId(message.target.sampling_session_id)
-    async with deps.store.read() as conn:
-        await completions.require_sampler(conn, owner, session_id)
+    with deps.store.read() as conn:
+        completions.require_sampler(conn, owner, session_id)
     longest = deps.settings.long_poll_s
     timeout_s = longest if message.timeout is None else min(message.timeout, longest)
     clone = message.target.cloned_sampler_id

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests import model_requests
@@ -28,7 +28,7 @@ from skyrl_tinker.protocol.schemas.training import (
 from skyrl_tinker.protocol.validation.steps import validate_load_weights
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import cancellation
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures.record import Accepted
 
 router = APIRouter(tags=["models"])
 
@@ -67,9 +67,9 @@ async def _create_via_load(
 ) -> AcceptedFuture:
     message = parse(CreateViaLoadRequest, payload)
 
-    async def create(conn: AsyncConnection) -> tuple[model_requests.Creation, Accepted]:
-        creation = await model_requests.model_from_checkpoint(conn, owner, message, payload, deps.limits)
-        return creation, await creation.submit(conn, owner)
+    def create(conn: Connection) -> tuple[model_requests.Creation, Accepted]:
+        creation = model_requests.model_from_checkpoint(conn, owner, message, payload, deps.limits)
+        return creation, creation.submit(conn, owner)
 
     creation, accepted = await deps.store.write(create, deps.wake_engine)
     return announce(deps, owner, accepted, pending=creation.failure is None)
@@ -97,8 +97,8 @@ async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
 )
 async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoResponse:
     message = await read_model(request, GetInfoRequest)
-    async with deps.store.read() as conn:
-        row = await model_records.find(conn, owner, ModelId(message.model_id))
+    with deps.store.read() as conn:
+        row = model_records.find(conn, owner, ModelId(message.model_id))
     if row is None:
         raise NotFoundError(f"no model {message.model_id}")
     return GetInfoResponse(
@@ -116,8 +116,8 @@ async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoRespons
 @router.post("/weights_info", summary="Describe a checkpoint", openapi_extra=takes(WeightsInfoRequest))
 async def weights_info(request: Request, deps: Deps, owner: Owner) -> WeightsInfoResponse:
     message = await read_model(request, WeightsInfoRequest)
-    async with deps.store.read() as conn:
-        row = await model_requests.find_checkpoint(conn, owner, message.tinker_path)
+    with deps.store.read() as conn:
+        row = model_requests.find_checkpoint(conn, owner, message.tinker_path)
     return WeightsInfoResponse(
         base_model=row.base_model,
         is_lora=row.spec.rank > 0,

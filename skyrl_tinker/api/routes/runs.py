@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 from starlette.responses import Response
 
 from skyrl_tinker.api.requests.responses import json_from_rows
@@ -27,8 +27,8 @@ router = APIRouter(tags=["runs"], prefix="/training_runs")
 async def list_training_runs(
     query: Annotated[TrainingRunsQuery, Query()], deps: Deps, owner: Owner
 ) -> Response:
-    async def read(conn: AsyncConnection) -> TrainingRunsResponse:
-        page = await training_runs.page(
+    def read(conn: Connection) -> TrainingRunsResponse:
+        page = training_runs.page(
             conn, owner, query.access_scope, query.limit, query.offset, query.project_id
         )
         return TrainingRunsResponse(
@@ -43,8 +43,8 @@ async def list_training_runs(
 async def get_training_run(
     run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, owner: Owner
 ) -> TrainingRun:
-    async with deps.store.read() as conn:
-        row = await training_runs.find(conn, owner, ModelId(run), query.access_scope)
+    with deps.store.read() as conn:
+        row = training_runs.find(conn, owner, ModelId(run), query.access_scope)
     if row is None:
         raise NotFoundError(f"no training run {run}")
     return training_run(row)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import takes
@@ -28,8 +28,8 @@ from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
 from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.sampling import validate_sample
 from skyrl_tinker.store import checkpoint_rules, owners, sampling_sessions
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import sample_submission
+from skyrl_tinker.store.futures.record import Accepted
 
 router = APIRouter(tags=["sampling"])
 fast = APIRouter(tags=["sampling"], route_class=FastRoute)
@@ -45,14 +45,14 @@ async def create_sampling_session(
 ) -> CreateSamplingSessionResponse:
     message = await read_model(request, CreateSamplingSessionRequest)
 
-    async def create(conn: AsyncConnection) -> SamplingSessionId:
+    def create(conn: Connection) -> SamplingSessionId:
         session_id, number = SessionId(message.session_id), message.sampling_session_seq_id
-        await owners.require_session(conn, owner, session_id)
+        owners.require_session(conn, owner, session_id)
         path = message.model_path
-        if path is not None and (first := await sampling_sessions.made_of(conn, session_id, number, path)):
+        if path is not None and (first := sampling_sessions.find_for_path(conn, session_id, number, path)):
             return first
-        base_model, version_id = await _target(conn, owner, message, deps.limits)
-        return await sampling_sessions.create(
+        base_model, version_id = _target(conn, owner, message, deps.limits)
+        return sampling_sessions.create(
             conn,
             session_id,
             number,
@@ -64,14 +64,14 @@ async def create_sampling_session(
     return CreateSamplingSessionResponse(sampling_session_id=await deps.store.write(create))
 
 
-async def _target(
-    conn: AsyncConnection, owner: OwnerId | None, message: CreateSamplingSessionRequest, limits: Limits
+def _target(
+    conn: Connection, owner: OwnerId | None, message: CreateSamplingSessionRequest, limits: Limits
 ) -> tuple[str, VersionId | None]:
     """Return base model and weight version. `model_path` wins over `base_model`; both must be served."""
     if message.base_model is not None:
         validate_base_model(message.base_model, limits)
     if message.model_path is not None:
-        row = await find_checkpoint(conn, owner, message.model_path)
+        row = find_checkpoint(conn, owner, message.model_path)
         checkpoint_rules.require_served(row, limits.base_models)
         if row.version_id is None:
             raise checkpoint_rules.no_sampler_weights(row.path)
@@ -83,8 +83,8 @@ async def _target(
 
 @router.get("/samplers/{sampler_id}", summary="Describe a sampling session: base model and checkpoint path")
 async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerResponse:
-    async with deps.store.read() as conn:
-        row = await sampling_sessions.find(conn, owner, SamplingSessionId(sampler_id))
+    with deps.store.read() as conn:
+        row = sampling_sessions.find(conn, owner, SamplingSessionId(sampler_id))
     if row is None:
         raise NotFoundError(f"no sampling session {sampler_id}")
     return GetSamplerResponse(
@@ -101,7 +101,7 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
     """Assign a number; the client's seq_ids begin at it times 10^9, so that no other client uses them."""
     message = await read_model(request, JoinSamplingSessionRequest)
     session_id = SamplingSessionId(message.sampling_session_id)
-    counter = await deps.store.write(lambda conn: sampling_sessions.join(conn, owner, session_id))
+    counter = await deps.store.write(lambda conn: sampling_sessions.add_client(conn, owner, session_id))
     return JoinSamplingSessionResponse(client_counter=counter)
 
 
@@ -127,8 +127,8 @@ class _Sample:
     body: bytes
     num_samples: int
 
-    async def submit(self, conn: AsyncConnection, owner: OwnerId | None) -> Accepted:
-        return await queue.submit_sample(
+    def submit(self, conn: Connection, owner: OwnerId | None) -> Accepted:
+        return sample_submission.submit_sample(
             conn,
             self.session_id,
             self.seq_id,

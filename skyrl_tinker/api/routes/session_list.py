@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 from starlette.responses import Response
 
 from skyrl_tinker.api.openapi.documents import takes
@@ -30,8 +30,8 @@ from skyrl_tinker.protocol.schemas.session_list import (
     SetProjectRequest,
 )
 from skyrl_tinker.store import api_keys
-from skyrl_tinker.store.reports import session_search, session_summaries
-from skyrl_tinker.store.reports.session_search import Search, SearchPosition, SessionMatch, SessionStatus
+from skyrl_tinker.store.reports import session_listing
+from skyrl_tinker.store.reports.session_listing import Search, SearchPosition, SessionMatch, SessionStatus
 
 router = APIRouter(tags=["sessions"], prefix="/sessions")
 
@@ -40,8 +40,8 @@ router = APIRouter(tags=["sessions"], prefix="/sessions")
 async def list_sessions(
     query: Annotated[SessionsQuery, Query()], deps: Deps, owner: Owner
 ) -> SessionsResponse:
-    async with deps.store.read() as conn:
-        return SessionsResponse(sessions=await session_summaries.page(conn, owner, query.limit, query.offset))
+    with deps.store.read() as conn:
+        return SessionsResponse(sessions=session_listing.list_ids(conn, owner, query.limit, query.offset))
 
 
 @router.post(
@@ -53,11 +53,11 @@ async def list_sessions(
 async def search_sessions(request: Request, deps: Deps, owner: Owner) -> Response:
     message = await read_model(request, SessionSearchRequest)
 
-    async def read(conn: AsyncConnection) -> SessionSearchResponse:
-        urn = user_urn(await api_keys.name_of(conn, owner))
+    def read(conn: Connection) -> SessionSearchResponse:
+        urn = user_urn(api_keys.owner_name(conn, owner))
         if message.owner.type == "user" and urn not in message.owner.owner_urns:
             return SessionSearchResponse(sessions=[])
-        matches = await session_search.search(conn, owner, _search(message), message.limit + 1)
+        matches = session_listing.search(conn, owner, _search(message), message.limit + 1)
         return _response(matches, message.limit, urn)
 
     return await json_from_rows(deps.store, read)
@@ -67,8 +67,8 @@ async def search_sessions(request: Request, deps: Deps, owner: Owner) -> Respons
 async def get_session(
     session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, owner: Owner
 ) -> SessionContents:
-    async with deps.store.read() as conn:
-        contents = await session_summaries.contents(conn, owner, SessionId(session_id))
+    with deps.store.read() as conn:
+        contents = session_listing.totals(conn, owner, SessionId(session_id))
     return SessionContents(
         training_run_ids=contents.training_runs,
         sampler_ids=contents.samplers,
@@ -86,7 +86,7 @@ async def set_project(session_id: str, request: Request, deps: Deps, owner: Owne
     """Projects need not be created: a project is any id that a session names."""
     project = (await read_model(request, SetProjectRequest)).project_id
     await deps.store.write(
-        lambda conn: session_summaries.set_project(conn, owner, SessionId(session_id), project)
+        lambda conn: session_listing.set_project(conn, owner, SessionId(session_id), project)
     )
     return {}
 
@@ -135,7 +135,7 @@ def _summary(match: SessionMatch, urn: str) -> SessionSummary:
 def _status(match: SessionMatch) -> ActiveStatus | FinishedStatus | None:
     if match.finished_at is None:
         return ActiveStatus()
-    for reason in session_search.REASONS:
+    for reason in session_listing.REASONS:
         if reason == match.finish_reason:
             return FinishedStatus(reason=FinishedReason(type=reason), detail=match.finish_detail)
     return None

@@ -1,7 +1,7 @@
 """Sessions: creation, heartbeats, finish."""
 
 from fastapi import APIRouter, Request
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
@@ -23,8 +23,8 @@ router = APIRouter(tags=["sessions"])
 async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSessionResponse:
     message = await read_model(request, CreateSessionRequest)
 
-    async def create(conn: AsyncConnection) -> CreateSessionResponse:
-        session_id = await session_records.create(
+    def create(conn: Connection) -> CreateSessionResponse:
+        session_id = session_records.create(
             conn,
             owner=owner,
             tags=message.tags,
@@ -33,7 +33,7 @@ async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSe
             display_name=message.display_name,
             sdk_version=message.sdk_version,
         )
-        warning = await server_state.get(conn, server_state.WARNING)
+        warning = server_state.get(conn, server_state.WARNING)
         return CreateSessionResponse(session_id=session_id, warning_message=warning)
 
     return await deps.store.write(create)
@@ -47,9 +47,9 @@ async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSe
 async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> HeartbeatResponse:
     session_id = SessionId((await read_model(request, HeartbeatRequest)).session_id)
 
-    async def beat(conn: AsyncConnection) -> None:
-        await owners.require_session(conn, owner, session_id)
-        await session_records.heartbeat(conn, session_id)
+    def beat(conn: Connection) -> None:
+        owners.require_session(conn, owner, session_id)
+        session_records.heartbeat(conn, session_id)
 
     await deps.store.write(beat)
     return HeartbeatResponse()
@@ -63,9 +63,9 @@ async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> Heart
 async def finish_session(session_id: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
     message = await read_model(request, FinishSessionRequest)
 
-    async def finish(conn: AsyncConnection) -> None:
-        await owners.require_session(conn, owner, SessionId(session_id))
-        await session_records.finish(conn, SessionId(session_id), message.reason.type, message.detail)
+    def finish(conn: Connection) -> None:
+        owners.require_session(conn, owner, SessionId(session_id))
+        session_records.finish(conn, SessionId(session_id), message.reason.type, message.detail)
 
     await deps.store.write(finish)
     deps.bell.ring("engine")  # its models can be released

@@ -14,7 +14,7 @@ router = APIRouter(tags=["downloads"])
 @router.get("/sessions/{session_id}/trace_export", summary="Signed URL of a session's trace")
 async def trace_export(session_id: str, request: Request, deps: Deps, owner: Owner) -> TraceExportResponse:
     """Answer at once: the trace is built while it is downloaded."""
-    async with deps.store.read() as conn:
-        await require_session(conn, owner, SessionId(session_id))
+    with deps.store.read() as conn:
+        require_session(conn, owner, SessionId(session_id))
     url = await deps.signer.url(request, f"/download/trace/{session_id}", expiry())
     return TraceExportResponse(url=url)

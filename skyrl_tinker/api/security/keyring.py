@@ -38,7 +38,7 @@ class KeyRing:
         return self._counts[0] > 0
 
     async def start(self) -> None:
-        self._secret = await self._store.write(lambda conn: server_state.secret(conn, _SECRET))
+        self._secret = await self._store.write(lambda conn: server_state.get_or_create_secret(conn, _SECRET))
         await self.refresh()
 
     async def run(self) -> None:
@@ -51,11 +51,11 @@ class KeyRing:
                 _log.warning("API keys could not be read, trying again: %s", error)
 
     async def refresh(self) -> None:
-        async with self._store.read() as conn:
-            counts = await api_keys.counts(conn)
+        with self._store.read() as conn:
+            counts = api_keys.count_keys(conn)
             if counts == self._counts:
                 return
-            live = await api_keys.live(conn)
+            live = api_keys.live_by_digest(conn)
         self._by_digest = {digest: Caller(row.id, row.name) for digest, row in live.items()}
         self._live = {row.id for row in live.values()}
         self._verified.clear()
@@ -64,7 +64,7 @@ class KeyRing:
     def caller(self, credential: str | None) -> Caller:
         """Return the owner of a key or JWT. UnauthenticatedError; a server without keys admits any caller."""
         if not self.locked:
-            return Caller(None, api_keys.LOCAL)
+            return Caller(None, api_keys.LOCAL_OWNER)
         if not credential:
             raise UnauthenticatedError(f"X-API-Key: found none, {_EXPECTED}")
         if credential.startswith(tokens.PREFIX):

@@ -54,7 +54,9 @@ class Signer:
 
     async def _signature(self, path: str, expires: str) -> str:
         if self._secret is None:
-            self._secret = await self._store.write(lambda conn: server_state.secret(conn, _SECRET))
+            self._secret = await self._store.write(
+                lambda conn: server_state.get_or_create_secret(conn, _SECRET)
+            )
         return hmac.new(self._secret, f"{expires}\n{path}".encode(), hashlib.sha256).hexdigest()
 
     def _address(self, request: Request) -> str:

@@ -34,8 +34,8 @@ class EngineState:
 
 async def engine_state(store: Store) -> EngineState:
     """Read the engine's state; `starting` until it has reported one."""
-    async with store.read() as conn:
-        value = await server_state.get(conn, "engine")
+    with store.read() as conn:
+        value = server_state.get(conn, "engine")
     if value is None:
         return EngineState("starting", "the engine has not reported yet")
     return EngineState(value["state"], value["detail"])

@@ -9,8 +9,8 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestId
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Outcome
+from skyrl_tinker.store.futures import outcomes
+from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.store import Store
 
 _FALLBACK_POLL_S = 1.0
@@ -35,8 +35,8 @@ class FutureWaiter:
         self._stopped = False
 
     async def start(self) -> None:
-        async with self._store.read() as conn:
-            self._cursor = await queue.last_result_id(conn)
+        with self._store.read() as conn:
+            self._cursor = outcomes.last_result_id(conn)
 
     async def run(self) -> None:
         """Answer waits on each ring, and each second in case a ring was lost, until cancelled."""
@@ -58,8 +58,8 @@ class FutureWaiter:
 
     async def announce(self) -> None:
         """Answer the waits whose futures finished since the last call; one query reads all results."""
-        async with self._store.read() as conn:
-            finished = await queue.finished_after(conn, self._cursor, _SMALL_BYTES)
+        with self._store.read() as conn:
+            finished = outcomes.finished_after(conn, self._cursor, _SMALL_BYTES)
         for cursor, outcome in finished:
             self._remember(outcome.request_id)
             if outcome.request_id in self._waiting:
@@ -137,8 +137,8 @@ class FutureWaiter:
                 del self._waiting[request_id]
 
     async def _read(self, request_id: RequestId, owner: OwnerId | None) -> Outcome | None:
-        async with self._store.read() as conn:
-            outcome = await queue.outcome(conn, request_id, _SMALL_BYTES)
+        with self._store.read() as conn:
+            outcome = outcomes.find(conn, request_id, _SMALL_BYTES)
         if outcome is None or outcome.owner_id != owner:
             return None
         if outcome.status is not FutureStatus.PENDING:  # its announcement is no longer remembered
@@ -149,7 +149,7 @@ class FutureWaiter:
         """Return the outcome with its result; a large one is read off the loop."""
         if not outcome.withheld:
             return outcome
-        complete = await self._store.fetch(lambda conn: queue.outcome(conn, outcome.request_id))
+        complete = await self._store.fetch(lambda conn: outcomes.find(conn, outcome.request_id))
         return complete or outcome
 
 

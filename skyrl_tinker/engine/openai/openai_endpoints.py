@@ -126,10 +126,10 @@ class OpenAIServer:
         path = tinker_path.parse(model)
         if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
             raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")
-        async with self._store.read() as conn:
-            row = await checkpoint_records.find(conn, owner, path.model_id, path.kind, path.name)
+        with self._store.read() as conn:
+            row = checkpoint_records.find(conn, owner, path.model_id, path.kind, path.name)
             version = (
-                await sampling_sessions.version(conn, row.version_id) if row and row.version_id else None
+                sampling_sessions.published_version(conn, row.version_id) if row and row.version_id else None
             )
         if row is None or version is None:
             raise checkpoint_rules.not_found(model)

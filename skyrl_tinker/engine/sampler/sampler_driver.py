@@ -6,7 +6,7 @@ from functools import partial
 from types import MappingProxyType
 
 import numpy as np
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import SamplingSessionId, sequence_ids
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
@@ -135,8 +135,8 @@ class SamplerDriver:
         return [(row, body) for row, body in pairs if body is not None]
 
     async def _read(self, ids: Sequence[int]) -> dict[int, bytes]:
-        async with self._store.read() as conn:
-            return await queue.bodies(conn, ids)
+        with self._store.read() as conn:
+            return queue.read_bodies(conn, ids)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         await self._outbox.send([(row.id, await self._outcome(row, body))])
@@ -162,8 +162,8 @@ class SamplerDriver:
         if session not in self._sources:
             if len(self._sources) >= CACHED_SESSIONS:
                 self._sources.clear()
-            async with self._store.read() as conn:
-                row, version = await _session_version(conn, session)
+            with self._store.read() as conn:
+                row, version = _session_version(conn, session)
             self._samplers.require_served(row.base_model)
             if version is not None and row.follows is not None:
                 self._sources[session] = self._samplers.target(row.follows, version)
@@ -185,19 +185,19 @@ def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tu
     )
 
 
-async def _session_version(
-    conn: AsyncConnection, session: SamplingSessionId
+def _session_version(
+    conn: Connection, session: SamplingSessionId
 ) -> tuple[SamplingSessionRow, WeightVersion | None]:
     """Read the session and its version, None for the base model."""
-    row = await sampling_sessions.get(conn, session)
+    row = sampling_sessions.get(conn, session)
     if row is None:
         raise NotFoundError(f"no sampling session {session}")
     if row.version_id is None:
         return row, None
     if row.follows is not None:
-        version = await sampling_sessions.newest_inflight(conn, row.follows)
+        version = sampling_sessions.newest_inflight(conn, row.follows)
     else:
-        version = await sampling_sessions.version(conn, row.version_id)
+        version = sampling_sessions.published_version(conn, row.version_id)
     if version is None:
         raise NotFoundError(f"the weights of sampling session {session} are gone: its session is finished")
     return row, version

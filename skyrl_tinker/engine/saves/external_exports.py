@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import CheckpointKind
@@ -64,6 +64,6 @@ class Exporter(SaveFlow[ExternalExport]):
         with storage_errors("the export could not be written"):
             return await asyncio.to_thread(finish_export, export, save.staging, save.directory)
 
-    async def _record(self, conn: AsyncConnection, save: ExternalExport, size: int) -> Mapping[str, Any]:
-        await checkpoint_records.add(conn, save.checkpoint(size), replace=False)
+    def _record(self, conn: Connection, save: ExternalExport, size: int) -> Mapping[str, Any]:
+        checkpoint_records.add(conn, save.checkpoint(size), replace=False)
         return {"path": str(save.path), "size_bytes": size}

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.atomic_directory import make_staging, publish
 from skyrl_tinker.domain.ids import CheckpointKind, ModelKey
@@ -121,9 +121,9 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _requests(self, rows: Sequence[QueuedRow]) -> list[SamplerSaveRequest]:
         """Read the requests, without those that expired before their turn."""
-        async with self._store.read() as conn:
-            bodies = await queue.bodies(conn, [row.id for row in rows])
-            return [await _request(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
+        with self._store.read() as conn:
+            bodies = queue.read_bodies(conn, [row.id for row in rows])
+            return [_request(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
 
     async def _begin(self, row: QueuedRow, model: ModelRow, body: SaveSamplerBody) -> SamplerSave:
         """Reserve the name and number the version. Raises SkyrlTinkerError."""
@@ -131,7 +131,7 @@ class Publisher(SaveFlow[SamplerSave]):
         kind: Literal["lora", "full"] = "lora" if model.spec.rank else "full"
         async with self._reserving(path):
             number = await self._store.write(
-                lambda conn: sampling_sessions.new_version(
+                lambda conn: sampling_sessions.insert_version(
                     conn, model.key, kind, durable=path is not None, inflight=body.kind == "inflight"
                 )
             )
@@ -167,14 +167,14 @@ class Publisher(SaveFlow[SamplerSave]):
         await self._samplers.load(save.version)
         return size
 
-    async def _record(self, conn: AsyncConnection, save: SamplerSave, size: int) -> Mapping[str, Any]:
-        await sampling_sessions.set_directory(conn, save.version.id, str(save.directory))
+    def _record(self, conn: Connection, save: SamplerSave, size: int) -> Mapping[str, Any]:
+        sampling_sessions.publish_version(conn, save.version.id, str(save.directory))
         if save.path is None:
-            return {"sampling_session_id": await _create_session(conn, save)}
+            return {"sampling_session_id": _create_session(conn, save)}
         checkpoint = replace(
             save.checkpoint(size), user_metadata=save.body.user_metadata, version_id=save.version.id
         )
-        await checkpoint_records.add(conn, checkpoint, replace=False)
+        checkpoint_records.add(conn, checkpoint, replace=False)
         return {"path": str(save.path)}
 
     async def _announce(self, save: SamplerSave) -> None:
@@ -188,7 +188,7 @@ class Publisher(SaveFlow[SamplerSave]):
         with suppress(SamplerError):  # a sampler that is down has no adapters anyway
             await self._samplers.unload(save.version)
         await super()._discard(save)
-        drop = partial(sampling_sessions.drop_version, version_id=save.version.id)
+        drop = partial(sampling_sessions.mark_dropped, version_id=save.version.id)
         await persistently(lambda: self._store.write(drop))
 
     async def _compare(self, scored: ScoredProbe, save: SamplerSave, publishing: asyncio.Task[bool]) -> None:
@@ -206,16 +206,16 @@ async def _or_failure(work: Awaitable[T]) -> T | Failure:
         return failure_of(error)
 
 
-async def _request(conn: AsyncConnection, row: QueuedRow, body: bytes) -> SamplerSaveRequest:
-    model = await model_records.by_key(conn, model_of(row))
+def _request(conn: Connection, row: QueuedRow, body: bytes) -> SamplerSaveRequest:
+    model = model_records.by_key(conn, model_of(row))
     assert model is not None, "futures refer to models"
     return SamplerSaveRequest(row, model, SaveSamplerBody.from_bytes(body))
 
 
-async def _create_session(conn: AsyncConnection, save: SamplerSave) -> str:
+def _create_session(conn: Connection, save: SamplerSave) -> str:
     number = save.body.sampling_session_seq_id
     assert number is not None, "validated: a save has a name or a sampling_session_seq_id"
-    return await sampling_sessions.create(
+    return sampling_sessions.create(
         conn,
         save.model.session_id,
         number,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.atomic_directory import staging_of
 from skyrl_tinker.domain.ids import CheckpointKind
@@ -103,8 +103,8 @@ class SaveFlow(ABC, Generic[S]):
             raise
 
     async def _require_new(self, path: TinkerPath) -> None:
-        async with self._store.read() as conn:
-            existing = await checkpoint_records.any_owners(conn, path.model_id, path.kind, path.name)
+        with self._store.read() as conn:
+            existing = checkpoint_records.find_of_any_owner(conn, path.model_id, path.kind, path.name)
         if existing is not None:
             replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
             raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
@@ -119,13 +119,13 @@ class SaveFlow(ABC, Generic[S]):
         """Make the directory appear, complete; returns its size in bytes."""
 
     @abstractmethod
-    async def _record(self, conn: AsyncConnection, save: S, size: int) -> Mapping[str, Any]:
+    def _record(self, conn: Connection, save: S, size: int) -> Mapping[str, Any]:
         """Add the save's rows; returns the fields of its answer."""
 
     async def _commit(self, save: S, size: int) -> None:
-        async def op(conn: AsyncConnection) -> None:
-            fields = await self._record(conn, save, size)
-            await finish_all(conn, {save.row.id: json_answer({**fields, "type": save.row.kind})})
+        def op(conn: Connection) -> None:
+            fields = self._record(conn, save, size)
+            finish_all(conn, {save.row.id: json_answer({**fields, "type": save.row.kind})})
 
         await persistently(lambda: self._outbox.commit(op, save.row.id))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
@@ -46,12 +46,12 @@ class Saver(SaveFlow[TrainingSave]):
     async def _write(self, save: TrainingSave) -> int:
         return await self._trainer.persist_state(save.captured, str(save.directory))
 
-    async def _record(self, conn: AsyncConnection, save: TrainingSave, size: int) -> Mapping[str, Any]:
+    def _record(self, conn: Connection, save: TrainingSave, size: int) -> Mapping[str, Any]:
         checkpoint = replace(
             save.checkpoint(size),
             has_optimizer=True,
             optimizer_config=save.model.optimizer_config,
             user_metadata=save.body.user_metadata,
         )
-        await checkpoint_records.add(conn, checkpoint, replace=save.body.overwrite)
+        checkpoint_records.add(conn, checkpoint, replace=save.body.overwrite)
         return {"path": str(save.path)}

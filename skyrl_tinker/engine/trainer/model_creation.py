@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelState
@@ -93,10 +93,10 @@ class ModelCreation:
 
     async def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
         parsed = tinker_path.parse(path)
-        async with self._store.read() as conn:
-            owner = await session_records.owner_of(conn, model.session_id)
-            checkpoint = await checkpoint_records.find(conn, owner, parsed.model_id, parsed.kind, parsed.name)
-            owned = await model_records.find(conn, owner, parsed.model_id) is not None
+        with self._store.read() as conn:
+            owner = session_records.owner_of(conn, model.session_id)
+            checkpoint = checkpoint_records.find(conn, owner, parsed.model_id, parsed.kind, parsed.name)
+            owned = model_records.find(conn, owner, parsed.model_id) is not None
         if checkpoint is None and owned and self._saver.persisting(parsed):
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if checkpoint is None:
@@ -121,16 +121,14 @@ def _family(config: Mapping[str, Any]) -> OptimizerFamily:
 
 
 def _set_ready(model: ModelRow) -> Op[None]:
-    async def op(conn: AsyncConnection) -> None:
-        await model_records.set_state(conn, model.key, ModelState.READY)
+    def op(conn: Connection) -> None:
+        model_records.set_state(conn, model.key, ModelState.READY)
 
     return op
 
 
 def _set_spec(model: ModelRow, checkpoint: CheckpointRow, optimizer_config: Mapping[str, Any]) -> Op[None]:
-    async def op(conn: AsyncConnection) -> None:
-        await model_records.set_spec(
-            conn, model.key, checkpoint.spec, checkpoint.base_model, optimizer_config
-        )
+    def op(conn: Connection) -> None:
+        model_records.set_spec(conn, model.key, checkpoint.spec, checkpoint.base_model, optimizer_config)
 
     return op

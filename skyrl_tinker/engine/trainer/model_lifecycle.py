@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
@@ -39,8 +39,8 @@ class ModelLifecycle:
         self._unloading: dict[ModelKey, QueuedRow] = {}  # by model, its unload_model request
 
     async def row(self, model: ModelKey) -> ModelRow:
-        async with self._store.read() as conn:
-            row = await model_records.by_key(conn, model)
+        with self._store.read() as conn:
+            row = model_records.by_key(conn, model)
         assert row is not None, "futures refer to models"
         return row
 
@@ -96,8 +96,8 @@ class ModelLifecycle:
         self._on_workers.discard(model)
         await self._drift_monitor.forget(model)
         row = await self.row(model)
-        async with self._store.read() as conn:
-            reason = await recovery.why_lost(conn, row, "a trainer process died")
+        with self._store.read() as conn:
+            reason = recovery.why_lost(conn, row, "a trainer process died")
         failures = self._close(model, Failure(reason, "server"))
         await self._outbox.send(failures, _set_state(model, ModelState.LOST, reason))
 
@@ -117,8 +117,8 @@ class ModelLifecycle:
 
 
 def _set_state(model: ModelKey, state: ModelState, reason: str) -> Op[Any]:
-    async def op(conn: AsyncConnection) -> None:
-        await model_records.set_state(conn, model, state, reason)
+    def op(conn: Connection) -> None:
+        model_records.set_state(conn, model, state, reason)
 
     return op
 

@@ -27,8 +27,8 @@ class OptimSteps:
 
     async def apply(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
         """Apply the steps of valid windows together, and clear the other windows. Raises TrainerError."""
-        async with self._store.read() as conn:  # steps that were refused or have expired have no body
-            bodies = await queue.bodies(conn, [row.id for row in rows])
+        with self._store.read() as conn:  # steps that were refused or have expired have no body
+            bodies = queue.read_bodies(conn, [row.id for row in rows])
         errors = {row.id: self._lanes.window_error(model_of(row)) for row in rows}
         valid = [row for row in rows if row.id in bodies and errors[row.id] is None]
         invalid = [model_of(row) for row in rows if row not in valid]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.domain.loss_specs import LOSSES
@@ -67,11 +67,11 @@ class References:
     custom: Mapping[tuple[SessionId, str], CustomLoss] = field(default_factory=dict)
 
     @classmethod
-    async def look_up(cls, conn: AsyncConnection, rows: Sequence[ReadRow]) -> "References":
+    def look_up(cls, conn: Connection, rows: Sequence[ReadRow]) -> "References":
         """Look up all that these rows refer to."""
-        records = await Records.look_up(conn, set().union(*(row.sequences for row in rows)))
+        records = Records.look_up(conn, set().union(*(row.sequences for row in rows)))
         ids = {(read.row.session_id, read.request.loss_id) for read in rows if read.request.loss_id}
-        losses = {key: await custom_losses.get(conn, *key) for key in ids}
+        losses = {key: custom_losses.get(conn, *key) for key in ids}
         return cls(records, {key: loss for key, loss in losses.items() if loss is not None})
 
     def item(self, read: ReadRow) -> PassItem:

@@ -39,7 +39,7 @@ class PassCoordinator:
     async def prepare(self, unit: Pass) -> ReadyPass:
         """Make the batch; needs no worker, so it may run while they are busy with the previous unit."""
         ids = [row.id for row in unit.rows]
-        bodies = await self._fetch(lambda conn: queue.bodies(conn, ids))
+        bodies = await self._fetch(lambda conn: queue.read_bodies(conn, ids))
         size = sum(map(len, bodies.values()))
         read, unread = await off_loop(size, lambda: _read(unit.rows, bodies))
         references = await self._references(read)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import Datum, ProvenanceSpan
@@ -31,10 +31,10 @@ class Records:
     fates: Mapping[Key, FutureStatus] = field(default_factory=dict)
 
     @classmethod
-    async def look_up(cls, conn: AsyncConnection, ids: Collection[str]) -> "Records":
-        by_key = await stability_records.find(conn, ids)
+    def look_up(cls, conn: Connection, ids: Collection[str]) -> "Records":
+        by_key = stability_records.find(conn, ids)
         missing = set(ids) - {sequence_id for _, sequence_id in by_key}
-        return cls(by_key, await stability_records.fates(conn, missing))
+        return cls(by_key, stability_records.request_statuses(conn, missing))
 
     def get(self, session: SessionId, span: ProvenanceSpan, where: str) -> SequenceRecord:
         """Return a span's record; one of another session counts as unknown. `where` names the span."""

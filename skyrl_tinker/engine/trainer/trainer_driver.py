@@ -21,7 +21,7 @@ from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.queue_views import LaneView, TrainingView
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -86,8 +86,8 @@ class TrainerDriver:
         """Return what the API found wrong with a row that arrives as failed."""
         if row.status is not FutureStatus.FAILED:
             return None
-        async with self._store.read() as conn:
-            outcome = await queue.outcome(conn, row.request_id)
+        with self._store.read() as conn:
+            outcome = outcomes.find(conn, row.request_id)
         return str(orjson.loads(outcome.body)["error"]) if outcome and outcome.body else None
 
     def backlog(self) -> int:

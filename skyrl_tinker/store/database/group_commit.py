@@ -1,23 +1,24 @@
-"""Group commit: what many callers write at once goes to disk in one transaction."""
+"""Group commit: writes of many callers go to disk in one transaction."""
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.store.database.sqlite import Transaction, drive
+from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.write_lock import WriteLock
 
 T = TypeVar("T")
-Op = Callable[[AsyncConnection], Coroutine[Any, Any, T]]
-"""May be run twice, what it did the first time being undone: so it changes nothing but the database."""
+Op = Callable[[Connection], T]
+"""May run twice, its first run being undone: so it changes nothing but the database."""
 
 MAX_OPS = 256
 MAX_HOLD_S = 0.02
@@ -33,22 +34,23 @@ class _Write:
     error: Exception | None = None
 
     def settle(self, error: Exception | None = None) -> None:
-        """Tell the caller, unless it has gone."""
+        """Give the caller its value or its error, unless it was cancelled."""
         failure = self.error or error
         if self.done.done():
             return
         if failure is not None:
-            self.done.set_exception(_light(failure))
+            self.done.set_exception(_without_frames(failure))
         else:
             self.done.set_result(self.value)
 
 
 class Writer:
-    """One thread, one connection. The ops of one process run in the order in which they came."""
+    """One thread with one connection. The ops of one process run in the order of their submission."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: Engine, lock: WriteLock) -> None:
         self._engine = engine
-        self._conn: AsyncConnection | None = None
+        self._lock = lock
+        self._conn: Connection | None = None
         self._thread = ThreadPoolExecutor(1, "store-writer")
         self._queue: deque[_Write] = deque()
         self._arrived = asyncio.Event()
@@ -58,8 +60,8 @@ class Writer:
     async def write(self, op: Op[T], then: Callable[[], None] | None = None) -> T:
         """Run `op` in the next transaction; return its value once that is on disk.
 
-        `then` is called in the writer's thread the moment it is, since the loop may be busy; an OSError of it
-        is passed over.
+        `then` is called in the writer's thread right after the commit, since the loop may be busy; an OSError
+        of it is ignored.
 
         What `op` raises is raised here and undoes this op only. If BEGIN or COMMIT fails, every op of the
         batch raises that. An op whose caller is cancelled before it began is left out.
@@ -72,11 +74,11 @@ class Writer:
         try:
             result: T = await write.done
         finally:
-            del write  # what it raises would hold it, and itself, until a collection that may be far off
+            del write  # its error would hold it, and itself, until a collection that may be far off
         return result
 
     async def close(self) -> None:
-        """Write what was accepted, then stop."""
+        """Finish the writes already accepted, then stop."""
         self._closed = True
         self._arrived.set()
         await self._task
@@ -93,11 +95,11 @@ class Writer:
         finally:  # nothing is left here unless this task itself is cancelled
             self._closed = True
             self._thread.shutdown(wait=False)
-            for left in self._queue:
-                left.settle(_closed())
+            for write in self._queue:
+                write.settle(_closed())
 
     async def _commit(self) -> None:
-        """One transaction, as a whole in the thread: crossing to it costs more than a statement."""
+        """Run one transaction, as a whole in the thread: crossing to it costs more than a statement."""
         begun: list[_Write] = []
         error: Exception | None = _closed()  # holds if this task is cancelled
         try:
@@ -105,7 +107,7 @@ class Writer:
             error = None
         except Exception as raised:  # of an op that was alone, or of the transaction: all is undone
             error = raised
-            if not begun:  # there was no transaction: nobody waits for ever for one
+            if not begun:  # no transaction began: no caller may wait for one indefinitely
                 begun.extend(self._queue)
                 self._queue.clear()
         finally:
@@ -116,59 +118,54 @@ class Writer:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _transact(self, begun: list[_Write]) -> None:
-        """Nearly all ops succeed, so they get SAVEPOINTs, which double the work, only when one failed."""
-        if not self._went_well(begun):
-            drive(self._apart(begun))
+        """Commit the batch. Nearly all ops succeed, so SAVEPOINTs, at twice the cost, are for a retry."""
+        if not self._run_together(begun):
+            self._run_apart(begun)
         for write in begun:
             if write.then is not None and write.error is None:
                 with suppress(OSError):
                     write.then()
 
-    def _went_well(self, begun: list[_Write]) -> bool:
-        """False: an op failed, or the transaction; tried again, one by one, it is known whose that was."""
+    def _run_together(self, begun: list[_Write]) -> bool:
+        """Run the ops that wait or arrive meanwhile. `begun` gets each write before its op runs.
+
+        Returns False if one of several ops, or their transaction, failed: run apart, each gets its own error.
+        """
         try:
-            drive(self._together(begun))
+            with self._transaction() as conn:
+                deadline = time.monotonic() + MAX_HOLD_S
+                while self._queue and len(begun) < MAX_OPS and time.monotonic() < deadline:
+                    write = self._queue.popleft()
+                    if not write.done.done():
+                        begun.append(write)
+                        write.value = write.op(conn)
         except Exception:
             if len(begun) < 2:
                 raise
             return False
         return True
 
-    async def _together(self, begun: list[_Write]) -> None:
-        """Run what waits, and what arrives meanwhile. `begun` gets each write before it is run."""
-        async with Transaction(self._connected):
-            deadline = time.monotonic() + MAX_HOLD_S
-            while self._queue and len(begun) < MAX_OPS and time.monotonic() < deadline:
-                write = self._queue.popleft()
-                if not write.done.done():
-                    begun.append(write)
-                    write.value = await write.op(self._connected)
-
-    async def _apart(self, begun: list[_Write]) -> None:
-        async with Transaction(self._connected):
+    def _run_apart(self, begun: list[_Write]) -> None:
+        with self._transaction() as conn:
             for write in begun:
-                await _isolated(self._connected, write)
+                _run_isolated(conn, write)
 
-    @property
-    def _connected(self) -> AsyncConnection:
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
         if self._conn is None:
-            self._conn = drive(_connect(self._engine))
-        return self._conn
+            self._conn = self._engine.connect()
+        with self._lock, sqlite.transaction(self._conn, sqlite.BEGIN_WRITE):
+            yield self._conn
 
     def _disconnect(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            drive(conn.close())
+        if self._conn is not None:
+            self._conn.close()
 
 
-async def _connect(engine: AsyncEngine) -> AsyncConnection:
-    return await engine.connect()
-
-
-async def _isolated(conn: AsyncConnection, write: _Write) -> None:
+def _run_isolated(conn: Connection, write: _Write) -> None:
     try:
-        async with conn.begin_nested():
-            write.value = await write.op(conn)
+        with conn.begin_nested():
+            write.value = write.op(conn)
     except OperationalError as error:  # disk full, I/O: SQLite may have undone the whole transaction
         write.error = error
         raise
@@ -176,8 +173,8 @@ async def _isolated(conn: AsyncConnection, write: _Write) -> None:
         write.error = error
 
 
-def _light(error: Exception) -> Exception:
-    """Without the frames in which it was raised, where its message says all: they hold bodies of requests."""
+def _without_frames(error: Exception) -> Exception:
+    """Drop the traceback, which holds bodies of requests, where the message says all."""
     return error.with_traceback(None) if isinstance(error, SkyrlTinkerError) else error
 
 

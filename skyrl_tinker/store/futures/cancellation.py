@@ -5,14 +5,20 @@ To cancel and to unload enters the journal behind what it is about, and so reach
 
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, literal, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, bindparam, literal, select
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, RequestKind
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.tables import Future, Model, Session
-from skyrl_tinker.store.futures.record import SESSION, Accepted, NewFuture, again, journal, keep_body
+from skyrl_tinker.store.futures.record import (
+    SESSION,
+    Accepted,
+    NewFuture,
+    existing_answer,
+    insert_body,
+    insert_future,
+)
 from skyrl_tinker.store.owners import OWNED
 
 
@@ -47,17 +53,17 @@ _UNLOADING = select(Future.request_id, Future.sequence_ids).where(
 )
 
 
-async def place(conn: AsyncConnection, request_id: RequestId) -> QueuePosition | None:
-    row = (await conn.execute(_PLACE, {"request_id": request_id})).one_or_none()
+def queue_position(conn: Connection, request_id: RequestId) -> QueuePosition | None:
+    row = conn.execute(_PLACE, {"request_id": request_id}).one_or_none()
     return None if row is None else QueuePosition(*row)
 
 
-async def cancel_sample(conn: AsyncConnection, owner: OwnerId | None, request_id: RequestId) -> bool:
+def cancel_sample(conn: Connection, owner: OwnerId | None, request_id: RequestId) -> bool:
     """Ask the engine to stop this sample; False when it has finished already.
 
     Raises NotFoundError, and UserError for a request that is no sample.
     """
-    row = (await conn.execute(_TARGET, {"request_id": request_id, "owner": owner})).one_or_none()
+    row = conn.execute(_TARGET, {"request_id": request_id, "owner": owner}).one_or_none()
     if row is None:
         raise NotFoundError(f"no future {request_id!r} on this server")
     if row.kind is not RequestKind.SAMPLE:
@@ -68,24 +74,24 @@ async def cancel_sample(conn: AsyncConnection, owner: OwnerId | None, request_id
     if row.status is not FutureStatus.PENDING:
         return False
     new = NewFuture(RequestKind.CANCEL_SAMPLE, None, b"", row.session_id)
-    future_id, _ = await journal(conn, new, None)
-    keep_body(conn, future_id, str(row.id).encode())
+    future_id, _ = insert_future(conn, new, None)
+    insert_body(conn, future_id, str(row.id).encode())
     return True
 
 
-async def submit_unload(conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId) -> Accepted:
+def submit_unload(conn: Connection, owner: OwnerId | None, model_id: ModelId) -> Accepted:
     """Behind all that was accepted of this model. The same again gives the first answer.
 
     Raises NotFoundError (no model), GoneError (session finished).
     """
-    row = (await conn.execute(_MODEL, {"model_id": model_id, "owner": owner})).one_or_none()
+    row = conn.execute(_MODEL, {"model_id": model_id, "owner": owner}).one_or_none()
     if row is None:
         raise NotFoundError(f"no model {model_id}")
-    first = (await conn.execute(_UNLOADING, {"model_key": row.key})).first()
+    first = conn.execute(_UNLOADING, {"model_key": row.key}).first()
     if first is not None:
-        return again(first, model_id)
+        return existing_answer(first, model_id)
     session_records.check_live(row)
     new = NewFuture(RequestKind.UNLOAD_MODEL, None, b"", row.session_id, model_key=row.key)
-    future_id, accepted = await journal(conn, new, model_id)
-    keep_body(conn, future_id, b"")
+    future_id, accepted = insert_future(conn, new, model_id)
+    insert_body(conn, future_id, b"")
     return accepted

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, bindparam, func, select
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestId, SamplingSessionId
 from skyrl_tinker.errors import NotFoundError
@@ -47,25 +46,23 @@ _MINE = (
 )
 
 
-async def require_sampler(
-    conn: AsyncConnection, owner: OwnerId | None, sampling_session_id: SamplingSessionId
-) -> None:
+def require_sampler(conn: Connection, owner: OwnerId | None, sampling_session_id: SamplingSessionId) -> None:
     """Raises NotFoundError if this owner has no such sampling session."""
     key = {"sampling_session_id": sampling_session_id, "owner": owner}
-    if await conn.scalar(_MINE, key) is None:
+    if conn.scalar(_MINE, key) is None:
         raise NotFoundError(f"no sampling session {sampling_session_id}")
 
 
-async def finished_since(
-    conn: AsyncConnection, sampling_session_id: SamplingSessionId, clone: int, after: int
+def finished_since(
+    conn: Connection, sampling_session_id: SamplingSessionId, clone: int, after: int
 ) -> tuple[list[Completion], int]:
     """Samples of this clone whose results are newer than the cursor `after`, and the newest result of all."""
-    newest = await conn.scalar(select(func.max(Result.id))) or 0
+    newest = conn.scalar(select(func.max(Result.id))) or 0
     key = {
         "sampling_session_id": sampling_session_id,
         "first": clone * CLONE_SEQ_IDS,
         "end": (clone + 1) * CLONE_SEQ_IDS,
         "after": after,
     }
-    rows = await conn.execute(_NEAR if newest - after <= NEAR else _FAR, key)
+    rows = conn.execute(_NEAR if newest - after <= NEAR else _FAR, key)
     return [Completion(*row) for row in rows], newest

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from sqlalchemy import bindparam, delete, insert, literal, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, bindparam, delete, insert, literal, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
@@ -29,48 +28,48 @@ _RESULT = Prepared(
 _DROP_BODY = Prepared(delete(Request).where(Request.future_id == bindparam("future_id")))
 
 
-async def succeed(
-    conn: AsyncConnection, future_id: int, content_type: str, body: bytes, usage: Usage = NO_USAGE
+def succeed(
+    conn: Connection, future_id: int, content_type: str, body: bytes, usage: Usage = NO_USAGE
 ) -> None:
     """Finish with the bytes that the client gets. Nothing happens if it has finished already."""
-    await succeed_all(conn, {future_id: (content_type, body, usage)})
+    succeed_all(conn, {future_id: (content_type, body, usage)})
 
 
-async def succeed_all(conn: AsyncConnection, results: Mapping[int, tuple[str, bytes, Usage]]) -> list[int]:
+def succeed_all(conn: Connection, results: Mapping[int, tuple[str, bytes, Usage]]) -> list[int]:
     """Content type, body and tokens by future id. Returns the ids of those that had not finished already; the
     others are passed over."""
     end = _end(FutureStatus.DONE, None)
     return [id_ for id_, result in results.items() if _finish(conn, id_, end, *result)]
 
 
-async def fail(conn: AsyncConnection, future_id: int, failure: Failure) -> None:
+def fail(conn: Connection, future_id: int, failure: Failure) -> None:
     """Finish with an error. Nothing happens if it has finished already."""
     _finish(conn, future_id, _end(FutureStatus.FAILED, failure), JSON_TYPE, failure_body(failure), NO_USAGE)
 
 
-async def fail_pending(conn: AsyncConnection, up_to_id: int | None, failure: Failure) -> int:
+def fail_pending(conn: Connection, up_to_id: int | None, failure: Failure) -> int:
     """Fail all that is pending (up to an id): what a dead engine left. Returns how many."""
     pending = [Future.status == FutureStatus.PENDING]
     if up_to_id is not None:
         pending.append(Future.id <= up_to_id)
     result = select(Future.id, literal(JSON_TYPE), literal(failure_body(failure))).where(*pending)
     results = insert(Result).from_select(["future_id", "content_type", "body"], result.order_by(Future.id))
-    await conn.execute(results)
-    await conn.execute(delete(Request).where(Request.future_id.in_(select(Future.id).where(*pending))))
+    conn.execute(results)
+    conn.execute(delete(Request).where(Request.future_id.in_(select(Future.id).where(*pending))))
     end = update(Future).where(*pending).values(_end(FutureStatus.FAILED, failure))
-    return (await conn.execute(end)).rowcount
+    return conn.execute(end).rowcount
 
 
-async def purge_results(conn: AsyncConnection, older_than: float) -> int:
+def purge_results(conn: Connection, older_than: float) -> int:
     """Drop result bytes of futures that finished before `older_than`; the futures stay, so dedupe holds.
 
     Results are in the order in which their futures finished: no more is read than goes.
     """
-    await usages.roll_up(conn)
+    usages.roll_up(conn)
     in_order = select(Result.id).join(Future, Future.id == Result.future_id).order_by(Result.id)
-    stays = await conn.scalar(in_order.where(Future.finished_at >= older_than).limit(1))
+    stays = conn.scalar(in_order.where(Future.finished_at >= older_than).limit(1))
     old = [] if stays is None else [Result.id < stays]
-    return (await conn.execute(delete(Result).where(*old))).rowcount
+    return conn.execute(delete(Result).where(*old)).rowcount
 
 
 def failure_body(failure: Failure) -> bytes:
@@ -79,7 +78,7 @@ def failure_body(failure: Failure) -> bytes:
 
 
 def _finish(
-    conn: AsyncConnection,
+    conn: Connection,
     future_id: int,
     end: Mapping[str, Any],
     content_type: str,
@@ -88,11 +87,11 @@ def _finish(
 ) -> bool:
     """False: it has finished already."""
     key = {"future_id": future_id}
-    if not _END.run(conn, {**key, **end}):
+    if not _END.change(conn, {**key, **end}):
         return False
     tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
-    _RESULT.run(conn, {**key, **tokens, "content_type": content_type, "body": body})
-    _DROP_BODY.run(conn, key)
+    _RESULT.change(conn, {**key, **tokens, "content_type": content_type, "body": body})
+    _DROP_BODY.change(conn, key)
     return True
 
 

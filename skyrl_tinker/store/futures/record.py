@@ -4,8 +4,7 @@ import time
 from dataclasses import dataclass
 from uuid import uuid4
 
-from sqlalchemy import insert
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, insert
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestId, RequestKind
 from skyrl_tinker.errors import SeqIdReusedError, UserError
@@ -54,7 +53,7 @@ class NewFuture:
     model_key: ModelKey | None = None
 
 
-async def journal(conn: AsyncConnection, new: NewFuture, model_id: ModelId | None) -> tuple[int, Accepted]:
+def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) -> tuple[int, Accepted]:
     """Write the future, pending. Returns its key, too."""
     request_id = RequestId(uuid4().hex)
     (row,) = _FUTURE.rows(
@@ -74,12 +73,12 @@ async def journal(conn: AsyncConnection, new: NewFuture, model_id: ModelId | Non
     return row.id, Accepted(request_id, (), model_id, created=True)
 
 
-def keep_body(conn: AsyncConnection, future_id: int, body: bytes) -> None:
+def insert_body(conn: Connection, future_id: int, body: bytes) -> None:
     """What the engine reads of a request that is pending."""
-    _BODY.run(conn, {"future_id": future_id, "body": body})
+    _BODY.change(conn, {"future_id": future_id, "body": body})
 
 
-def again(row: AnyRow, model_id: ModelId | None) -> Accepted:
+def existing_answer(row: AnyRow, model_id: ModelId | None) -> Accepted:
     """The answer of the request that came first."""
     return Accepted(RequestId(row.request_id), tuple(row.sequence_ids), model_id, created=False)
 

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, func, or_, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Select, func, or_, select
 
 from skyrl_tinker.domain.ids import OwnerId
-from skyrl_tinker.store.checkpoint_records import live
+from skyrl_tinker.store.checkpoint_records import is_live
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import in_project, owned_by
@@ -34,9 +33,7 @@ class StorageTotal:
     size_bytes: int
 
 
-async def between(
-    conn: AsyncConnection, owner: OwnerId | None, start: float, end: float
-) -> list[StoredPeriod]:
+def periods_between(conn: Connection, owner: OwnerId | None, start: float, end: float) -> list[StoredPeriod]:
     """This owner's checkpoints that lived at some time in [start, end)."""
     query = _of_owner(
         owner,
@@ -48,16 +45,16 @@ async def between(
         SavedCheckpoint.deleted_at,
         SavedCheckpoint.expires_at,
     ).where(SavedCheckpoint.created_at < end, *(_open_or_after(ends, start) for ends in _ENDS))
-    return [_stored(row) for row in await conn.execute(query)]
+    return [_stored(row) for row in conn.execute(query)]
 
 
-async def current(conn: AsyncConnection, owner: OwnerId | None, project_id: str | None) -> list[StorageTotal]:
+def current_totals(conn: Connection, owner: OwnerId | None, project_id: str | None) -> list[StorageTotal]:
     """This owner's, by project; of one project only, unless None."""
     sums = func.count(), func.sum(SavedCheckpoint.size_bytes)
-    query = _of_owner(owner, Session.project_id, *sums).where(*live()).group_by(Session.project_id)
+    query = _of_owner(owner, Session.project_id, *sums).where(*is_live()).group_by(Session.project_id)
     if project_id is not None:
         query = query.where(in_project([project_id]))
-    return [StorageTotal(*row) for row in await conn.execute(query)]
+    return [StorageTotal(*row) for row in conn.execute(query)]
 
 
 def _stored(row: AnyRow) -> StoredPeriod:

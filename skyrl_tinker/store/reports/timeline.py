@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, select
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind, SessionId
 from skyrl_tinker.store.database.rows import AnyRow
@@ -32,9 +31,7 @@ class Slice:
     finished_at: float | None
 
 
-async def models(
-    conn: AsyncConnection, session: SessionId, after: int, limit: int
-) -> list[tuple[int, Track]]:
+def list_models(conn: Connection, session: SessionId, after: int, limit: int) -> list[tuple[int, Track]]:
     """With their numbers in the session, above `after`."""
     number = Model.model_seq_id
     query = (
@@ -43,13 +40,11 @@ async def models(
         .order_by(number)
         .limit(limit)
     )
-    rows = await conn.execute(query)
+    rows = conn.execute(query)
     return [(row[0], Track(f"model {row.model_id}", model_key=row.key)) for row in rows]
 
 
-async def samplers(
-    conn: AsyncConnection, session: SessionId, after: int, limit: int
-) -> list[tuple[int, Track]]:
+def list_samplers(conn: Connection, session: SessionId, after: int, limit: int) -> list[tuple[int, Track]]:
     """With their numbers in the session, above `after`."""
     number, key = SamplingSession.sampling_session_seq_id, SamplingSession.sampling_session_id
     query = (
@@ -58,13 +53,13 @@ async def samplers(
         .order_by(number)
         .limit(limit)
     )
-    rows = await conn.execute(query)
+    rows = conn.execute(query)
     return [
         (row[0], Track(f"sampler {row.model_path or row[1]}", sampling_session_id=row[1])) for row in rows
     ]
 
 
-async def slices(conn: AsyncConnection, track: Track, after: int, limit: int) -> list[Slice]:
+def list_slices(conn: Connection, track: Track, after: int, limit: int) -> list[Slice]:
     """By seq_id, above `after`."""
     if track.model_key is not None:
         of_track = Future.model_key == track.model_key
@@ -84,7 +79,7 @@ async def slices(conn: AsyncConnection, track: Track, after: int, limit: int) ->
         .order_by(Future.seq_id)
         .limit(limit)
     )
-    return [_slice(row) for row in await conn.execute(query)]
+    return [_slice(row) for row in conn.execute(query)]
 
 
 def _slice(row: AnyRow) -> Slice:

@@ -1,15 +1,16 @@
 """Training runs as REST shows them: models with their last checkpoints, a page in three queries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, func, or_, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, func, or_, select
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, OwnerId
-from skyrl_tinker.store.api_keys import LOCAL
-from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_of, live
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.api_keys import LOCAL_OWNER
+from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import in_project, owned_by
@@ -40,8 +41,16 @@ class RunPage:
     total: int
 
 
-async def page(
-    conn: AsyncConnection,
+@dataclass(frozen=True, slots=True)
+class CheckpointPage:
+    """`total`: over all pages."""
+
+    checkpoints: list[CheckpointRow]
+    total: int
+
+
+def page(
+    conn: Connection,
     owner: OwnerId | None,
     scope: Scope,
     limit: int,
@@ -53,27 +62,58 @@ async def page(
     if project_id is not None:
         where.append(in_project([project_id]))
     count = select(func.count()).select_from(Model).join(Session, Session.session_id == Model.session_id)
-    total = await conn.scalar(count.where(*where)) or 0
-    return RunPage(await _runs(conn, owner, where, limit, offset), total)
+    total = conn.scalar(count.where(*where)) or 0
+    return RunPage(_runs(conn, owner, where, limit, offset), total)
 
 
-async def find(conn: AsyncConnection, owner: OwnerId | None, model_id: ModelId, scope: Scope) -> Run | None:
+def find(conn: Connection, owner: OwnerId | None, model_id: ModelId, scope: Scope) -> Run | None:
     """None for one that this owner does not see."""
-    found = await _runs(conn, owner, [Model.model_id == model_id, _visible(owner, scope)], 1, 0)
+    found = _runs(conn, owner, [Model.model_id == model_id, _visible(owner, scope)], 1, 0)
     return found[0] if found else None
+
+
+def list_checkpoints(
+    conn: Connection, owner: OwnerId | None, model_id: ModelId, kinds: Collection[CheckpointKind]
+) -> list[CheckpointRow]:
+    """Oldest first; of another owner's run those that are published. NotFoundError if nothing can be seen."""
+    readable = or_(owned_by(owner), SavedCheckpoint.public)
+    wanted = Model.model_id == model_id, readable, SavedCheckpoint.kind.in_(kinds), *is_live()
+    rows = [
+        checkpoint_from_row(row)
+        for row in conn.execute(WITH_MODEL.where(*wanted).order_by(SavedCheckpoint.id))
+    ]
+    if not rows and model_records.find(conn, owner, model_id) is None:
+        raise NotFoundError(f"no training run {model_id}")
+    return rows
+
+
+def page_checkpoints(
+    conn: Connection, owner: OwnerId | None, kinds: Collection[CheckpointKind], limit: int, offset: int
+) -> CheckpointPage:
+    """This owner's, newest first."""
+    wanted: tuple[ColumnElement[bool], ...] = (owned_by(owner), SavedCheckpoint.kind.in_(kinds), *is_live())
+    count = (
+        select(func.count())
+        .select_from(SavedCheckpoint)
+        .join(Model, Model.key == SavedCheckpoint.model_key)
+        .join(Session, Session.session_id == Model.session_id)
+    )
+    rows = WITH_MODEL.where(*wanted).order_by(SavedCheckpoint.id.desc()).limit(limit).offset(offset)
+    found = [checkpoint_from_row(row) for row in conn.execute(rows)]
+    return CheckpointPage(found, conn.scalar(count.where(*wanted)) or 0)
 
 
 def _visible(owner: OwnerId | None, scope: Scope) -> ColumnElement[bool]:
     if scope == "owned":
         return owned_by(owner)
     published = select(SavedCheckpoint.id).where(
-        SavedCheckpoint.model_key == Model.key, SavedCheckpoint.public, *live()
+        SavedCheckpoint.model_key == Model.key, SavedCheckpoint.public, *is_live()
     )
     return or_(owned_by(owner), published.exists())
 
 
-async def _runs(
-    conn: AsyncConnection,
+def _runs(
+    conn: Connection,
     owner: OwnerId | None,
     where: Sequence[ColumnElement[bool]],
     limit: int,
@@ -83,7 +123,7 @@ async def _runs(
         select(
             Model.key,
             Model.model_id,
-            func.coalesce(ApiKey.name, LOCAL).label("owner"),
+            func.coalesce(ApiKey.name, LOCAL_OWNER).label("owner"),
             Model.base_model,
             Model.lora_rank,
             Model.last_request_at,
@@ -97,24 +137,26 @@ async def _runs(
         .limit(limit)
         .offset(offset)
     )
-    rows = (await conn.execute(query)).all()
-    last = await _last(conn, owner, [ModelKey(row.key) for row in rows])
+    rows = conn.execute(query).all()
+    last = _last(conn, owner, [ModelKey(row.key) for row in rows])
     return [_run(row, last.get(ModelKey(row.key), {})) for row in rows]
 
 
-async def _last(
-    conn: AsyncConnection, owner: OwnerId | None, models: Sequence[ModelKey]
+def _last(
+    conn: Connection, owner: OwnerId | None, models: Sequence[ModelKey]
 ) -> dict[ModelKey, dict[CheckpointKind, CheckpointRow]]:
     newest = (
         select(func.max(SavedCheckpoint.id))
         .join(Model, Model.key == SavedCheckpoint.model_key)
         .join(Session, Session.session_id == Model.session_id)
-        .where(SavedCheckpoint.model_key.in_(models), or_(owned_by(owner), SavedCheckpoint.public), *live())
+        .where(
+            SavedCheckpoint.model_key.in_(models), or_(owned_by(owner), SavedCheckpoint.public), *is_live()
+        )
         .group_by(SavedCheckpoint.model_key, SavedCheckpoint.kind)
     )
     found: dict[ModelKey, dict[CheckpointKind, CheckpointRow]] = {}
-    for row in await conn.execute(WITH_MODEL.where(SavedCheckpoint.id.in_(newest))):
-        found.setdefault(ModelKey(row.model_key), {})[row.kind] = checkpoint_of(row)
+    for row in conn.execute(WITH_MODEL.where(SavedCheckpoint.id.in_(newest))):
+        found.setdefault(ModelKey(row.model_key), {})[row.kind] = checkpoint_from_row(row)
     return found
 
 

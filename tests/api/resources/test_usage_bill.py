@@ -11,7 +11,7 @@ from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import checkpoint_records, usage_records
 from skyrl_tinker.store.database.tables import Future, SavedCheckpoint
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish as future_finish
 from tests.api.support.passes import old_json
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, sample
@@ -35,7 +35,7 @@ def infos(answer: Json, kind: str) -> list[Json]:
 
 async def finish(world: World, request: Json, used: Usage, offset: int = -1) -> None:
     future = await world.id_of(request["request_id"])
-    await world.store.write(lambda conn: queue.succeed(conn, future, "t", b"", used))
+    await world.store.write(lambda conn: future_finish.succeed(conn, future, "t", b"", used))
     at = (hour(offset) + timedelta(minutes=30)).timestamp()
     move = update(Future).where(Future.id == future).values(finished_at=at)
     await world.store.write(lambda conn: conn.execute(move))
@@ -80,7 +80,9 @@ async def test_the_bill_is_the_same_after_the_results_are_gone(world: World) -> 
     sampler = await world.sampler()
     await finish(world, await world.ok("asample", sample(sampler, 0)), Usage(100, 60, 9))
     before = await bill(world)
-    assert await world.store.write(lambda conn: queue.purge_results(conn, NOW.timestamp() + 7200)) == 1
+    assert (
+        await world.store.write(lambda conn: future_finish.purge_results(conn, NOW.timestamp() + 7200)) == 1
+    )
     assert await bill(world) == before
     assert len(before["data"]) == 3
 
@@ -110,11 +112,11 @@ async def test_removed_files_stay_on_the_bill(world: World) -> None:
     run = await world.model()
     await kept(world, run, 10**9, created_at=-2, deleted_at=-1)
     before = await bill(world)
-    async with world.store.read() as conn:
-        (gone,) = await checkpoint_records.garbage(conn, NOW.timestamp())
-    await world.store.write(lambda conn: checkpoint_records.forget(conn, gone.id))
-    async with world.store.read() as conn:
-        assert await checkpoint_records.garbage(conn, NOW.timestamp()) == []
+    with world.store.read() as conn:
+        (gone,) = checkpoint_records.list_garbage(conn, NOW.timestamp())
+    await world.store.write(lambda conn: checkpoint_records.mark_removed(conn, gone.id))
+    with world.store.read() as conn:
+        assert checkpoint_records.list_garbage(conn, NOW.timestamp()) == []
     assert await bill(world) == before
     assert infos(before, "storage") == [{"type": "storage", "gigabyte_hours": 1.0}]
 

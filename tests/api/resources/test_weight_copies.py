@@ -37,8 +37,8 @@ async def copy(world: World, source: str, where: Json = PROJECT, key: str = "k",
 
 async def row(world: World, path: str) -> checkpoint_records.CheckpointRow:
     where = tinker_path.parse(path)
-    async with world.store.read() as conn:
-        found = await checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
+    with world.store.read() as conn:
+        found = checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
     assert found is not None
     return found
 
@@ -69,8 +69,8 @@ async def test_a_copy_has_all_that_its_original_has(world: World, kind: Checkpoi
 async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -> None:
     made = await row(world, await copy(world, await saved(world, SAMPLER)))
     assert made.version_id is not None
-    async with world.store.read() as conn:
-        version = await sampling_sessions.version(conn, made.version_id)
+    with world.store.read() as conn:
+        version = sampling_sessions.published_version(conn, made.version_id)
     assert version == WeightVersion(made.version_id, "lora", made.directory)
     await world.sampler(model_path=made.path)
 

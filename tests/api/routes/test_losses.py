@@ -34,8 +34,8 @@ def upload(session: str, seq_id: int = 0, **changes: Any) -> Json:
 
 
 async def stored(world: World, session: str, loss_id: str) -> CustomLoss | None:
-    async with world.store.read() as conn:
-        return await custom_losses.get(conn, SessionId(session), loss_id)
+    with world.store.read() as conn:
+        return custom_losses.get(conn, SessionId(session), loss_id)
 
 
 async def test_a_loss_is_kept_and_its_promise_with_it(world: World) -> None:

@@ -101,8 +101,8 @@ async def test_a_sample_of_an_old_sdk_needs_no_types_and_no_defaults(world: Worl
     }
     await world.ok("asample", body)
     row = (await world.queued())[0]
-    async with world.store.read() as conn:
-        stored = sample_from_body((await queue.bodies(conn, [row.id]))[row.id])
+    with world.store.read() as conn:
+        stored = sample_from_body(queue.read_bodies(conn, [row.id])[row.id])
     assert (stored.prompt, stored.num_samples) == ((1, 2, 3), 1)
     assert stored.params.stop is None
     assert stored.params.max_tokens is None

@@ -50,8 +50,8 @@ async def test_a_pass_is_stored_as_the_engine_reads_it(world: World) -> None:
     model = await world.model()
     await post_pass(world, protobuf(model, 1, datum([4, 5], [0.5, -1.0]), forward_only=True))
     row = (await world.queued())[-1]
-    async with world.store.read() as conn:
-        body = (await queue.bodies(conn, [row.id]))[row.id]
+    with world.store.read() as conn:
+        body = queue.read_bodies(conn, [row.id])[row.id]
     assert row.kind is RequestKind.FORWARD
     value = pass_requests.from_canonical(body)
     assert value.data[0].tokens.tolist() == [4, 5]

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import api_keys, owners, session_records
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.store import Store, once
+from skyrl_tinker.store.store import Store, write_once
 from tests.api.support.process import Api, launched
 from tests.api.support.world import settings_for, write_facts
 
@@ -128,17 +128,17 @@ def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> No
     settings = settings_for(tmp_path / "home")
     ours(settings, "keys", "create", "--name", "first")
 
-    async def keyless(conn: AsyncConnection) -> SessionId:
+    def keyless(conn: Connection) -> SessionId:
         about = {"project_id": None, "display_name": None, "sdk_version": "0.38.0"}
-        return await session_records.create(conn, owner=None, tags=[], user_metadata={}, **about)
+        return session_records.create(conn, owner=None, tags=[], user_metadata={}, **about)
 
-    async def owned(conn: AsyncConnection) -> None:
-        await owners.require_session(conn, await api_keys.id_of(conn, "carol"), session)
+    def owned(conn: Connection) -> None:
+        owners.require_session(conn, api_keys.live_id(conn, "carol"), session)
 
-    session = once(settings.store_url, keyless)
+    session = write_once(settings.store_url, keyless)
     assert "no key sees the 1 session(s)" in ours(settings, "keys", "create", "--name", "alice").stderr
     with pytest.raises(NotFoundError):
-        once(settings.store_url, lambda conn: owners.require_session(conn, OwnerId(2), session))
+        write_once(settings.store_url, lambda conn: owners.require_session(conn, OwnerId(2), session))
     assert "it owns the 1 session(s)" in ours(settings, "keys", "create", "--name", "carol", "--adopt").stderr
-    once(settings.store_url, owned)
+    write_once(settings.store_url, owned)
     assert "session(s)" not in ours(settings, "keys", "create", "--name", "dave").stderr

@@ -11,7 +11,7 @@ from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
@@ -32,8 +32,8 @@ class Engine:
     async def run(self) -> None:
         cursor = 0
         while True:
-            async with self._store.read() as conn:
-                rows = await queue.queued_after(conn, cursor)
+            with self._store.read() as conn:
+                rows = queue.queued_after(conn, cursor)
             for row in rows:
                 cursor = row.id
                 await self._answer(row)
@@ -43,10 +43,10 @@ class Engine:
         self.order.append((row.kind, row.seq_id))
         if row.status is FutureStatus.FAILED:
             return
-        async with self._store.read() as conn:
-            body = (await queue.bodies(conn, [row.id]))[row.id]
+        with self._store.read() as conn:
+            body = queue.read_bodies(conn, [row.id])[row.id]
         content_type, result = await self._result(row, body)
-        await self._store.write(lambda conn: queue.succeed(conn, row.id, content_type, result))
+        await self._store.write(lambda conn: finish.succeed(conn, row.id, content_type, result))
         self._bell.ring("api")
 
     async def _result(self, row: QueuedRow, body: bytes) -> tuple[str, bytes]:
@@ -64,8 +64,8 @@ class Engine:
 
     async def _model(self, row: QueuedRow) -> ModelRow:
         assert row.model_key is not None
-        async with self._store.read() as conn:
-            model = await model_records.by_key(conn, row.model_key)
+        with self._store.read() as conn:
+            model = model_records.by_key(conn, row.model_key)
         assert model is not None
         return model
 

@@ -19,7 +19,7 @@ from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, server_state
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish, outcomes, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 
@@ -103,24 +103,24 @@ class World:
     # What the engine does.
 
     async def queued(self) -> list[QueuedRow]:
-        async with self.store.read() as conn:
-            return await queue.queued_after(conn, 0)
+        with self.store.read() as conn:
+            return queue.queued_after(conn, 0)
 
     async def id_of(self, request_id: str) -> int:
-        async with self.store.read() as conn:
-            outcome = await queue.outcome(conn, RequestId(request_id))
+        with self.store.read() as conn:
+            outcome = outcomes.find(conn, RequestId(request_id))
         assert outcome is not None
         return outcome.future_id
 
     async def succeed(self, request_id: str, content_type: str, body: bytes, *, ring: bool = True) -> None:
         future_id = await self.id_of(request_id)
-        await self.store.write(lambda conn: queue.succeed(conn, future_id, content_type, body))
+        await self.store.write(lambda conn: finish.succeed(conn, future_id, content_type, body))
         if ring:
             self.bell.ring("api")
 
     async def fail(self, request_id: str, message: str) -> None:
         future_id = await self.id_of(request_id)
-        await self.store.write(lambda conn: queue.fail(conn, future_id, Failure(message, "server")))
+        await self.store.write(lambda conn: finish.fail(conn, future_id, Failure(message, "server")))
         self.bell.ring("api")
 
     async def set_engine(self, name: str, detail: str = "") -> None:
@@ -129,13 +129,13 @@ class World:
 
     async def checkpoint(self, model_id: str, kind: CheckpointKind, name: str, **changes: Any) -> str:
         """A saved checkpoint; sampler weights come with a version, as the engine publishes them."""
-        async with self.store.read() as conn:
-            model = await model_records.by_id(conn, ModelId(model_id))
+        with self.store.read() as conn:
+            model = model_records.by_id(conn, ModelId(model_id))
         assert model is not None
         key = model.key
         if kind is CheckpointKind.SAMPLER_WEIGHTS:
             changes["version_id"] = await self.store.write(
-                lambda conn: sampling_sessions.new_version(conn, key, "lora", durable=True)
+                lambda conn: sampling_sessions.insert_version(conn, key, "lora", durable=True)
             )
         fields = {"directory": "/nowhere", "base_model": model.base_model, "size_bytes": 10} | changes
         new = NewCheckpoint(model_key=key, kind=kind, name=name, spec=model.spec, **fields)

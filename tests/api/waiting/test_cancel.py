@@ -3,13 +3,13 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SamplingSessionId
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.protocol.stored_requests import sample_body
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.cancellation import cancel_sample
 from tests.api.support.waiting import Waiting, holds, ready_model, submit, until, waiting
 from tests.api.support.world import PROTOBUF, World, sample, step
@@ -68,11 +68,11 @@ async def test_a_cancel_that_comes_with_its_sample_finds_it(made: Waiting) -> No
     sampler = SamplingSessionId(await made.api.sampler())
     body = sample_body(SampleRequest((1, 2), 1, SamplingParams(max_tokens=1)))
 
-    async def both(conn: AsyncConnection) -> str:
-        accepted = await queue.submit_sample(
+    def both(conn: Connection) -> str:
+        accepted = sample_submission.submit_sample(
             conn, sampler, 0, owner=None, body=body, digest=b"", num_samples=1
         )
-        assert await cancel_sample(conn, None, accepted.request_id)
+        assert cancel_sample(conn, None, accepted.request_id)
         return accepted.request_id
 
     request_id = await made.store.write(both)

@@ -121,8 +121,8 @@ async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) ->
 
 
 async def warning(store: Store) -> object:
-    async with store.read() as conn:
-        return await server_state.get(conn, server_state.WARNING)
+    with store.read() as conn:
+        return server_state.get(conn, server_state.WARNING)
 
 
 async def test_a_probe_that_the_trainer_cannot_score_leaves_the_save_alone(store: Store) -> None:

@@ -121,8 +121,8 @@ async def until_size(fleet: Fleet, size: int) -> None:
 
 
 async def detail(store: Store) -> str:
-    async with store.read() as conn:
-        value = await server_state.get(conn, "engine")
+    with store.read() as conn:
+        value = server_state.get(conn, "engine")
     assert isinstance(value, dict)
     return f"{value['state']}: {value['detail']}"
 

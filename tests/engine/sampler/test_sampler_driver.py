@@ -15,8 +15,8 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import queue, sample_submission
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 
@@ -31,7 +31,7 @@ async def submit_sample(store: Store, session: SessionId, base_model: str, seq_i
     )
     body = sample_body(SampleRequest((1, 2), 1, SamplingParams(max_tokens=1)))
     return await store.write(
-        lambda conn: queue.submit_sample(
+        lambda conn: sample_submission.submit_sample(
             conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1
         )
     )
@@ -49,8 +49,8 @@ async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
     running = asyncio.create_task(driver.run())
     for seq_id in range(2):  # what the first one found must not open the door to the second
         accepted = await submit_sample(store, session, "old", seq_id)
-        async with store.read() as conn:
-            driver.submit((await queue.queued_after(conn, 0))[-1:])
+        with store.read() as conn:
+            driver.submit(queue.queued_after(conn, 0)[-1:])
         async with asyncio.timeout(5):
             while (await journal.outcome(store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -16,7 +16,7 @@ from skyrl_tinker.errors import StorageError, UnitFailedError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures.record import Accepted
 from tests.engine.support import journal
 from tests.engine.support.world import World
 
@@ -34,8 +34,8 @@ async def save(world: World, model: ModelId, seq_id: int) -> Accepted:
 
 
 async def found(world: World, model: ModelId) -> CheckpointRow | None:
-    async with world.store.read() as conn:
-        return await checkpoint_records.any_owners(conn, model, EXTERNAL, "a")
+    with world.store.read() as conn:
+        return checkpoint_records.find_of_any_owner(conn, model, EXTERNAL, "a")
 
 
 def left(world: World) -> list[Path]:
@@ -106,7 +106,7 @@ async def test_an_export_that_cannot_be_written_leaves_nothing_and_its_name_free
 async def test_an_export_that_cannot_be_recorded_leaves_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
+    def broken(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
         raise RuntimeError("a bug")
 
     add: Callable[..., Any] = checkpoint_records.add

@@ -62,8 +62,8 @@ async def save(store: Store, spec: LoraSpec | None = None, name: str | None = No
     body = SaveSamplerBody(name=name, sampling_session_seq_id=None if name else 0)
     kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
     await journal.submit(store, accepted.model_id, 1, kind, body.to_bytes())
-    async with store.read() as conn:
-        row = (await queue.queued_after(conn, 0))[-1]
+    with store.read() as conn:
+        row = queue.queued_after(conn, 0)[-1]
     return SamplerSaveRequest(row, await journal.model_of(store, accepted.model_id), body)
 
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 import orjson
 import pytest
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, VersionId
 from skyrl_tinker.domain.values import (
@@ -35,7 +35,7 @@ from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 
@@ -110,8 +110,8 @@ class World:
 
     async def run(self) -> None:
         """All that were submitted, in one unit, to the last answer and comparison."""
-        async with self.store.read() as conn:
-            queued = await queue.queued_after(conn, 0)
+        with self.store.read() as conn:
+            queued = queue.queued_after(conn, 0)
         rows = [row for row in queued if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER]
         async with asyncio.TaskGroup() as background:
             await self.publisher.save(rows, background)
@@ -150,16 +150,16 @@ async def test_a_database_that_fails_for_a_moment_costs_no_save(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish, failures = (
-        sampling_sessions.set_directory,
+        sampling_sessions.publish_version,
         [OperationalError("UPDATE", None, OSError("disk full"))],
     )
 
-    async def fails_once(conn: AsyncConnection, version: VersionId, directory: str) -> None:
+    def fails_once(conn: Connection, version: VersionId, directory: str) -> None:
         if failures:
             raise failures.pop()
-        await publish(conn, version, directory)
+        publish(conn, version, directory)
 
-    monkeypatch.setattr(sampling_sessions, "set_directory", fails_once)
+    monkeypatch.setattr(sampling_sessions, "publish_version", fails_once)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     _, saved = await world.submit()
     await world.run()

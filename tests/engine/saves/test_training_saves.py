@@ -6,9 +6,8 @@ from typing import Any
 
 import orjson
 import pytest
-from sqlalchemy import update
+from sqlalchemy import Connection, update
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
@@ -19,8 +18,8 @@ from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeights
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.database.tables import Session
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures import training_submission
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import NewModel
 from tests.engine.support import journal
 from tests.engine.support.world import World
@@ -46,8 +45,8 @@ async def _told(world: World, what: str, times: int = 1) -> None:
 
 
 async def _found(world: World, model: ModelId) -> CheckpointRow | None:
-    async with world.store.read() as conn:
-        return await checkpoint_records.find(conn, None, model, WEIGHTS, "a")
+    with world.store.read() as conn:
+        return checkpoint_records.find(conn, None, model, WEIGHTS, "a")
 
 
 async def _status(world: World, accepted: Accepted) -> FutureStatus:
@@ -209,7 +208,7 @@ async def _create_from(world: World, saved: ModelId) -> Accepted:
     path = f"tinker://{saved}/weights/a"
     body = CreateViaLoadBody(path, False, None, {"type": "adamw"}).to_bytes()
     return await world.store.write(
-        lambda conn: queue.submit_create(
+        lambda conn: training_submission.submit_create(
             conn, RequestKind.LOAD_WEIGHTS, new, owner=None, body=body, digest=b"new"
         )
     )
@@ -239,10 +238,10 @@ async def test_a_database_that_fails_for_a_moment_costs_no_save(
     add: Callable[..., Any] = checkpoint_records.add
     failures = [OperationalError("INSERT", None, OSError("disk I/O error"))]
 
-    async def fails_once(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
+    def fails_once(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
         if failures:
             raise failures.pop()
-        return int(await add(conn, new, replace=replace))
+        return int(add(conn, new, replace=replace))
 
     monkeypatch.setattr(checkpoint_records, "add", fails_once)
     model = await world.model()
@@ -253,7 +252,7 @@ async def test_a_database_that_fails_for_a_moment_costs_no_save(
 async def test_what_cannot_be_recorded_leaves_no_directory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(conn: AsyncConnection, new: NewCheckpoint, *, replace: bool) -> int:
+    def broken(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(checkpoint_records, "add", broken)

@@ -10,8 +10,9 @@ from skyrl_tinker.domain.values import AdamParams, Failure, LoraSpec
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.stored_requests import CreateModelBody, OptimStepBody
 from skyrl_tinker.store import model_records, session_records
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted, Outcome
+from skyrl_tinker.store.futures import outcomes, training_submission
+from skyrl_tinker.store.futures.outcomes import Outcome
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow, NewModel
 from skyrl_tinker.store.store import Store
 
@@ -42,7 +43,7 @@ async def submit_create(
     new = NewModel(session, number, "tiny", spec or LoraSpec(8, 1), {"type": "adamw"}, {})
     body = CreateModelBody().to_bytes()
     return await store.write(
-        lambda conn: queue.submit_create(
+        lambda conn: training_submission.submit_create(
             conn, RequestKind.CREATE_MODEL, new, owner=None, body=body, digest=_digest()
         )
     )
@@ -57,7 +58,7 @@ async def submit(
     failure: Failure | None = None,
 ) -> Accepted:
     return await store.write(
-        lambda conn: queue.submit_training(
+        lambda conn: training_submission.submit_training(
             conn, kind, model, seq_id, owner=None, body=body, digest=_digest(), failure=failure
         )
     )
@@ -90,8 +91,8 @@ async def submit_step(
 
 
 async def outcome(store: Store, accepted: Accepted) -> Outcome:
-    async with store.read() as conn:
-        found = await queue.outcome(conn, accepted.request_id)
+    with store.read() as conn:
+        found = outcomes.find(conn, accepted.request_id)
     assert found is not None
     return found
 
@@ -104,8 +105,8 @@ async def error_of(store: Store, accepted: Accepted) -> Failure:
 
 
 async def model_of(store: Store, model: ModelId) -> ModelRow:
-    async with store.read() as conn:
-        row = await model_records.by_id(conn, model)
+    with store.read() as conn:
+        row = model_records.by_id(conn, model)
     assert row is not None
     return row
 

@@ -13,8 +13,9 @@ from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.custom_losses import NewLoss
-from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import Accepted, QueuedRow
+from skyrl_tinker.store.futures import queue, sample_submission, training_submission
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -28,7 +29,9 @@ async def submit_sample(store: Store, session: SessionId, number: int = 0) -> Ac
         )
     )
     return await store.write(
-        lambda conn: queue.submit_sample(conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1)
+        lambda conn: sample_submission.submit_sample(
+            conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1
+        )
     )
 
 
@@ -91,14 +94,16 @@ async def row_of(
 ) -> QueuedRow:
     """As the engine finds it."""
     accepted = await journal.submit(store, model, seq_id, kind, body)
-    async with store.read() as conn:
-        return next(row for row in await queue.queued_after(conn, 0) if row.request_id == accepted.request_id)
+    with store.read() as conn:
+        return next(row for row in queue.queued_after(conn, 0) if row.request_id == accepted.request_id)
 
 
 async def upload(store: Store, session: SessionId, loss: CustomLoss) -> str:
     """Returns its loss_id."""
     new = NewLoss(session, 0, loss)
     await store.write(
-        lambda conn: queue.submit_custom_loss(conn, new, owner=None, digest=b"", result=b"{}", failure=None)
+        lambda conn: training_submission.submit_custom_loss(
+            conn, new, owner=None, digest=b"", result=b"{}", failure=None
+        )
     )
     return new.loss_id

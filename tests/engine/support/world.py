@@ -31,7 +31,8 @@ from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures.queue import Accepted, Outcome
+from skyrl_tinker.store.futures.outcomes import Outcome
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.engine.support import journal

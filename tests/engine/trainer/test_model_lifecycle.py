@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState
 from skyrl_tinker.engine import outbox
@@ -20,12 +20,10 @@ async def test_a_full_disk_under_the_database_delays_creations_and_releases(
 ) -> None:
     write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
 
-    async def set_state(
-        conn: AsyncConnection, key: ModelKey, state: ModelState, reason: str | None = None
-    ) -> None:
+    def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None) -> None:
         if failures:
             raise failures.pop()
-        await write(conn, key, state, reason)
+        write(conn, key, state, reason)
 
     monkeypatch.setattr(model_records, "set_state", set_state)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)

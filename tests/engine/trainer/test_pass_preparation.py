@@ -298,8 +298,8 @@ async def test_a_pass_without_a_row_that_can_run_runs_nothing(world: World) -> N
 
 async def _last_used(store: Store, sequence_id: str) -> float:
     query = select(StabilityRecord.last_used_at).where(StabilityRecord.sequence_id == sequence_id)
-    async with store.read() as conn:
-        return float(await conn.scalar(query))
+    with store.read() as conn:
+        return float(conn.scalar(query))
 
 
 async def test_only_records_that_trained_are_renewed(world: World) -> None:

@@ -4,8 +4,8 @@ import asyncio
 
 import orjson
 import pytest
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -97,10 +97,10 @@ async def test_a_database_that_fails_for_a_moment_loses_no_request(
 ) -> None:
     read, failures = model_records.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
 
-    async def by_key(conn: AsyncConnection, key: ModelKey) -> ModelRow | None:
+    def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
         if failures:
             raise failures.pop()
-        return await read(conn, key)
+        return read(conn, key)
 
     monkeypatch.setattr(model_records, "by_key", by_key)
     model = await world.model()

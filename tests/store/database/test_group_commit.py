@@ -8,21 +8,20 @@ import weakref
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import sqlite
-from skyrl_tinker.store.store import Store
+from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.rows import new_session
 
 
 async def value(store: Store, key: str) -> object:
-    async with store.read() as conn:
-        return await server_state.get(conn, key)
+    with store.read() as conn:
+        return server_state.get(conn, key)
 
 
 def insert(key: str) -> str:
@@ -30,8 +29,8 @@ def insert(key: str) -> str:
 
 
 async def test_a_failing_op_fails_alone(store: Store) -> None:
-    async def bad(conn: AsyncConnection) -> None:
-        await server_state.put(conn, "bad", 1)
+    def bad(conn: Connection) -> None:
+        server_state.put(conn, "bad", 1)
         raise UserError("no")
 
     results = await asyncio.gather(
@@ -46,8 +45,8 @@ async def test_a_failing_op_fails_alone(store: Store) -> None:
 
 
 async def test_a_failing_op_that_comes_first_fails_alone(store: Store) -> None:
-    async def bad(conn: AsyncConnection) -> None:
-        await server_state.put(conn, "bad", 1)
+    def bad(conn: Connection) -> None:
+        server_state.put(conn, "bad", 1)
         raise UserError("no")
 
     results = await asyncio.gather(
@@ -59,8 +58,8 @@ async def test_a_failing_op_that_comes_first_fails_alone(store: Store) -> None:
 
 
 async def test_a_broken_constraint_fails_alone(store: Store) -> None:
-    async def orphan(conn: AsyncConnection) -> None:
-        await conn.execute(text("INSERT INTO requests VALUES (77, x'00')"))
+    def orphan(conn: Connection) -> None:
+        conn.execute(text("INSERT INTO requests VALUES (77, x'00')"))
 
     good, bad, late = await asyncio.gather(
         store.write(lambda conn: conn.execute(text(insert("a")))),
@@ -111,21 +110,21 @@ async def test_writes_are_there_after_reopening(store: Store, url: str) -> None:
 
 
 async def test_commits_are_synced_and_foreign_keys_hold(store: Store) -> None:
-    async def pragma(conn: AsyncConnection, name: str) -> object:
-        return await conn.scalar(text(f"PRAGMA {name}"))
+    def pragma(conn: Connection, name: str) -> object:
+        return conn.scalar(text(f"PRAGMA {name}"))
 
     assert await store.write(lambda conn: pragma(conn, "synchronous")) == 2
     assert await store.write(lambda conn: pragma(conn, "foreign_keys")) == 1
-    async with store.read() as conn:
-        assert await pragma(conn, "journal_mode") == "wal"
+    with store.read() as conn:
+        assert pragma(conn, "journal_mode") == "wal"
 
 
 async def test_a_read_does_not_wait_for_a_write_in_progress(store: Store) -> None:
     await store.write(lambda conn: server_state.put(conn, "k", "old"))
     inside, let_go = threading.Event(), threading.Event()
 
-    async def slow(conn: AsyncConnection) -> None:
-        await server_state.put(conn, "k", "new")
+    def slow(conn: Connection) -> None:
+        server_state.put(conn, "k", "new")
         inside.set()
         let_go.wait()
 
@@ -140,18 +139,18 @@ async def test_a_read_does_not_wait_for_a_write_in_progress(store: Store) -> Non
 
 async def test_a_read_sees_one_state_throughout(store: Store) -> None:
     await store.write(lambda conn: server_state.put(conn, "k", 1))
-    async with store.read() as conn:
-        assert await server_state.get(conn, "k") == 1
+    with store.read() as conn:
+        assert server_state.get(conn, "k") == 1
         await store.write(lambda conn: server_state.put(conn, "k", 2))
-        assert await server_state.get(conn, "k") == 1
+        assert server_state.get(conn, "k") == 1
     assert await value(store, "k") == 2
 
 
 async def test_a_cancelled_caller_breaks_nothing(store: Store) -> None:
     inside, let_go = threading.Event(), threading.Event()
 
-    async def slow(conn: AsyncConnection) -> None:
-        await server_state.put(conn, "slow", 1)
+    def slow(conn: Connection) -> None:
+        server_state.put(conn, "slow", 1)
         inside.set()
         let_go.wait()
 
@@ -191,11 +190,8 @@ async def test_a_full_disk_acknowledges_nothing_that_is_not_there(store: Store) 
 async def test_where_no_transaction_can_begin_every_caller_learns_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def locked(*_: object) -> None:
-        raise OperationalError("BEGIN IMMEDIATE", None, OSError("locked"))
-
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite._WritingConnection, "begin", locked)
+        patch.setattr(sqlite, "BEGIN_WRITE", "BEGIN NEVER")
         results = await asyncio.gather(
             *(store.write(lambda conn: server_state.put(conn, "k", 1)) for _ in range(3)),
             return_exceptions=True,
@@ -208,22 +204,55 @@ async def test_where_no_transaction_can_begin_every_caller_learns_it(
 async def test_a_fetch_that_is_given_up_keeps_its_connection_to_its_end(store: Store) -> None:
     inside, let_go = threading.Event(), threading.Event()
 
-    async def slow(conn: AsyncConnection) -> None:
+    def hold() -> None:
         inside.set()
         let_go.wait()
-        await server_state.get(conn, "k")
+
+    def slow(conn: Connection) -> None:
+        conn.connection.create_function("hold", 0, hold)  # type: ignore[attr-defined]
+        conn.execute(text("SELECT hold()"))
 
     fetching = asyncio.create_task(store.fetch(slow))
     await asyncio.to_thread(inside.wait)
     fetching.cancel()
     await asyncio.sleep(0.01)
-    async with store.read() as conn:  # another connection
-        await server_state.get(conn, "k")
+    async with asyncio.timeout(1):
+        assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None, "on another connection"
+    assert not fetching.done()
     let_go.set()
     await asyncio.wait((fetching,))
     assert fetching.cancelled()
     for _ in range(2):
-        assert await value(store, "k") is None
+        assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None
+
+
+async def test_a_fetch_sees_one_state_throughout_and_leaves_the_loop_free(store: Store, url: str) -> None:
+    loop = threading.get_ident()
+    threads: list[int] = []
+
+    def look(conn: Connection) -> list[object]:
+        conn.connection.create_function("note", 0, lambda: threads.append(threading.get_ident()))  # type: ignore[attr-defined]
+        before = server_state.get(conn, "k")
+        conn.execute(text("SELECT note()"))
+        write_once(url, lambda conn: server_state.put(conn, "k", "new"))
+        return [before, server_state.get(conn, "k")]
+
+    await store.write(lambda conn: server_state.put(conn, "k", "old"))
+    assert await store.fetch(look) == ["old", "old"]
+    assert await store.fetch(lambda conn: server_state.get(conn, "k")) == "new"
+    assert threads
+    assert loop not in threads
+
+
+async def test_an_error_in_a_fetch_is_its_callers_and_the_connection_serves_on(store: Store) -> None:
+    def fails(conn: Connection) -> None:
+        server_state.get(conn, "k")
+        raise UserError("no")
+
+    for _ in range(2):
+        with pytest.raises(UserError):
+            await store.fetch(fails)
+    assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None
 
 
 async def test_close_writes_what_was_accepted(url: str) -> None:
@@ -291,8 +320,8 @@ async def test_what_a_refused_write_would_have_written_is_free_at_once(store: St
     body = Body()
     gone = weakref.ref(body)
 
-    async def refused(conn: AsyncConnection, body: Body = body) -> None:
-        await server_state.put(conn, "bad", body.size)
+    def refused(conn: Connection, body: Body = body) -> None:
+        server_state.put(conn, "bad", body.size)
         raise UserError("no")
 
     gc.disable()

@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import OwnerId, RequestId, SamplingSessionId
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.database import sqlite
-from skyrl_tinker.store.futures import cancellation, completions, queue
+from skyrl_tinker.store.futures import cancellation, completions, finish, outcomes, queue
 from skyrl_tinker.store.reports import timeline
 from skyrl_tinker.store.reports.timeline import Track
 from skyrl_tinker.store.store import Store
@@ -19,21 +19,21 @@ from tests.store.support.rows import base_sampler, new_session, outcome, sample
 
 OWNER = OwnerId(1)
 SAMPLER = SamplingSessionId("s:sample:0")
-Query = Callable[[AsyncConnection], Awaitable[Any]]
+Query = Callable[[Connection], Awaitable[Any]]
 
 QUERIES: dict[str, Query] = {
     "new requests": lambda conn: queue.queued_after(conn, 1),
-    "new results": lambda conn: queue.finished_after(conn, 1),
-    "the end of a request": lambda conn: queue.fail(conn, 1, Failure("no", "server")),
-    "outcome": lambda conn: queue.outcome(conn, RequestId("r")),
-    "place": lambda conn: cancellation.place(conn, RequestId("r")),
+    "new results": lambda conn: outcomes.finished_after(conn, 1),
+    "the end of a request": lambda conn: finish.fail(conn, 1, Failure("no", "server")),
+    "outcome": lambda conn: outcomes.find(conn, RequestId("r")),
+    "place": lambda conn: cancellation.queue_position(conn, RequestId("r")),
     "completions, near": lambda conn: completions.finished_since(conn, SAMPLER, 0, 0),
     "completions, far": lambda conn: completions.finished_since(conn, SAMPLER, 0, -completions.NEAR - 1),
-    "slices of a model": lambda conn: timeline.slices(conn, Track("", model_key=1), 0, 10),
-    "slices of a sampler": lambda conn: timeline.slices(conn, Track("", sampling_session_id="s"), 0, 10),
-    "usage": lambda conn: usage_records.between(conn, OWNER, 0, 10),
+    "slices of a model": lambda conn: timeline.list_slices(conn, Track("", model_key=1), 0, 10),
+    "slices of a sampler": lambda conn: timeline.list_slices(conn, Track("", sampling_session_id="s"), 0, 10),
+    "usage": lambda conn: usage_records.hourly_between(conn, OWNER, 0, 10),
     "roll-up": lambda conn: usage_records.roll_up(conn, 10),
-    "purge": lambda conn: queue.purge_results(conn, time.time()),
+    "purge": lambda conn: finish.purge_results(conn, time.time()),
 }
 
 
@@ -41,10 +41,10 @@ async def statements_of(store: Store, query: Query) -> list[str]:
     """What is executed, with its parameters filled in."""
     executed: list[str] = []
 
-    async def op(conn: AsyncConnection) -> None:
+    def op(conn: Connection) -> None:
         sqlite.raw(conn).set_trace_callback(executed.append)
         try:
-            await query(conn)
+            query(conn)
         finally:
             sqlite.raw(conn).set_trace_callback(None)
 
@@ -53,7 +53,7 @@ async def statements_of(store: Store, query: Query) -> list[str]:
 
 
 async def plan_of(store: Store, statement: str) -> list[str]:
-    async with store.read() as conn:
+    with store.read() as conn:
         return [row[3] for row in sqlite.raw(conn).execute(f"EXPLAIN QUERY PLAN {statement}")]
 
 
@@ -81,4 +81,4 @@ async def used(store: Store, sampler: SamplingSessionId, number: int = 0) -> Non
     """A sample that took a token."""
     accepted = await sample(store, sampler, number)
     future = (await outcome(store, accepted.request_id)).future_id
-    await store.write(lambda conn: queue.succeed(conn, future, "t", b"r", Usage(input_tokens=1)))
+    await store.write(lambda conn: finish.succeed(conn, future, "t", b"r", Usage(input_tokens=1)))

@@ -5,7 +5,7 @@ import time
 from skyrl_tinker.domain.ids import ModelState, RequestKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish, outcomes, queue, record, training_submission
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import create, new_session, outcome, queued, sample, step
@@ -13,18 +13,18 @@ from tests.store.support.rows import create, new_session, outcome, queued, sampl
 LOST = Failure("the engine died", "server")
 
 
-async def id_of(store: Store, accepted: queue.Accepted) -> int:
+async def id_of(store: Store, accepted: record.Accepted) -> int:
     return (await outcome(store, accepted.request_id)).future_id
 
 
-async def succeed(store: Store, accepted: queue.Accepted, body: bytes) -> None:
+async def succeed(store: Store, accepted: record.Accepted, body: bytes) -> None:
     future_id = await id_of(store, accepted)
-    await store.write(lambda conn: queue.succeed(conn, future_id, "application/x-protobuf", body))
+    await store.write(lambda conn: finish.succeed(conn, future_id, "application/x-protobuf", body))
 
 
-async def fail(store: Store, accepted: queue.Accepted) -> None:
+async def fail(store: Store, accepted: record.Accepted) -> None:
     future_id = await id_of(store, accepted)
-    await store.write(lambda conn: queue.fail(conn, future_id, LOST))
+    await store.write(lambda conn: finish.fail(conn, future_id, LOST))
 
 
 async def test_a_result_can_be_fetched_again_and_again(store: Store, model: ModelRow) -> None:
@@ -43,8 +43,8 @@ async def test_a_pending_future_has_no_body(store: Store, sampler: SamplingSessi
 
 
 async def test_an_unknown_request_has_no_outcome(store: Store) -> None:
-    async with store.read() as conn:
-        assert await queue.outcome(conn, "nobody") is None  # type: ignore[arg-type]
+    with store.read() as conn:
+        assert outcomes.find(conn, "nobody") is None  # type: ignore[arg-type]
 
 
 async def test_the_first_end_of_a_future_stands(store: Store, model: ModelRow) -> None:
@@ -59,16 +59,16 @@ async def test_finished_futures_come_in_the_order_in_which_they_finished(
     store: Store, model: ModelRow
 ) -> None:
     accepted = [await step(store, model, seq_id) for seq_id in (1, 2, 3)]
-    async with store.read() as conn:
-        cursor = await queue.last_result_id(conn)
+    with store.read() as conn:
+        cursor = outcomes.last_result_id(conn)
     for index in (2, 0):
         await succeed(store, accepted[index], b"")
     await fail(store, accepted[1])
-    async with store.read() as conn:
-        finished = await queue.finished_after(conn, cursor)
-        newest = await queue.last_result_id(conn)
-        rest = await queue.finished_after(conn, finished[0][0])
-        nothing = await queue.finished_after(conn, newest)
+    with store.read() as conn:
+        finished = outcomes.finished_after(conn, cursor)
+        newest = outcomes.last_result_id(conn)
+        rest = outcomes.finished_after(conn, finished[0][0])
+        nothing = outcomes.finished_after(conn, newest)
     assert [outcome.request_id for _, outcome in finished] == [accepted[i].request_id for i in (2, 0, 1)]
     assert rest == finished[1:]
     assert newest == finished[-1][0]
@@ -81,10 +81,10 @@ async def test_the_queue_goes_on_after_the_cursor(store: Store, model: ModelRow)
     rows = await queued(store)
     assert [(row.seq_id, row.body_bytes) for row in rows] == [(0, 6), (2, 2000), (3, 3000), (1, 1000)]
     assert await queued(store, rows[-1].id) == []
-    async with store.read() as conn:
-        assert await queue.queued_after(conn, 0, limit=2) == rows[:2]
-        assert await queue.max_id(conn) == rows[-1].id
-        bodies = await queue.bodies(conn, [row.id for row in rows[1:3]])
+    with store.read() as conn:
+        assert queue.queued_after(conn, 0, limit=2) == rows[:2]
+        assert queue.last_id(conn) == rows[-1].id
+        bodies = queue.read_bodies(conn, [row.id for row in rows[1:3]])
     assert {key: len(body) for key, body in bodies.items()} == {rows[1].id: 2000, rows[2].id: 3000}
 
 
@@ -96,8 +96,8 @@ async def test_a_finished_request_leaves_the_queue_and_its_body(
     await fail(store, failed_sample)
     assert [row.seq_id for row in await queued(store)] == [0]
     ids = [await id_of(store, accepted) for accepted in (done, failed_sample)]
-    async with store.read() as conn:
-        assert await queue.bodies(conn, ids) == {}
+    with store.read() as conn:
+        assert queue.read_bodies(conn, ids) == {}
 
 
 async def test_what_a_dead_engine_left_fails_at_once(
@@ -106,17 +106,17 @@ async def test_what_a_dead_engine_left_fails_at_once(
     finished, pending = await step(store, model, 1), await step(store, model, 2)
     sampled = await sample(store, sampler, 1)
     await succeed(store, finished, b"ok")
-    async with store.read() as conn:
-        died_after = await queue.max_id(conn)
+    with store.read() as conn:
+        died_after = queue.last_id(conn)
     late = await step(store, model, 3)
-    count = await store.write(lambda conn: queue.fail_pending(conn, died_after, LOST))
+    count = await store.write(lambda conn: finish.fail_pending(conn, died_after, LOST))
     assert count == 3, "create_model, the step and the sample"
     assert (await outcome(store, finished.request_id)).body == b"ok"
     for accepted in (pending, sampled):
         found = await outcome(store, accepted.request_id)
-        assert (found.status, found.body) == ("failed", queue.failure_body(LOST))
+        assert (found.status, found.body) == ("failed", finish.failure_body(LOST))
     assert (await outcome(store, late.request_id)).status == "pending"
-    assert await store.write(lambda conn: queue.fail_pending(conn, None, LOST)) == 1
+    assert await store.write(lambda conn: finish.fail_pending(conn, None, LOST)) == 1
 
 
 async def test_old_results_are_purged_and_their_requests_still_known(store: Store, model: ModelRow) -> None:
@@ -124,7 +124,7 @@ async def test_old_results_are_purged_and_their_requests_still_known(store: Stor
     await succeed(store, old, b"old")
     between = time.time()
     await succeed(store, new, b"new")
-    assert await store.write(lambda conn: queue.purge_results(conn, between)) == 1
+    assert await store.write(lambda conn: finish.purge_results(conn, between)) == 1
     purged = await outcome(store, old.request_id)
     assert (purged.status, purged.body) == ("done", None)
     assert (await outcome(store, new.request_id)).body == b"new"
@@ -132,9 +132,9 @@ async def test_old_results_are_purged_and_their_requests_still_known(store: Stor
 
 
 async def test_cursors_start_at_zero(store: Store) -> None:
-    async with store.read() as conn:
-        assert await queue.max_id(conn) == 0
-        assert await queue.last_result_id(conn) == 0
+    with store.read() as conn:
+        assert queue.last_id(conn) == 0
+        assert outcomes.last_result_id(conn) == 0
 
 
 async def test_a_model_is_as_it_was_asked_for(store: Store, session: SessionId, model: ModelRow) -> None:
@@ -146,8 +146,8 @@ async def test_a_model_is_as_it_was_asked_for(store: Store, session: SessionId, 
 
 async def test_requests_keep_a_model_fresh(store: Store, model: ModelRow) -> None:
     await step(store, model, 1)
-    async with store.read() as conn:
-        row = await model_records.by_key(conn, model.key)
+    with store.read() as conn:
+        row = model_records.by_key(conn, model.key)
     assert row is not None
     assert row.last_request_at > model.last_request_at
 
@@ -157,10 +157,10 @@ async def test_models_are_found_by_state_and_session(
 ) -> None:
     other = await create(store, await new_session(store))
     await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.LOST, "worker died"))
-    async with store.read() as conn:
-        (lost,) = await model_records.in_states(conn, ModelState.LOST, ModelState.FAILED)
-        (creating,) = await model_records.in_states(conn, ModelState.CREATING)
-        (own,) = await model_records.of_session(conn, session)
+    with store.read() as conn:
+        (lost,) = model_records.list_in_states(conn, ModelState.LOST, ModelState.FAILED)
+        (creating,) = model_records.list_in_states(conn, ModelState.CREATING)
+        (own,) = model_records.list_for_session(conn, session)
     assert (lost.key, lost.state_reason) == (model.key, "worker died")
     assert creating.key == other.key
     assert own.key == model.key
@@ -169,8 +169,8 @@ async def test_models_are_found_by_state_and_session(
 async def test_a_model_learns_its_spec_from_a_checkpoint(store: Store, model: ModelRow) -> None:
     spec = type(model.spec)(rank=32, seed=5, train_mlp=False)
     await store.write(lambda conn: model_records.set_spec(conn, model.key, spec, "big", {"beta1": 0.5}))
-    async with store.read() as conn:
-        row = await model_records.by_key(conn, model.key)
+    with store.read() as conn:
+        row = model_records.by_key(conn, model.key)
     assert row is not None
     assert (row.spec, row.base_model, row.optimizer_config) == (spec, "big", {"beta1": 0.5})
 
@@ -179,12 +179,12 @@ async def test_a_model_refused_at_the_door_is_born_failed(store: Store, session:
     new = model_records.NewModel(session, 0, "other", model_records.LoraSpec(8, 1), {}, {})
     failure = Failure("this server serves 'tiny', not 'other'", "user")
     accepted = await store.write(
-        lambda conn: queue.submit_create(
+        lambda conn: training_submission.submit_create(
             conn, RequestKind.CREATE_MODEL, new, owner=None, body=b"", digest=b"", failure=failure
         )
     )
-    assert (await outcome(store, accepted.request_id)).body == queue.failure_body(failure)
-    async with store.read() as conn:
-        row = await model_records.by_id(conn, new.model_id)
+    assert (await outcome(store, accepted.request_id)).body == finish.failure_body(failure)
+    with store.read() as conn:
+        row = model_records.by_id(conn, new.model_id)
     assert row is not None
     assert (row.state, row.state_reason) == (ModelState.FAILED, failure.message)

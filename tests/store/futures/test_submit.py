@@ -8,7 +8,7 @@ from skyrl_tinker.domain.ids import ModelId, RequestKind, SamplingSessionId, Ses
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import GoneError, NotFoundError, SeqIdReusedError, UserError
 from skyrl_tinker.store import sampling_sessions
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import finish, record, training_submission
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import (
@@ -56,7 +56,7 @@ async def test_duplicates_that_race_over_two_processes_get_one_answer(
 async def test_a_finished_request_sent_again_keeps_its_answer(store: Store, model: ModelRow) -> None:
     first = await step(store, model, 1)
     (row,) = [row for row in await queued(store) if row.seq_id == 1]
-    await store.write(lambda conn: queue.succeed(conn, row.id, "application/json", b"{}"))
+    await store.write(lambda conn: finish.succeed(conn, row.id, "application/json", b"{}"))
     assert (await step(store, model, 1)).request_id == first.request_id
     assert (await outcome(store, first.request_id)).body == b"{}"
 
@@ -71,7 +71,7 @@ async def test_a_seq_id_reused_for_another_kind_is_refused(store: Store, model: 
     await step(store, model, 1)
     with pytest.raises(SeqIdReusedError, match="used for optim_step, now for forward_backward"):
         await store.write(
-            lambda conn: queue.submit_training(
+            lambda conn: training_submission.submit_training(
                 conn, RequestKind.FORWARD_BACKWARD, model.model_id, 1, owner=None, body=b"", digest=b"digest"
             )
         )
@@ -156,8 +156,8 @@ async def test_a_retried_sampling_session_on_an_overwritten_checkpoint_keeps_its
                 conn, session, 0, base_model="tiny", model_path="tinker://p", version_id=version
             )
         )
-    async with store.read() as conn:
-        row = await sampling_sessions.get(conn, sampler)
+    with store.read() as conn:
+        row = sampling_sessions.get(conn, sampler)
     assert row is not None
     assert row.version_id == first
 
@@ -165,9 +165,9 @@ async def test_a_retried_sampling_session_on_an_overwritten_checkpoint_keeps_its
 async def test_a_request_refused_at_the_door_consumes_its_seq_id(store: Store, model: ModelRow) -> None:
     failure = Failure("datum 0: token 9 is beyond the vocabulary", "user")
 
-    async def submit() -> queue.Accepted:
+    async def submit() -> record.Accepted:
         return await store.write(
-            lambda conn: queue.submit_training(
+            lambda conn: training_submission.submit_training(
                 conn,
                 RequestKind.FORWARD,
                 model.model_id,
@@ -191,7 +191,7 @@ async def test_a_request_refused_at_the_door_consumes_its_seq_id(store: Store, m
 async def test_unknown_owners_are_not_found(store: Store, model: ModelRow) -> None:
     with pytest.raises(NotFoundError, match="no model nobody"):
         await store.write(
-            lambda conn: queue.submit_training(
+            lambda conn: training_submission.submit_training(
                 conn, RequestKind.FORWARD, ModelId("nobody"), 1, owner=None, body=b"", digest=b""
             )
         )

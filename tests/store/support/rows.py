@@ -10,7 +10,7 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import model_records, sampling_sessions, session_records
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import outcomes, queue, record, sample_submission, training_submission
 from skyrl_tinker.store.model_records import ModelRow, NewModel
 from skyrl_tinker.store.store import Store
 
@@ -37,10 +37,10 @@ async def finish_session(store: Store, session: SessionId) -> None:
 
 async def submit_create(
     store: Store, session: SessionId, seq_id: int = 0, digest: bytes = b"create"
-) -> queue.Accepted:
+) -> record.Accepted:
     new = NewModel(session, seq_id, "tiny", SPEC, {"betas": [0.9]}, {"run": "x"})
     return await store.write(
-        lambda conn: queue.submit_create(
+        lambda conn: training_submission.submit_create(
             conn, RequestKind.CREATE_MODEL, new, owner=None, body=b"create", digest=digest
         )
     )
@@ -49,8 +49,8 @@ async def submit_create(
 async def create(store: Store, session: SessionId, seq_id: int = 0) -> ModelRow:
     accepted = await submit_create(store, session, seq_id)
     assert accepted.model_id is not None
-    async with store.read() as conn:
-        row = await model_records.by_id(conn, accepted.model_id)
+    with store.read() as conn:
+        row = model_records.by_id(conn, accepted.model_id)
     assert row is not None
     return row
 
@@ -65,9 +65,9 @@ async def base_sampler(store: Store, session: SessionId, seq_id: int = 0) -> Sam
 
 async def step(
     store: Store, model: ModelRow, seq_id: int, body: bytes = b"step", digest: bytes = b"digest"
-) -> queue.Accepted:
+) -> record.Accepted:
     return await store.write(
-        lambda conn: queue.submit_training(
+        lambda conn: training_submission.submit_training(
             conn, RequestKind.OPTIM_STEP, model.model_id, seq_id, owner=None, body=body, digest=digest
         )
     )
@@ -75,29 +75,29 @@ async def step(
 
 async def sample(
     store: Store, sampler: SamplingSessionId, seq_id: int, digest: bytes = b"digest", num_samples: int = 2
-) -> queue.Accepted:
+) -> record.Accepted:
     return await store.write(
-        lambda conn: queue.submit_sample(
+        lambda conn: sample_submission.submit_sample(
             conn, sampler, seq_id, owner=None, body=b"sample", digest=digest, num_samples=num_samples
         )
     )
 
 
 async def queued(store: Store, cursor: int = 0) -> list[queue.QueuedRow]:
-    async with store.read() as conn:
-        return await queue.queued_after(conn, cursor)
+    with store.read() as conn:
+        return queue.queued_after(conn, cursor)
 
 
-async def outcome(store: Store, request_id: RequestId) -> queue.Outcome:
-    async with store.read() as conn:
-        found = await queue.outcome(conn, request_id)
+async def outcome(store: Store, request_id: RequestId) -> outcomes.Outcome:
+    with store.read() as conn:
+        found = outcomes.find(conn, request_id)
     assert found is not None
     return found
 
 
 async def ephemeral(store: Store, model: ModelKey, directory: str = "/ram/v") -> VersionId:
     version = await store.write(
-        lambda conn: sampling_sessions.new_version(conn, model, "lora", durable=False)
+        lambda conn: sampling_sessions.insert_version(conn, model, "lora", durable=False)
     )
-    await store.write(lambda conn: sampling_sessions.set_directory(conn, version, directory))
+    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, directory))
     return version

@@ -19,7 +19,7 @@ from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pass_results import forward_backward_output_json
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures.queue import Accepted
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.engine.support import journal

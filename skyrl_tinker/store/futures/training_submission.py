@@ -4,8 +4,7 @@ key or writes the new one, so that duplicates, however they race, get the same a
 
 import time
 
-from sqlalchemy import and_, bindparam, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, and_, bindparam, select, update
 
 from skyrl_tinker.domain.ids import ModelId, ModelState, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -20,10 +19,10 @@ from skyrl_tinker.store.futures.record import (
     SESSION,
     Accepted,
     NewFuture,
-    again,
     check_seq_id,
-    journal,
-    keep_body,
+    existing_answer,
+    insert_body,
+    insert_future,
     require_same,
 )
 from skyrl_tinker.store.model_records import NewModel
@@ -46,8 +45,8 @@ _BUMP = Prepared(
 )
 
 
-async def submit_create(
-    conn: AsyncConnection,
+def submit_create(
+    conn: Connection,
     kind: RequestKind,
     model: NewModel,
     *,
@@ -61,21 +60,21 @@ async def submit_create(
     Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished).
     """
     check_seq_id("model_seq_id", model.model_seq_id, lowest=0)
-    await owners.require_session(conn, owner, model.session_id)
-    first = await model_records.by_id(conn, model.model_id)
+    owners.require_session(conn, owner, model.session_id)
+    first = model_records.by_id(conn, model.model_id)
     if first is not None:
-        row = (await conn.execute(_OF_CREATE, {"model_key": first.key})).one()
+        row = conn.execute(_OF_CREATE, {"model_key": first.key}).one()
         require_same(row, kind, digest, f"model_seq_id {model.model_seq_id} of session {model.session_id}")
-        return again(row, model.model_id)
-    await session_records.require_live(conn, model.session_id)
+        return existing_answer(row, model.model_id)
+    session_records.require_live(conn, model.session_id)
     state = ModelState.FAILED if failure else ModelState.CREATING
-    key = await model_records.add(conn, model, state, failure.message if failure else None)
+    key = model_records.add(conn, model, state, failure.message if failure else None)
     new = NewFuture(kind, 0, digest, model.session_id, model_key=key)
-    return await _record(conn, new, body, failure, model.model_id)
+    return _record(conn, new, body, failure, model.model_id)
 
 
-async def submit_training(
-    conn: AsyncConnection,
+def submit_training(
+    conn: Connection,
     kind: RequestKind,
     model_id: ModelId,
     seq_id: int,
@@ -96,15 +95,15 @@ async def submit_training(
         raise NotFoundError(f"no model {model_id}")
     if row.request_id is not None:
         require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
-        return again(row, model_id)
+        return existing_answer(row, model_id)
     session_records.check_live(row)
-    _BUMP.run(conn, {"model_key": row.key, "now": time.time()})
+    _BUMP.change(conn, {"model_key": row.key, "now": time.time()})
     new = NewFuture(kind, seq_id, digest, row.session_id, model_key=row.key)
-    return await _record(conn, new, body, failure, model_id)
+    return _record(conn, new, body, failure, model_id)
 
 
-async def submit_custom_loss(
-    conn: AsyncConnection,
+def submit_custom_loss(
+    conn: Connection,
     loss: NewLoss,
     *,
     owner: OwnerId | None,
@@ -117,30 +116,30 @@ async def submit_custom_loss(
     Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), UserError (too many).
     """
     check_seq_id("custom_loss_seq_id", loss.seq_id, lowest=0)
-    await owners.require_session(conn, owner, loss.session_id)
-    row = (await conn.execute(_OF_LOSS, {"loss_id": loss.loss_id})).one_or_none()
+    owners.require_session(conn, owner, loss.session_id)
+    row = conn.execute(_OF_LOSS, {"loss_id": loss.loss_id}).one_or_none()
     kind = RequestKind.CREATE_CUSTOM_LOSS
     if row is not None:
         require_same(row, kind, digest, f"custom_loss_seq_id {loss.seq_id} of session {loss.session_id}")
-        return again(row, None)
-    await session_records.require_live(conn, loss.session_id)
-    await custom_losses.require_room(conn, loss.session_id)
-    future_id, accepted = await journal(conn, NewFuture(kind, loss.seq_id, digest, loss.session_id), None)
-    await custom_losses.add(conn, loss, future_id)
+        return existing_answer(row, None)
+    session_records.require_live(conn, loss.session_id)
+    custom_losses.require_capacity(conn, loss.session_id)
+    future_id, accepted = insert_future(conn, NewFuture(kind, loss.seq_id, digest, loss.session_id), None)
+    custom_losses.add(conn, loss, future_id)
     if failure is not None:
-        await finish.fail(conn, future_id, failure)
+        finish.fail(conn, future_id, failure)
     else:
-        await finish.succeed(conn, future_id, finish.JSON_TYPE, result)
+        finish.succeed(conn, future_id, finish.JSON_TYPE, result)
     return accepted
 
 
-async def _record(
-    conn: AsyncConnection, new: NewFuture, body: bytes, failure: Failure | None, model_id: ModelId | None
+def _record(
+    conn: Connection, new: NewFuture, body: bytes, failure: Failure | None, model_id: ModelId | None
 ) -> Accepted:
     """Write the future and either its body or its failure."""
-    future_id, accepted = await journal(conn, new, model_id)
+    future_id, accepted = insert_future(conn, new, model_id)
     if failure is not None:
-        await finish.fail(conn, future_id, failure)
+        finish.fail(conn, future_id, failure)
     else:
-        keep_body(conn, future_id, body)
+        insert_body(conn, future_id, body)
     return accepted

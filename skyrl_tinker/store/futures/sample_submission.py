@@ -3,8 +3,7 @@
 import time
 from uuid import uuid4
 
-from sqlalchemy import and_, bindparam, insert, literal, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, and_, bindparam, insert, literal, select
 
 from skyrl_tinker.domain.ids import (
     FutureStatus,
@@ -22,9 +21,9 @@ from skyrl_tinker.store.futures.record import (
     FIRST,
     SESSION,
     Accepted,
-    again,
     check_seq_id,
-    keep_body,
+    existing_answer,
+    insert_body,
     require_same,
 )
 from skyrl_tinker.store.owners import OWNED
@@ -70,8 +69,8 @@ _OF_SAMPLER = (
 )
 
 
-async def submit_sample(
-    conn: AsyncConnection,
+def submit_sample(
+    conn: Connection,
     sampling_session_id: SamplingSessionId,
     seq_id: int,
     *,
@@ -91,19 +90,19 @@ async def submit_sample(
     new = {"request_id": request_id, "digest": digest, "sequence_ids": sequences, "now": time.time()}
     row = _SAMPLE.row(conn, {**key, **new})
     if row is None:
-        return await _again(conn, key, digest)
-    keep_body(conn, row.id, body)
+        return _again(conn, key, digest)
+    insert_body(conn, row.id, body)
     return Accepted(request_id, sequences, None, created=True)
 
 
-async def _again(conn: AsyncConnection, key: dict[str, object], digest: bytes) -> Accepted:
+def _again(conn: Connection, key: dict[str, object], digest: bytes) -> Accepted:
     """The first request of this key, or why there can be none."""
     sampling_session_id = key["sampling_session_id"]
-    row = (await conn.execute(_OF_SAMPLER, key)).one_or_none()
+    row = conn.execute(_OF_SAMPLER, key).one_or_none()
     if row is None:
         raise NotFoundError(f"no sampling session {sampling_session_id}")
     if row.request_id is None:
         session_records.check_live(row)
     name = f"seq_id {key['seq_id']} of sampling session {sampling_session_id}"
     require_same(row, RequestKind.SAMPLE, digest, name)
-    return again(row, None)
+    return existing_answer(row, None)

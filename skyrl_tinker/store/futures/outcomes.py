@@ -1,0 +1,80 @@
+"""Outcomes of requests, as long polls read them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, bindparam, case, func, select
+
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, RequestKind
+from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.tables import Future, Model, Result, Session
+
+ANY_SIZE = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`body` None: pending, or purged if `status` says finished. Failures are JSON {"error", "category"}."""
+
+    future_id: int
+    request_id: RequestId
+    kind: RequestKind
+    status: FutureStatus
+    content_type: str | None
+    body: bytes | None
+    model_id: ModelId | None
+    owner_id: OwnerId | None
+    withheld: bool | None = None  # there is a body, larger than what was asked for
+
+
+_OUTCOME = (
+    Future.id,
+    Future.request_id,
+    Future.kind,
+    Future.status,
+    Result.content_type,
+    case((func.length(Result.body) <= bindparam("most"), Result.body)).label("body"),
+    Model.model_id,
+    Session.owner_id,
+    (func.length(Result.body) > bindparam("most")).label("withheld"),
+)
+_OUTCOMES = (
+    select(*_OUTCOME)
+    .outerjoin(Result, Result.future_id == Future.id)
+    .outerjoin(Model, Model.key == Future.model_key)
+    .outerjoin(Session, Session.session_id == Future.session_id)
+    .where(Future.request_id.in_(bindparam("request_ids", expanding=True)))
+)
+_FINISHED = Prepared(
+    select(Result.id.label("cursor"), *_OUTCOME)
+    .join(Future, Future.id == Result.future_id)
+    .outerjoin(Model, Model.key == Future.model_key)
+    .outerjoin(Session, Session.session_id == Future.session_id)
+    .where(Result.id > bindparam("cursor"))
+    .order_by(Result.id)
+)
+
+
+def find(conn: Connection, request_id: RequestId, most_bytes: int = ANY_SIZE) -> Outcome | None:
+    """None for an id that was never given out. A result above `most_bytes` is withheld."""
+    found = find_many(conn, [request_id], most_bytes)
+    return found[0] if found else None
+
+
+def find_many(
+    conn: Connection, request_ids: Sequence[RequestId], most_bytes: int = ANY_SIZE
+) -> list[Outcome]:
+    """Of the ids that were given out, in no particular order."""
+    rows = conn.execute(_OUTCOMES, {"request_ids": request_ids, "most": most_bytes})
+    return [Outcome(*row) for row in rows]
+
+
+def finished_after(conn: Connection, cursor: int, most_bytes: int = ANY_SIZE) -> list[tuple[int, Outcome]]:
+    """(results.id, outcome) of what finished after the cursor, in that order. Large results are withheld."""
+    rows = _FINISHED.rows(conn, {"cursor": cursor, "most": most_bytes})
+    return [(row[0], Outcome(*row[1:])) for row in rows]
+
+
+def last_result_id(conn: Connection) -> int:
+    """The cursor at which nothing newer has finished, 0 at first."""
+    return conn.scalar(select(func.max(Result.id))) or 0
