@@ -151,7 +151,7 @@ def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed
 def sample_groups(
     sampler: tinker.SamplingClient, task: Task, seed: int
 ) -> dict[tuple[int, ...], list[Answer]]:
-    """A group of answers to every prompt; all prompts are in flight together."""
+    """Sample a group of answers to every prompt; all prompts are in flight together."""
     asked = {
         prompt: sampler.sample(
             prompt=types.ModelInput.from_ints(list(prompt)),

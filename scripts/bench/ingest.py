@@ -63,7 +63,7 @@ class Body:
 
 
 def random_data(datums: int, tokens: int) -> memoryview:
-    """The data of an importance_sampling pass."""
+    """Return the data of an importance_sampling pass."""
     source = np.random.default_rng(0)
     message = pb.ForwardBackwardRequest(loss_fn="importance_sampling")
     for _ in range(datums):

@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 class LoraLinear(nn.Module):
-    """y = x W^T + (alpha / rank) (x A^T) B^T"""
+    """Linear layer with a LoRA: y = x W^T + (alpha / rank) (x A^T) B^T."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class NaiveLoop:
         self._rows = rows
 
     def step(self, data: Sequence[Datum]) -> float:
-        """Returns the sum of the losses."""
+        """Return the sum of the losses."""
         total = 0.0
         for start in range(0, len(data), self._rows):
             tokens, targets, mask = _padded(data[start : start + self._rows], self._device)

@@ -177,7 +177,7 @@ def vllm_url(pid: int) -> str:
 
 @asynccontextmanager
 async def sampling_session(http: aiohttp.ClientSession, url: str, base_model: str) -> AsyncIterator[str]:
-    """A sampling session whose session is kept alive by heartbeats, as the SDK does."""
+    """Open a sampling session and keep it alive by heartbeats, as the SDK does."""
 
     async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
         async with http.post(f"{url}/api/v1/{path}", json=body) as response:
@@ -220,8 +220,10 @@ def report(results: dict[int, dict[str, Figures]], tokens: int) -> dict[str, flo
 
 
 def overhead_p50_ms(bare: Figures, through: Figures) -> float:
-    """The median over the turns of what a request took longer than one of the turn before on the bare server:
-    over minutes the machine's own pace moves by more than that."""
+    """Return the median over the turns of a request's extra time against the bare server's turn before.
+
+    Over minutes the machine's own pace moves by more than that.
+    """
     turns = zip(bare.turns, through.turns, strict=True)
     return 1000 * statistics.median(statistics.median(own) - statistics.median(base) for base, own in turns)
 

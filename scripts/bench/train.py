@@ -141,7 +141,7 @@ def make_data(lengths: list[int], vocab: int) -> tuple[Datum, ...]:
 
 
 def make_step(worker: Worker, models: list[int], data: tuple[Datum, ...]) -> Callable[[], Any]:
-    """The same data for each model: one pass and one call of the optimizer."""
+    """Run one pass and one call of the optimizer with the same data for each model."""
     items = [
         PassItem(RequestId(f"r{model}"), ModelKey(model), data, "cross_entropy", {}, True) for model in models
     ]
@@ -247,9 +247,12 @@ def resident(key: str) -> int:
 
 
 def mfu(setting: Setting, rows: int, length: int, peak_tflops: float, rounds: int) -> dict[str, float]:
-    """Useful operations per token: forward 2 and backward 2 for each frozen weight (their own gradients are
-    not computed), 6 for each of the adapter's, and 3 times the forward's of causal attention, 2 · length ·
-    width of all heads in each layer. The embedding multiplies nothing; recomputed layers count once."""
+    """Return the useful operations per token.
+
+    Forward 2 and backward 2 for each frozen weight (their own gradients are not computed), 6 for each of the
+    adapter's, and 3 times the forward's of causal attention, 2 · length · width of all heads in each layer.
+    The embedding multiplies nothing; recomputed layers count once.
+    """
     worker = setting.worker("8B", rows * length)
     create(worker, [1])
     shape = SHAPES["8B"]

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Full-parameter weight sync: seconds per GB of every transport this machine can run, and the pause that a
-rollout sees which runs meanwhile.
+"""Full-parameter weight sync: seconds per GB of each transport, and the pause of a running rollout.
 
 usage: scripts/bench/weight_sync.py [--model DIR] [--ranks N] [--replicas N] [--repeats N] [--chunk-mb N]
 
@@ -66,7 +65,7 @@ class Rollout:
 
 @asynccontextmanager
 async def rolling(url: str) -> AsyncIterator[Rollout]:
-    """A rollout that runs inside, and ends with it."""
+    """Run a rollout for as long as the block lasts."""
     rollout = Rollout()
     task = asyncio.create_task(rollout.run(url))
     await asyncio.sleep(0.5)

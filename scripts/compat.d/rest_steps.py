@@ -21,7 +21,7 @@ def fetch(url: str) -> bytes:
 
 
 def cli(run: Run, *arguments: str) -> str:
-    """What this version's own `tinker` command says."""
+    """Run this version's own `tinker` command and return its output."""
     command = [str(Path(sys.executable).with_name("tinker")), "--format", "json", *arguments]
     environment = {**os.environ, "TINKER_BASE_URL": run.url}
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
@@ -122,7 +122,7 @@ def cli_lists(run: Run) -> None:
 
 @step(since="0.8", broken=("0.22.0",))
 def cli_download(run: Run) -> None:
-    """An archive of the sampler's weights; from 0.36 on files, made from the training weights."""
+    """Download an archive of the sampler's weights; from 0.36 on files, made from the training weights."""
     path = run.saved if order(run.version) >= order("0.36") else run.saved_sampler
     with tempfile.TemporaryDirectory() as directory:
         cli(run, "checkpoint", "download", path, "--output", directory)

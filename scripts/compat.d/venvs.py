@@ -24,7 +24,7 @@ _NEED_TORCH = ("0.3.0",)
 
 
 def interpreter(number: str, root: Path) -> Path:
-    """A Python that has this SDK: this one if it does, else that of a venv below `root`, made if need be.
+    """Return a Python that has this SDK: this one if it does, else one in a venv below `root`.
 
     CalledProcessError when pip cannot install it.
     """

@@ -16,7 +16,7 @@ Numbers = list[float]
 
 
 class UnavailableError(Exception):
-    """This version has it, but not in this environment."""
+    """Step that this version has, but not in this environment."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class Step:
 def step(
     since: str = "0.0", until: str = "999", broken: tuple[str, ...] = ()
 ) -> Callable[[Callable[["Run"], None]], Step]:
-    """The first version whose public classes can do it, the first that no longer can (both from the published
-    wheels), and those whose own code fails at it.
+    """Make a step of a function.
+
+    `since`: the first version whose public classes can do it, `until`: the first that no longer can (both from
+    the published wheels), `broken`: those whose own code fails at it.
     """
     return lambda work: Step(work.__name__, work, since, until, broken)
 
@@ -106,7 +108,7 @@ class Run:
 
 
 def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
-    """The model reads t[:-1] and predicts t[1:]; weights of 1 unless other inputs are given."""
+    """Return a datum that reads t[:-1] and predicts t[1:]; weights of 1 unless other inputs are given."""
     targets = tokens[1:]
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
