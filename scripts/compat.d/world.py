@@ -36,8 +36,8 @@ def step(
 ) -> Callable[[Callable[["Run"], None]], Step]:
     """Make a step of a function.
 
-    `since`: the first version whose public classes can do it, `until`: the first that no longer can (both from
-    the published wheels), `broken`: those whose own code fails at it.
+    `since`: the first version whose public classes can do it; `until`: the first that no longer can (both
+    from the published wheels); `broken`: those whose own code fails at it.
     """
     return lambda work: Step(work.__name__, work, since, until, broken)
 
