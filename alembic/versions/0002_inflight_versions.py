@@ -1,4 +1,4 @@
-"""Versions for the mutable target of a model (`kind: inflight`): its samplers see the newest of them."""
+"""Weight versions of the mutable target of a model (`kind: inflight`)."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Losses that clients upload."""
+"""Losses uploaded by clients."""
 
 import sqlalchemy as sa
 from alembic import op

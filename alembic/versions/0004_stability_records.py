@@ -1,4 +1,4 @@
-"""What was sampled, for losses that compare with it (`stable_reinforce`)."""
+"""Sampled tokens with their logprobs, for `stable_reinforce`."""
 
 import sqlalchemy as sa
 from alembic import op

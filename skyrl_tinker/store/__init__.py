@@ -1,6 +1,6 @@
-"""The journal that API and engine share: a database, and a doorbell beside it.
+"""Journal shared by API and engine: a database, and a doorbell beside it.
 
-In: operations on a connection, run by `Store.read` and `Store.write`. Out: plain values; what `write`
-returned is on disk. `database` knows SQLite, `futures` is the way of a request, `reports` what the REST
-routes list; the other modules are one table each. Imports `protocol`, `domain` and `errors`.
+Statements are plain functions of a connection, run by `Store.write`, `Store.read` and `Store.fetch`; a value
+that `write` returned is on disk. `database` knows SQLite, `futures` is the life of a request, `reports` what
+the REST routes list; each other module holds one table. Imports `protocol`, `domain` and `errors`.
 """

@@ -1,4 +1,4 @@
-"""What was done to sessions and checkpoints: written in the commit that does it."""
+"""Audit log of sessions and checkpoints. An event is written in the commit of its change."""
 
 import time
 from collections.abc import Mapping
@@ -16,6 +16,8 @@ _EVENT = insert(AuditEvent)
 
 @dataclass(frozen=True, slots=True)
 class Event:
+    """Change of a session or checkpoint; `at` is seconds since the epoch."""
+
     at: float
     session_id: str
     event: str
@@ -23,7 +25,7 @@ class Event:
 
 
 def record(conn: Connection, session_id: str, event: str, **details: Any) -> None:
-    """`event` is <resource>_<action>; `details` are JSON."""
+    """Record an event, named <resource>_<action>; `details` are JSON."""
     row = {"at": time.time(), "session_id": session_id, "event": event, "details": details}
     conn.execute(_EVENT, row)
 
@@ -31,7 +33,7 @@ def record(conn: Connection, session_id: str, event: str, **details: Any) -> Non
 def events_between(
     conn: Connection, owner: OwnerId | None, start: float, end: float, resource: str | None
 ) -> list[Event]:
-    """This owner's in [start, end), oldest first; of one kind of resource, None for all."""
+    """Return this owner's events in [start, end), oldest first; `resource` None: of all kinds."""
     query = (
         select(AuditEvent.at, AuditEvent.session_id, AuditEvent.event, AuditEvent.details)
         .join(Session, Session.session_id == AuditEvent.session_id)

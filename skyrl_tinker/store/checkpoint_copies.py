@@ -1,4 +1,4 @@
-"""Copies of checkpoints. Each belongs to a training run of its own, which exists for its path alone."""
+"""Copies of checkpoints. Each belongs to a training run of its own, which exists only for its path."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ _KIND = RequestKind.COPY_WEIGHTS
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """`project_id` None: the session is there, and live. Else it is made for the copy, if it is not yet."""
+    """Training run to be. `project_id` None: its session exists. Else the session is created for the copy."""
 
     session_id: SessionId
     model_seq_id: int
@@ -47,7 +47,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class NewCopy:
-    """`directory` has the files of `source`. `digest`: of the request."""
+    """Copy to record: `directory` has the files of `source`; `digest` is the request's."""
 
     source: CheckpointRow
     directory: str
@@ -60,30 +60,30 @@ class NewCopy:
         return TinkerPath(self.destination.model_id, self.source.kind, self.source.name)
 
 
-def is_copied(conn: Connection, owner: OwnerId | None, where: Destination, digest: bytes) -> bool:
-    """Whether this request was carried out. SeqIdReusedError when another one was."""
+def is_copied(conn: Connection, owner: OwnerId | None, destination: Destination, digest: bytes) -> bool:
+    """Tell if this request was carried out. Raises SeqIdReusedError if another one was."""
     query = (
         select(*record.FIRST)
         .join(Model, Model.key == Future.model_key)
         .join(Session, Session.session_id == Model.session_id)
-        .where(Model.model_id == where.model_id, Future.seq_id == 0, owned_by(owner))
+        .where(Model.model_id == destination.model_id, Future.seq_id == 0, owned_by(owner))
     )
     first = conn.execute(query).one_or_none()
     if first is not None:
-        record.require_same(first, _KIND, digest, f"the training run {where.model_id}")
+        record.require_same(first, _KIND, digest, f"the training run {destination.model_id}")
     return first is not None
 
 
 def add(conn: Connection, owner: OwnerId | None, new: NewCopy) -> bool:
-    """False when the same request was carried out meanwhile.
+    """Record a copy. Returns False if the same request was carried out before.
 
-    SeqIdReusedError, NotFoundError (no such session), GoneError (it is finished).
+    Raises SeqIdReusedError, NotFoundError (no such session), GoneError (session finished).
     """
     if is_copied(conn, owner, new.destination, new.digest):
         return False
-    _open(conn, owner, new.destination)
-    key = _run(conn, new)
-    checkpoint_records.add(conn, _checkpoint(new, key, _version(conn, new, key)), replace=False)
+    _require_or_create_session(conn, owner, new.destination)
+    key = _insert_run(conn, new)
+    checkpoint_records.add(conn, _checkpoint(new, key, _publish_version(conn, new, key)), replace=False)
     audit_log.record(
         conn,
         new.destination.session_id,
@@ -95,7 +95,7 @@ def add(conn: Connection, owner: OwnerId | None, new: NewCopy) -> bool:
     return True
 
 
-def _open(conn: Connection, owner: OwnerId | None, where: Destination) -> None:
+def _require_or_create_session(conn: Connection, owner: OwnerId | None, where: Destination) -> None:
     if where.project_id is None:
         owners.require_session(conn, owner, where.session_id)
         session_records.require_live(conn, where.session_id)
@@ -113,8 +113,8 @@ def _open(conn: Connection, owner: OwnerId | None, where: Destination) -> None:
     session_records.finish(conn, where.session_id, "success", None)
 
 
-def _run(conn: Connection, new: NewCopy) -> ModelKey:
-    """The run, over before it began, and in the journal the request that took its number."""
+def _insert_run(conn: Connection, new: NewCopy) -> ModelKey:
+    """Insert the run, released from the start, and in the journal the request that took its seq_id."""
     source, where = new.source, new.destination
     metadata = conn.scalar(select(Model.user_metadata).where(Model.key == source.model_key))
     config = source.optimizer_config or DEFAULT_OPTIMIZER
@@ -128,8 +128,8 @@ def _run(conn: Connection, new: NewCopy) -> ModelKey:
     return key
 
 
-def _version(conn: Connection, new: NewCopy, key: ModelKey) -> VersionId | None:
-    """What samplers know the copied weights by, if they are weights for sampling."""
+def _publish_version(conn: Connection, new: NewCopy, key: ModelKey) -> VersionId | None:
+    """Publish copied sampler weights as a weight version; None for training weights."""
     if new.source.version_id is None:
         return None
     version = sampling_sessions.insert_version(

@@ -1,4 +1,4 @@
-"""Named checkpoints. Each has a directory of its own, never used again; what is replaced becomes garbage."""
+"""Named checkpoints. Each has a directory of its own, never reused; a replaced one becomes garbage."""
 
 import time
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ WITH_MODEL = (
 
 @dataclass(frozen=True, slots=True)
 class NewCheckpoint:
-    """`directory` is complete on disk. `version_id`: the sampler weights that lie in it."""
+    """Checkpoint to record: `directory` is complete on disk; `version_id` names sampler weights in it."""
 
     model_key: ModelKey
     kind: CheckpointKind
@@ -44,6 +44,8 @@ class NewCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
+    """Recorded checkpoint. Times are seconds since the epoch."""
+
     id: int
     model_key: ModelKey
     model_id: ModelId
@@ -86,7 +88,7 @@ def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
         )
     conn.execute(update(SavedCheckpoint).where(*same).values(deleted_at=now))
     number = insert_id(conn, insert(SavedCheckpoint), {"created_at": now, **_columns(new)})
-    (row,) = _all(conn, SavedCheckpoint.id == number)
+    (row,) = _select(conn, SavedCheckpoint.id == number)
     _audit(conn, row, "create", size_bytes=new.size_bytes)
     return number
 
@@ -94,92 +96,92 @@ def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
 def find(
     conn: Connection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
-    """This owner's, or a published one. None if there is none of that name, or it is deleted or expired."""
-    return _named(conn, or_(owned_by(owner), SavedCheckpoint.public), model_id, kind, name)
+    """Return this owner's checkpoint, or a published one; None if it is unknown, deleted or expired."""
+    return _find_named(conn, or_(owned_by(owner), SavedCheckpoint.public), model_id, kind, name)
 
 
 def find_of_any_owner(
     conn: Connection, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
-    """For who has no owner to ask for: the engine, before it saves."""
-    return _named(conn, true(), model_id, kind, name)
+    """Return a checkpoint of any owner: for the engine, before it saves."""
+    return _find_named(conn, true(), model_id, kind, name)
 
 
 def by_id(conn: Connection, checkpoint_id: int) -> CheckpointRow | None:
-    """For who was given its number. None if it is deleted or expired."""
-    rows = _all(conn, SavedCheckpoint.id == checkpoint_id, *is_live())
+    """Return a checkpoint, None if it is deleted or expired."""
+    rows = _select(conn, SavedCheckpoint.id == checkpoint_id, *is_live())
     return rows[0] if rows else None
 
 
 def require_owned(
     conn: Connection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow:
-    """One that this owner may change. Raises NotFoundError."""
-    row = _named(conn, owned_by(owner), model_id, kind, name)
+    """Return a checkpoint that this owner may change. Raises NotFoundError."""
+    row = _find_named(conn, owned_by(owner), model_id, kind, name)
     if row is None:
         raise NotFoundError(f"no checkpoint tinker://{model_id}/{kind}/{name}")
     return row
 
 
 def list_for_model(conn: Connection, model_key: ModelKey) -> list[CheckpointRow]:
-    """The live ones, oldest first."""
-    return _all(conn, SavedCheckpoint.model_key == model_key, *is_live())
+    """Return the model's live checkpoints, oldest first."""
+    return _select(conn, SavedCheckpoint.model_key == model_key, *is_live())
 
 
 def latest_for_model(conn: Connection, model_key: ModelKey, kind: CheckpointKind) -> CheckpointRow | None:
-    rows = _all(conn, SavedCheckpoint.model_key == model_key, SavedCheckpoint.kind == kind, *is_live())
+    rows = _select(conn, SavedCheckpoint.model_key == model_key, SavedCheckpoint.kind == kind, *is_live())
     return rows[-1] if rows else None
 
 
 def delete(conn: Connection, row: CheckpointRow) -> None:
-    """From now on nobody finds it."""
-    _set(conn, row, deleted_at=time.time())
+    """Hide the checkpoint: it becomes garbage."""
+    _update(conn, row, deleted_at=time.time())
     _audit(conn, row, "delete")
 
 
 def publish(conn: Connection, row: CheckpointRow, public: bool) -> None:
-    """Others find it, or no longer do. Nothing happens when that is so already."""
+    """Let other owners find the checkpoint, or no longer. No event is logged if nothing changes."""
     if row.public is not public:
-        _set(conn, row, public=public)
+        _update(conn, row, public=public)
         _audit(conn, row, "publish" if public else "unpublish")
 
 
 def set_ttl(conn: Connection, row: CheckpointRow, ttl_seconds: int | None) -> None:
-    """From now; None: it never expires."""
+    """Let the checkpoint expire after `ttl_seconds` from now, or never (None)."""
     expires_at = expiry(ttl_seconds)
-    _set(conn, row, expires_at=expires_at)
+    _update(conn, row, expires_at=expires_at)
     _audit(conn, row, "set_ttl", expires_at=expires_at)
 
 
 def list_garbage(conn: Connection, now: float) -> list[CheckpointRow]:
-    """Deleted or expired, and held by no live sampling session: remove the directory, then `forget`."""
+    """Return deleted or expired checkpoints that no live sampling session holds, for `mark_removed`."""
     over = or_(SavedCheckpoint.deleted_at.is_not(None), SavedCheckpoint.expires_at <= now)
-    return _all(conn, over, SavedCheckpoint.removed_at.is_(None), ~is_held(SavedCheckpoint.version_id))
+    return _select(conn, over, SavedCheckpoint.removed_at.is_(None), ~is_held(SavedCheckpoint.version_id))
 
 
 def mark_removed(conn: Connection, checkpoint_id: int) -> None:
-    """Its directory is gone. The row stays for the bill."""
+    """Note that the directory is removed. The row stays for billing."""
     now = time.time()
     ended = func.coalesce(SavedCheckpoint.deleted_at, SavedCheckpoint.expires_at, now)
     values = {"removed_at": now, "deleted_at": ended}
     conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == checkpoint_id).values(values))
 
 
-def _named(
-    conn: Connection, whose: ColumnElement[bool], model_id: ModelId, kind: CheckpointKind, name: str
+def _find_named(
+    conn: Connection, owned: ColumnElement[bool], model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
     named = (Model.model_id == model_id, SavedCheckpoint.kind == kind, SavedCheckpoint.name == name)
-    rows = _all(conn, whose, *named, *is_live())
+    rows = _select(conn, owned, *named, *is_live())
     return rows[0] if rows else None
 
 
-def _set(conn: Connection, row: CheckpointRow, **values: Any) -> None:
+def _update(conn: Connection, row: CheckpointRow, **values: Any) -> None:
     conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == row.id).values(values))
 
 
 def _audit(conn: Connection, row: CheckpointRow, action: str, **details: Any) -> None:
-    what = {"model_id": row.model_id, "tinker_path": row.path, **details}
-    audit_log.record(conn, row.session_id, f"checkpoint_{action}", **what)
+    details = {"model_id": row.model_id, "tinker_path": row.path, **details}
+    audit_log.record(conn, row.session_id, f"checkpoint_{action}", **details)
 
 
 def expiry(ttl_seconds: int | None) -> float | None:
@@ -187,7 +189,7 @@ def expiry(ttl_seconds: int | None) -> float | None:
 
 
 def is_live() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
-    """SQL: neither deleted nor expired."""
+    """Return SQL conditions: neither deleted nor expired."""
     return SavedCheckpoint.deleted_at.is_(None), _not_expired(time.time())
 
 
@@ -212,13 +214,13 @@ def _columns(new: NewCheckpoint) -> dict[str, Any]:
     }
 
 
-def _all(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
+def _select(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
     query = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id)
     return [checkpoint_from_row(row) for row in conn.execute(query)]
 
 
 def checkpoint_from_row(row: AnyRow) -> CheckpointRow:
-    """Of a row of WITH_MODEL."""
+    """Return the checkpoint in a row of WITH_MODEL."""
     return CheckpointRow(
         id=row.id,
         model_key=ModelKey(row.model_key),

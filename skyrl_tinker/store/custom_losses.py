@@ -1,4 +1,4 @@
-"""Losses that clients upload. Each belongs to a session, and may be used in no other."""
+"""Losses uploaded by clients. Each may be used only in its own session."""
 
 import time
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MAX_PER_SESSION = 1000
 
 @dataclass(frozen=True, slots=True)
 class NewLoss:
-    """`loss` None: it was refused."""
+    """Loss to record; `loss` None: it was refused."""
 
     session_id: SessionId
     seq_id: int
@@ -28,7 +28,7 @@ class NewLoss:
 
 
 def add(conn: Connection, new: NewLoss, future_id: int) -> None:
-    """Insert; the caller has looked for duplicates in the same transaction."""
+    """Insert a loss. The caller has looked for duplicates in the same transaction."""
     row = insert(UploadedLoss).values(
         loss_id=new.loss_id,
         session_id=new.session_id,
@@ -41,17 +41,17 @@ def add(conn: Connection, new: NewLoss, future_id: int) -> None:
 
 
 def require_capacity(conn: Connection, session_id: SessionId) -> None:
-    """Raises UserError when the session has uploaded as many as it may, refused ones counted."""
+    """Raise UserError if the session has uploaded as many losses as it may, refused ones counted."""
     query = select(func.count()).where(UploadedLoss.session_id == session_id)
     if (conn.scalar(query) or 0) >= MAX_PER_SESSION:
         raise UserError(
-            f"session {session_id} has created {MAX_PER_SESSION} custom losses, the most that one may: "
-            "use those it has, or a new session"
+            f"session {session_id} has created {MAX_PER_SESSION} custom losses, the limit: "
+            "use those, or a new session"
         )
 
 
 def get(conn: Connection, session_id: SessionId, loss_id: str) -> CustomLoss | None:
-    """None for one that is unknown, was refused, or belongs to another session."""
+    """Return a loss, None if it is unknown, was refused, or belongs to another session."""
     query = select(UploadedLoss.definition).where(
         UploadedLoss.loss_id == loss_id, UploadedLoss.session_id == session_id
     )
@@ -60,6 +60,6 @@ def get(conn: Connection, session_id: SessionId, loss_id: str) -> CustomLoss | N
 
 
 def purge(conn: Connection, older_than: float) -> int:
-    """Drop those of sessions that finished before `older_than`. Returns how many."""
+    """Delete the losses of sessions that finished before `older_than`. Returns how many."""
     over = select(Session.session_id).where(Session.finished_at < older_than)
     return conn.execute(delete(UploadedLoss).where(UploadedLoss.session_id.in_(over))).rowcount

@@ -1,4 +1,4 @@
-"""A wake-up between processes of one server. It carries no data and may be lost: whoever waits also polls."""
+"""Wake-up between processes of one server. It carries no data and may be lost, so its receivers also poll."""
 
 import asyncio
 import hashlib
@@ -14,18 +14,18 @@ Role = Literal["engine", "api"]
 
 
 def directory(home: Path) -> Path:
-    """Where the sockets of this home lie: short, since a socket's path has at most 107 bytes."""
+    """Return the directory of this home's sockets: short, since a socket's path has at most 107 bytes."""
     digest = hashlib.sha256(str(home.absolute()).encode()).hexdigest()
     return Path(f"/tmp/skyrl-tinker-{os.getuid()}") / digest[:10]
 
 
 class Doorbell:
-    """One process's own bell, and the way to ring others'."""
+    """Bell of one process, which also rings those of others."""
 
-    def __init__(self, place: Path, role: Role) -> None:
+    def __init__(self, directory: Path, role: Role) -> None:
         """Use `Doorbell.bind`."""
-        self._place = place
-        self._path = place / ("engine.sock" if role == "engine" else f"api-{os.getpid()}.sock")
+        self._directory = directory
+        self._path = directory / ("engine.sock" if role == "engine" else f"api-{os.getpid()}.sock")
         self._rung = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._path.unlink(missing_ok=True)
@@ -34,31 +34,31 @@ class Doorbell:
 
     @classmethod
     def bind(cls, home: Path, role: Role) -> "Doorbell":
-        """Take this role's socket. Rings are kept from now on; `wait` needs a running loop.
+        """Bind this role's socket. Rings are kept from now on; `wait` needs a running loop.
 
         Raises StartupError if the directory belongs to another user.
         """
         place = directory(home)
         for path in (place.parent, place):
-            _own(path)
+            _make_private(path)
         return cls(place, role)
 
     async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109  (a timeout is an answer here)
-        """True when rung, however often, since the last `wait`; False after `timeout` seconds."""
+        """Wait for a ring since the last `wait`. Returns False after `timeout` seconds."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket, self._heard)
+            self._loop.add_reader(self._socket, self._drain)
         try:
             async with asyncio.timeout(timeout):
                 await self._rung.wait()
         except TimeoutError:
             return False
-        self._heard()
+        self._drain()
         self._rung.clear()
         return True
 
     def ring(self, role: Role) -> None:
-        """Wake the engine, or every API process. Never blocks; the absent and the awake are passed over."""
+        """Wake the engine, or every API process. Never blocks; processes absent or awake are skipped."""
         for path in self._receivers(role):
             try:
                 self._socket.sendto(b"\0", str(path))
@@ -74,10 +74,14 @@ class Doorbell:
         self._path.unlink(missing_ok=True)
 
     def _receivers(self, role: Role) -> Iterable[Path]:
-        return [self._place / "engine.sock"] if role == "engine" else list(self._place.glob("api-*.sock"))
+        return (
+            [self._directory / "engine.sock"]
+            if role == "engine"
+            else list(self._directory.glob("api-*.sock"))
+        )
 
-    def _heard(self) -> None:
-        """Take every ring off the socket: many are one."""
+    def _drain(self) -> None:
+        """Empty the socket: several rings count as one."""
         try:
             while self._socket.recv(1):
                 self._rung.set()
@@ -85,12 +89,10 @@ class Doorbell:
             return
 
 
-def _own(path: Path) -> None:
-    """Make the directory ours alone. /tmp is everybody's, so look before use."""
+def _make_private(path: Path) -> None:
+    """Create the directory for this user only, or check it: in /tmp another user may have created it."""
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if found.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
-        raise StartupError(
-            f"{path} is not a directory of this user: remove it, it stands in the server's way"
-        )
+    status = path.lstat()
+    if status.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
+        raise StartupError(f"{path} is not a directory of this user: remove it, the server needs this path")
     path.chmod(0o700)

@@ -1,4 +1,4 @@
-"""Models that clients train."""
+"""Models in training."""
 
 import time
 from collections.abc import Mapping
@@ -18,6 +18,8 @@ DEFAULT_OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
+    """Recorded model. Times are seconds since the epoch."""
+
     key: ModelKey
     model_id: ModelId
     session_id: SessionId
@@ -34,6 +36,8 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class NewModel:
+    """Model to record."""
+
     session_id: SessionId
     model_seq_id: int
     base_model: str
@@ -47,32 +51,32 @@ class NewModel:
 
 
 def find(conn: Connection, owner: OwnerId | None, model_id: ModelId) -> ModelRow | None:
-    """None for another owner's, too."""
+    """Return this owner's model, None if there is none of this id."""
     query = select(Model.__table__).join(Session, Session.session_id == Model.session_id)
-    return _one(conn, query.where(Model.model_id == model_id, owned_by(owner)))
+    return _find_one(conn, query.where(Model.model_id == model_id, owned_by(owner)))
 
 
 def by_id(conn: Connection, model_id: ModelId) -> ModelRow | None:
-    return _one(conn, select(Model.__table__).where(Model.model_id == model_id))
+    return _find_one(conn, select(Model.__table__).where(Model.model_id == model_id))
 
 
 def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
-    return _one(conn, select(Model.__table__).where(Model.key == key))
+    return _find_one(conn, select(Model.__table__).where(Model.key == key))
 
 
 def list_in_states(conn: Connection, *states: ModelState) -> list[ModelRow]:
-    """In order of creation."""
-    return _all(conn, select(Model.__table__).where(Model.state.in_(states)).order_by(Model.key))
+    """Return the models in these states, in order of creation."""
+    return _select(conn, select(Model.__table__).where(Model.state.in_(states)).order_by(Model.key))
 
 
 def list_for_session(conn: Connection, session_id: SessionId) -> list[ModelRow]:
-    """In order of creation."""
+    """Return the models of a session, in order of creation."""
     query = select(Model.__table__).where(Model.session_id == session_id).order_by(Model.key)
-    return _all(conn, query)
+    return _select(conn, query)
 
 
 def add(conn: Connection, new: NewModel, state: ModelState, reason: str | None) -> ModelKey:
-    """Insert; the caller has looked for duplicates in the same transaction."""
+    """Insert a model. The caller has looked for duplicates in the same transaction."""
     now = time.time()
     values = {
         "model_id": new.model_id,
@@ -97,7 +101,7 @@ def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | 
 def set_spec(
     conn: Connection, key: ModelKey, spec: LoraSpec, base_model: str, optimizer_config: Mapping[str, Any]
 ) -> None:
-    """What a model created from a checkpoint turns out to be."""
+    """Set the spec of a model that is created from a checkpoint."""
     values = {"base_model": base_model, "optimizer_config": dict(optimizer_config), **spec_columns(spec)}
     conn.execute(update(Model).where(Model.key == key).values(values))
 
@@ -113,16 +117,16 @@ def spec_columns(spec: LoraSpec) -> dict[str, Any]:
 
 
 def spec_from_row(row: AnyRow) -> LoraSpec:
-    """The LoraSpec in a row that has `spec_columns`."""
+    """Return the LoraSpec in a row that has `spec_columns`."""
     return LoraSpec(row.lora_rank, row.seed, row.train_mlp, row.train_attn, row.train_unembed)
 
 
-def _one(conn: Connection, query: Select[Any]) -> ModelRow | None:
+def _find_one(conn: Connection, query: Select[Any]) -> ModelRow | None:
     row = conn.execute(query).one_or_none()
     return None if row is None else _model(row)
 
 
-def _all(conn: Connection, query: Select[Any]) -> list[ModelRow]:
+def _select(conn: Connection, query: Select[Any]) -> list[ModelRow]:
     return [_model(row) for row in conn.execute(query)]
 
 

@@ -1,4 +1,4 @@
-"""Whose a row is. Sessions have an owner; models, samplers, futures and checkpoints are their session's."""
+"""Ownership of rows. Sessions have an owner; models, samplers, futures and checkpoints a session."""
 
 from collections.abc import Sequence
 
@@ -10,35 +10,35 @@ from skyrl_tinker.store.database.tables import Session
 
 
 def owned_by(owner: OwnerId | None) -> ColumnElement[bool]:
-    """SQL: the joined session is this owner's."""
+    """Return SQL: the joined session is this owner's."""
     return Session.owner_id.is_not_distinct_from(owner)
 
 
 OWNED = Session.owner_id.is_not_distinct_from(bindparam("owner"))
-"""The same in statements that are built once."""
+"""The condition of `owned_by`, with a parameter, for statements that are built once."""
 
 _SESSION = select(Session.session_id).where(Session.session_id == bindparam("session_id"), OWNED)
 
 NO_PROJECT = "default"
-"""What the project of sessions without one is called. Any name is a project as soon as a session has it."""
+"""Project of sessions without one. Any name is a project as soon as a session has it."""
 
 
 def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
-    """SQL: the joined session is in one of these projects."""
+    """Return SQL: the joined session is in one of these projects."""
     return func.coalesce(Session.project_id, NO_PROJECT).in_(project_ids)
 
 
 def require_session(conn: Connection, owner: OwnerId | None, session_id: SessionId) -> None:
-    """Raises NotFoundError if this owner has no such session."""
+    """Raise NotFoundError if this owner has no such session."""
     if conn.scalar(_SESSION, {"session_id": session_id, "owner": owner}) is None:
         raise NotFoundError(f"no session {session_id}")
 
 
 def count_ownerless(conn: Connection) -> int:
-    """How many sessions were made without a key."""
+    """Return how many sessions were created without a key."""
     return conn.scalar(select(func.count()).where(Session.owner_id.is_(None))) or 0
 
 
 def adopt(conn: Connection, owner: OwnerId) -> int:
-    """Give this owner what was made without a key. Returns how many sessions that were."""
+    """Give this owner the sessions that were created without a key. Returns how many."""
     return conn.execute(update(Session).where(Session.owner_id.is_(None)).values(owner_id=owner)).rowcount

@@ -1,8 +1,7 @@
 """Sampling sessions and the weight versions they hold.
 
-A session is pinned to its version, or, where that version is inflight, follows the newest inflight version of
-the same model. It holds what it samples from until it is finished: whoever lets a silent session expire
-finishes it.
+A session is pinned to its version, or, if that version is inflight, follows the newest inflight version of
+the same model. It holds the versions that it samples from until it is finished, as expired sessions are.
 """
 
 import time
@@ -23,8 +22,11 @@ from skyrl_tinker.store.owners import owned_by
 
 @dataclass(frozen=True, slots=True)
 class SamplingSessionRow:
-    """`version_id`: as it was made, None for the base model. `follows`: the model whose newest inflight
-    version, at least that one, is sampled instead."""
+    """Recorded sampling session.
+
+    `version_id`: given at creation, None for the base model. `follows`: the model whose newest inflight
+    version, at least `version_id`, is sampled instead.
+    """
 
     sampling_session_id: SamplingSessionId
     session_id: SessionId
@@ -44,9 +46,9 @@ def create(
     model_path: str | None,
     version_id: VersionId | None,
 ) -> SamplingSessionId:
-    """The same again gives the same id.
+    """Create a sampling session; a repeated request gets the same id.
 
-    Raises SeqIdReusedError if the seq id stands for another target, NotFoundError (no session), GoneError.
+    Raises SeqIdReusedError if the seq id has another target, NotFoundError (no session), GoneError.
     """
     new_id = _id(session_id, sampling_session_seq_id)
     new = SamplingSessionRow(new_id, session_id, sampling_session_seq_id, base_model, model_path, version_id)
@@ -70,7 +72,7 @@ def create(
 def find_for_path(
     conn: Connection, session_id: SessionId, sampling_session_seq_id: int, model_path: str
 ) -> SamplingSessionId | None:
-    """The one that this request made when it came before, whatever has become of the checkpoint since."""
+    """Return the session that an earlier copy of this request created, even if the checkpoint is gone."""
     first = get(conn, _id(session_id, sampling_session_seq_id))
     return first.sampling_session_id if first and first.model_path == model_path else None
 
@@ -78,15 +80,15 @@ def find_for_path(
 def find(
     conn: Connection, owner: OwnerId | None, sampling_session_id: SamplingSessionId
 ) -> SamplingSessionRow | None:
-    """None for another owner's, too."""
-    return _one(conn, sampling_session_id, owned_by(owner))
+    """Return this owner's sampling session, None if there is none of this id."""
+    return _find_one(conn, sampling_session_id, owned_by(owner))
 
 
 def get(conn: Connection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
-    return _one(conn, sampling_session_id)
+    return _find_one(conn, sampling_session_id)
 
 
-def _one(
+def _find_one(
     conn: Connection, sampling_session_id: SamplingSessionId, *where: ColumnElement[bool]
 ) -> SamplingSessionRow | None:
     query = (
@@ -110,7 +112,7 @@ def _one(
 
 
 def add_client(conn: Connection, owner: OwnerId | None, sampling_session_id: SamplingSessionId) -> int:
-    """A number that no other client of this sampling session has, from 1 on.
+    """Return a number that no other client of this sampling session has, from 1 on.
 
     Raises NotFoundError (no sampling session), GoneError (session finished).
     """
@@ -137,7 +139,7 @@ def _id(session_id: SessionId, sampling_session_seq_id: int) -> SamplingSessionI
 
 
 def _require_same_target(first: SamplingSessionRow, new: SamplingSessionRow) -> None:
-    """Under a path the version may have moved on (overwritten checkpoint); the target is still the same."""
+    """Raise SeqIdReusedError for another target; an overwritten checkpoint is the same target."""
     if first.base_model != new.base_model:
         differs = f"base_model {first.base_model!r}", repr(new.base_model)
     elif first.model_path != new.model_path:
@@ -160,7 +162,7 @@ def insert_version(
     durable: bool,
     inflight: bool = False,
 ) -> VersionId:
-    """A version that is not published yet: it has no directory."""
+    """Insert a version that is not published yet: it has no directory."""
     values = {
         "model_key": model_key,
         "kind": kind,
@@ -172,27 +174,27 @@ def insert_version(
 
 
 def publish_version(conn: Connection, version_id: VersionId, directory: str) -> None:
-    """Publish: from now on the version can be loaded from there."""
+    """Make the version loadable from a directory."""
     conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(directory=directory))
 
 
 def published_version(conn: Connection, version_id: VersionId) -> WeightVersion | None:
-    """None if it is unknown, not published or dropped."""
-    found = _published(conn, AdapterVersion.id == version_id)
-    return found[0] if found else None
+    """Return a version, None if it is unknown, not published or dropped."""
+    versions = _published(conn, AdapterVersion.id == version_id)
+    return versions[0] if versions else None
 
 
 def newest_inflight(conn: Connection, model_key: ModelKey) -> WeightVersion | None:
-    """What the inflight sampling sessions of a model sample from."""
-    mine = AdapterVersion.model_key == model_key, AdapterVersion.inflight.is_(True)
-    found = _published(conn, *mine)
-    return found[-1] if found else None
+    """Return the version that the inflight sampling sessions of a model sample from."""
+    versions = _published(conn, AdapterVersion.model_key == model_key, AdapterVersion.inflight.is_(True))
+    return versions[-1] if versions else None
 
 
 def list_droppable_versions(conn: Connection) -> list[WeightVersion]:
-    """Ephemeral versions that no new sample uses: superseded inflight ones, and those of which neither the
-    session of the model nor that of any sampling session on them is live. (The model's counts, since its
-    sampling session may be in the making.)
+    """Return the ephemeral versions that no new sample uses.
+
+    These are superseded inflight versions, and versions of which neither the model's session nor the session
+    of any sampling session is live. (The model's counts, since its sampling session may yet be created.)
     """
     model_is_live = (
         select(Model.key)
@@ -200,17 +202,17 @@ def list_droppable_versions(conn: Connection) -> list[WeightVersion]:
         .where(Model.key == AdapterVersion.model_key, Session.finished_at.is_(None))
         .exists()
     )
-    wanted = or_(model_is_live, is_held(AdapterVersion.id), _followed())
-    return _published(conn, AdapterVersion.durable.is_(False), or_(_superseded(), ~wanted))
+    used = or_(model_is_live, is_held(AdapterVersion.id), _followed())
+    return _published(conn, AdapterVersion.durable.is_(False), or_(_superseded(), ~used))
 
 
 def list_ephemeral_versions(conn: Connection) -> list[WeightVersion]:
-    """Those that are published and not dropped, oldest first."""
+    """Return the ephemeral versions that are published and not dropped, oldest first."""
     return _published(conn, AdapterVersion.durable.is_(False))
 
 
 def is_held(version_id: Any) -> ColumnElement[bool]:
-    """SQL: a sampling session of a live session was made on this version column."""
+    """Return SQL: a sampling session of a live session was created on this version column."""
     return (
         select(SamplingSession.sampling_session_id)
         .join(Session, Session.session_id == SamplingSession.session_id)
@@ -220,7 +222,7 @@ def is_held(version_id: Any) -> ColumnElement[bool]:
 
 
 def _followed() -> ColumnElement[bool]:
-    """SQL: a sampling session of a live session follows this version's model."""
+    """Return SQL: a sampling session of a live session follows this version's model."""
     made_on = aliased(AdapterVersion)
     follower = (
         select(SamplingSession.sampling_session_id)

@@ -1,4 +1,4 @@
-"""Facts that `serve` and the engine leave for the API: "base_model", "engine", "warning"; and its secrets."""
+"""Facts of `serve` and the engine for the API ("base_model", "engine", "warning"), and the API's secrets."""
 
 import secrets
 from typing import Any
@@ -8,7 +8,7 @@ from sqlalchemy import Connection, insert, select, update
 from skyrl_tinker.store.database.tables import ServerState
 
 WARNING = "warning"
-"""What every user should know: text, or None while all is well."""
+"""Key of a warning to all users: text, or None."""
 
 
 def put(conn: Connection, key: str, value: Any) -> None:
@@ -19,14 +19,14 @@ def put(conn: Connection, key: str, value: Any) -> None:
 
 
 def get(conn: Connection, key: str) -> Any | None:
-    """The value, or None if it was never set."""
+    """Return the value, None if it was never set."""
     return conn.scalar(select(ServerState.value).where(ServerState.key == key))
 
 
 def get_or_create_secret(conn: Connection, name: str) -> bytes:
-    """32 random bytes, made when first asked for and the same ever after: so, in a write."""
+    """Return 32 random bytes, which the first call stores: so, in a write."""
     key = f"secret.{name}"
-    if (found := get(conn, key)) is None:
-        found = secrets.token_hex(32)
-        put(conn, key, found)
-    return bytes.fromhex(found)
+    if (value := get(conn, key)) is None:
+        value = secrets.token_hex(32)
+        put(conn, key, value)
+    return bytes.fromhex(value)

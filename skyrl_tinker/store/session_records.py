@@ -1,4 +1,4 @@
-"""Client sessions: alive while they heartbeat, refused once finished."""
+"""Client sessions: live while they send heartbeats, refused once finished."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def create(
     sdk_version: str,
     session_id: SessionId | None = None,
 ) -> SessionId:
-    """`session_id`: a new one, for who must find it again; by default any."""
+    """Create a session; `session_id`, by default random, must be new."""
     session_id = session_id or SessionId(str(uuid4()))
     now = time.time()
     row = insert(Session).values(
@@ -45,7 +45,7 @@ def create(
 
 
 def heartbeat(conn: Connection, session_id: SessionId) -> None:
-    """Raises NotFoundError for an unknown session, GoneError for a finished one."""
+    """Keep a session alive. Raises NotFoundError if it is unknown, GoneError if it is finished."""
     beat = (
         update(Session)
         .where(Session.session_id == session_id, Session.finished_at.is_(None))
@@ -56,7 +56,7 @@ def heartbeat(conn: Connection, session_id: SessionId) -> None:
 
 
 def finish(conn: Connection, session_id: SessionId, reason: str, detail: str | None) -> None:
-    """The first reason wins. Raises NotFoundError for an unknown session."""
+    """Finish a session; the first reason stays. Raises NotFoundError for an unknown session."""
     end = (
         update(Session)
         .where(Session.session_id == session_id, Session.finished_at.is_(None))
@@ -75,18 +75,18 @@ def owner_of(conn: Connection, session_id: SessionId) -> OwnerId | None:
 
 
 def require_live(conn: Connection, session_id: SessionId) -> None:
-    """Raises NotFoundError for an unknown session, GoneError for a finished one."""
+    """Raise NotFoundError for an unknown session, GoneError for a finished one."""
     check_live(_session(conn, session_id))
 
 
 def check_live(row: AnyRow) -> None:
-    """Raises GoneError if the row's session (session_id, finished_at, finish_reason) is finished."""
+    """Raise GoneError if the row's session (session_id, finished_at, finish_reason) is finished."""
     if row.finished_at is not None:
         raise GoneError(f"session {row.session_id} is finished ({row.finish_reason}): create a new one")
 
 
 def list_expired(conn: Connection, now: float, timeout_s: float) -> list[SessionId]:
-    """Sessions to end: silent for `timeout_s`, or finished but with models that are not released yet."""
+    """Return the sessions to end: silent for `timeout_s`, or finished with models that are not released."""
     holds_models = (
         select(Model.key)
         .where(Model.session_id == Session.session_id, Model.state != ModelState.RELEASED)

@@ -1,6 +1,6 @@
-"""What was sampled, and how likely it was then, for losses that compare: one record per sampled sequence.
+"""Sampled tokens with their logprobs, one record per sequence, for losses that compare with the sampler.
 
-A record belongs to the session that sampled it, and lives for a time after its last use.
+A record belongs to the session that sampled it, and is kept for a time after its last use.
 """
 
 import time
@@ -16,16 +16,16 @@ from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, StabilityRecord
 
 MAX_IDS = 10_000
-"""In one statement: SQLite binds at most 32766 values."""
+"""Most ids in one statement: SQLite binds at most 32766 values."""
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 Key = tuple[SessionId, str]
-"""Whose sequence, and its id: who looks with his own session finds only what is his."""
+"""Session and sequence id: a lookup with the client's own session finds only its own sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRecord:
-    """`prompt_length`: of the prompt that it was sampled for."""
+    """One sampled sequence; `prompt_length` counts the tokens of its prompt."""
 
     sequence_id: str
     tokens: Int32  # [n], sampled
@@ -50,7 +50,7 @@ _REQUESTS = select(Future.session_id, Future.sequence_ids, Future.status).where(
 
 
 def add(conn: Connection, records: Mapping[int, Sequence[SequenceRecord]]) -> None:
-    """By the id of the future that sampled them."""
+    """Insert records by the id of the future that sampled them."""
     now = time.time()
     rows = [
         {
@@ -61,46 +61,47 @@ def add(conn: Connection, records: Mapping[int, Sequence[SequenceRecord]]) -> No
             "prompt_length": record.prompt_length,
             "last_used_at": now,
         }
-        for future_id, own in records.items()
-        for record in own
+        for future_id, sequences in records.items()
+        for record in sequences
     ]
     conn.execute(_ADD, rows)
 
 
 def find(conn: Connection, ids: Collection[str]) -> dict[Key, SequenceRecord]:
-    """Those of these sequences that have a record."""
-    found: dict[Key, SequenceRecord] = {}
-    for some in _portions(ids):
-        for row in conn.execute(_FIND, {"ids": some}):
-            found[SessionId(row.session_id), row.sequence_id] = _record(row)
-    return found
+    """Return the records of those sequences that have one."""
+    records: dict[Key, SequenceRecord] = {}
+    for portion in _portions(ids):
+        for row in conn.execute(_FIND, {"ids": portion}):
+            records[SessionId(row.session_id), row.sequence_id] = _record(row)
+    return records
 
 
 def request_statuses(conn: Connection, ids: Collection[str]) -> dict[Key, FutureStatus]:
-    """How the requests stand that sample, or sampled, these sequences; none for ids never given out."""
-    found: dict[Key, FutureStatus] = {}
-    for some in _portions({request_of(each) for each in ids}):
-        for row in conn.execute(_REQUESTS, {"ids": some}):
-            found |= {(SessionId(row.session_id), each): row.status for each in row.sequence_ids}
-    return found
+    """Return the status of the request of each sequence; ids that were never assigned are left out."""
+    statuses: dict[Key, FutureStatus] = {}
+    for portion in _portions({request_of(sequence_id) for sequence_id in ids}):
+        for row in conn.execute(_REQUESTS, {"ids": portion}):
+            session = SessionId(row.session_id)
+            statuses |= {(session, sequence_id): row.status for sequence_id in row.sequence_ids}
+    return statuses
 
 
 def renew(conn: Connection, ids: Collection[str]) -> None:
-    """They are used now."""
-    for some in _portions(ids):
-        conn.execute(_RENEW, {"ids": some, "now": time.time()})
+    """Count these records as used now."""
+    for portion in _portions(ids):
+        conn.execute(_RENEW, {"ids": portion, "now": time.time()})
 
 
 def purge(conn: Connection, older_than: float) -> int:
-    """Drop what was last used before. Returns how many."""
+    """Delete the records that were last used before `older_than`. Returns how many."""
     old = StabilityRecord.last_used_at < older_than
     return conn.execute(delete(StabilityRecord).where(old)).rowcount
 
 
 def _portions(ids: Collection[str]) -> Iterator[list[str]]:
-    every = sorted(ids)
-    for start in range(0, len(every), MAX_IDS):
-        yield every[start : start + MAX_IDS]
+    ordered = sorted(ids)
+    for start in range(0, len(ordered), MAX_IDS):
+        yield ordered[start : start + MAX_IDS]
 
 
 def _record(row: AnyRow) -> SequenceRecord:

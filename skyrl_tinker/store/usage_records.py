@@ -1,7 +1,7 @@
-"""Tokens by the hour, session, base model and kind of request.
+"""Token counts by hour, session, base model and kind of request.
 
-A result is written with its tokens, which costs no statement. `roll_up` counts results in, each once, before
-they are purged; until then they are counted when somebody asks.
+A result is written with its tokens, at no extra statement. `roll_up` adds each result once, before results
+are purged; until then a query counts them.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ _TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Hourly:
-    """`hour`: since the epoch."""
+    """Tokens of one hour, counted from the epoch."""
 
     hour: int
     session_id: str
@@ -36,7 +36,7 @@ class Hourly:
 
 
 def roll_up(conn: Connection, most: int | None = None) -> bool:
-    """Count results that are not counted yet, `most` of them. Whether there may be more."""
+    """Count at most `most` of the results that are not counted yet. Returns True if there may be more."""
     done = _counted(conn)
     last = conn.scalar(select(func.max(Result.id))) or 0
     end = last if most is None else min(last, done + most)
@@ -47,7 +47,7 @@ def roll_up(conn: Connection, most: int | None = None) -> bool:
 
 
 def hourly_between(conn: Connection, owner: OwnerId | None, first: int, end: int) -> list[Hourly]:
-    """This owner's in the hours [first, end). Reads results since the last roll-up: for a thread."""
+    """Return this owner's tokens in the hours [first, end). Reads all results since the last roll-up."""
     in_time = Future.finished_at >= first * HOUR_S, Future.finished_at < end * HOUR_S
     fresh = _of_results(Result.id > _counted(conn), owned_by(owner), *in_time)
     counted = (
@@ -70,7 +70,7 @@ def _counted(conn: Connection) -> int:
 
 
 def _of_results(*where: ColumnElement[bool]) -> Select[Any]:
-    """In the form of Hourly."""
+    """Return a query of results with the columns of Hourly."""
     hour = cast(Future.finished_at / HOUR_S, BigInteger)
     base_model = func.coalesce(Model.base_model, SamplingSession.base_model)
     return (
@@ -99,14 +99,14 @@ def _grouped(conn: Connection, query: Select[Any]) -> list[Hourly]:
 
 def _merged(parts: Iterable[Hourly]) -> list[Hourly]:
     sums: dict[tuple[int, str, str, RequestKind], Usage] = {}
-    for each in parts:
-        key = each.hour, each.session_id, each.base_model, each.kind
-        sums[key] = each.usage + sums.get(key, Usage())
+    for part in parts:
+        key = part.hour, part.session_id, part.base_model, part.kind
+        sums[key] = part.usage + sums.get(key, Usage())
     return [Hourly(*key, usage) for key, usage in sums.items()]
 
 
 def _adding(counted: Select[Any]) -> Insert:
-    """One statement, however many sessions there are: others wait for the database meanwhile."""
+    """Return one statement for all sessions: other writers wait meanwhile."""
     row = insert(UsageRecord).from_select([*_KEY, *_TOKENS], counted)
     more = {name: getattr(UsageRecord, name) + row.excluded[name] for name in _TOKENS}
     return row.on_conflict_do_update(index_elements=_KEY, set_=more)

@@ -111,7 +111,7 @@ async def test_a_session_has_room_for_so_many(
     first = await upload(store, session, 0)
     await upload(store, session, 1, None)
     await upload(store, session, 2)
-    with pytest.raises(UserError, match="3 custom losses, the most"):
+    with pytest.raises(UserError, match="3 custom losses, the limit"):
         await upload(store, session, 3)
     assert (await upload(store, session, 0)).request_id == first.request_id
     await upload(store, await new_session(store), 0)

@@ -1,4 +1,4 @@
-"""Bring a database to the newest schema."""
+"""Migration of a database to the newest schema."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +14,7 @@ SCRIPTS = bundled("alembic")
 
 
 def migrate(url: str) -> None:
-    """Create the database if there is none and upgrade it to head. Synchronous; for no running loop.
+    """Create the database if there is none and upgrade it to head.
 
     Raises StartupError for a URL that is not served yet.
     """
@@ -29,15 +29,15 @@ def migrate(url: str) -> None:
 
 
 def _private(path: Path) -> None:
-    """It holds the secrets that sign tokens and URLs. SQLite gives the files beside it the same mode."""
+    """Make the file private, as it holds signing secrets. SQLite gives the files beside it the same mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
-    with suppress(PermissionError):  # who shares it with its owner was given leave
+    with suppress(PermissionError):  # a file of another user, who has granted access
         path.chmod(0o600)
 
 
 def upgrade(engine: Engine) -> None:
-    """All of it happens or none: SQLite's DDL is transactional once the driver leaves it alone."""
+    """Upgrade to head in one transaction: SQLite's DDL is transactional without the driver's own commits."""
     config = Config()
     config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     with engine.begin() as connection:

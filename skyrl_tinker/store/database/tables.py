@@ -1,4 +1,4 @@
-"""The schema, typed. `alembic/versions` is its only history; a test holds the two equal.
+"""Typed schema. `alembic/versions` is its only history; a test holds the two equal.
 
 Times are UTC seconds since the epoch. Client text is never a key that names a directory.
 """
@@ -32,11 +32,11 @@ NAMES = {
     "pk": "pk_%(table_name)s",
 }
 BigId = BigInteger().with_variant(Integer(), "sqlite")
-"""SQLite counts up by itself only in an INTEGER PRIMARY KEY, which has 64 bits there anyway."""
+"""SQLite autoincrements only an INTEGER PRIMARY KEY, which has 64 bits there."""
 
 
 def closed_set(values: type[StrEnum]) -> Enum:
-    """The enum's values as plain text: a new member needs no migration."""
+    """Return a column type of an enum's values as plain text: a new member needs no migration."""
     return Enum(
         values, native_enum=False, length=32, values_callable=lambda members: [m.value for m in members]
     )
@@ -111,7 +111,7 @@ class Model(Base):
 
 
 class AdapterVersion(Base):
-    """`inflight`: for the mutable target of its model, which is the newest of these that is published."""
+    """Weight version. The newest published `inflight` one is the mutable target of its model."""
 
     __tablename__ = "adapter_versions"
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
@@ -139,7 +139,7 @@ class SamplingSession(Base):
 
 
 class Future(Base):
-    """The journal. `id` is the engine's cursor."""
+    """Journal of requests. `id` is the engine's cursor."""
 
     __tablename__ = "futures"
     __table_args__ = (
@@ -164,7 +164,7 @@ class Future(Base):
 
 
 class Request(Base):
-    """The body of a request that has not finished."""
+    """Body of a request that has not finished."""
 
     __tablename__ = "requests"
     future_id: Mapped[int] = mapped_column(ForeignKey(Future.id), primary_key=True, autoincrement=False)
@@ -172,7 +172,7 @@ class Request(Base):
 
 
 class Result(Base):
-    """Bytes as they go to the client. `id` is the cursor of finished futures."""
+    """Result in the bytes that the client gets. `id` is the cursor of finished futures."""
 
     __tablename__ = "results"
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
@@ -186,7 +186,7 @@ class Result(Base):
 
 
 class UsageRecord(Base):
-    """What was used in an hour, moved here from results, which do not live as long."""
+    """Tokens used in an hour, added up from results, which are kept for a shorter time."""
 
     __tablename__ = "usage_records"
     __table_args__ = (
@@ -204,7 +204,7 @@ class UsageRecord(Base):
 
 
 class AuditEvent(Base):
-    """`event`: <resource>_<action>. Whose it is, the session tells."""
+    """Event, named <resource>_<action>, of its session's owner."""
 
     __tablename__ = "audit_events"
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
@@ -216,7 +216,7 @@ class AuditEvent(Base):
 
 
 class UploadedLoss(Base):
-    """`definition`: by wire.custom_loss.to_bytes; None if the loss was refused, as its future says."""
+    """Loss, as protocol.custom_loss.to_bytes stores it; `definition` None: refused, as its future says."""
 
     __tablename__ = "custom_losses"
     __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
@@ -229,7 +229,7 @@ class UploadedLoss(Base):
 
 
 class StabilityRecord(Base):
-    """What was sampled in one sequence: `tokens` int32 and `logprobs` float32, both little-endian."""
+    """Sampled sequence: `tokens` int32 and `logprobs` float32, both little-endian."""
 
     __tablename__ = "stability_records"
     sequence_id: Mapped[str] = mapped_column(primary_key=True)
@@ -241,7 +241,7 @@ class StabilityRecord(Base):
 
 
 class SavedCheckpoint(Base):
-    """The row stays when the files are `removed_at`: what was stored is counted for."""
+    """Checkpoint. The row outlives the files, removed at `removed_at`: billing counts past storage."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (
@@ -280,7 +280,7 @@ class SavedCheckpoint(Base):
 
 
 class Snapshot(Base):
-    """A model's state after `seq_id`: where recovery starts to replay."""
+    """State of a model after `seq_id`, from which recovery will replay."""
 
     __tablename__ = "snapshots"
     __table_args__ = (UniqueConstraint("model_key", "seq_id"), {"sqlite_autoincrement": True})

@@ -1,1 +1,1 @@
-"""The way of a request: submitted once, read in order, finished once, fetched any number of times."""
+"""Life of a request: submitted once, read in order, finished once, fetched any number of times."""

@@ -1,6 +1,6 @@
-"""Where a request stands that somebody waits for, and the two ways to end one early that are requests, too.
+"""Queue position of a request, and the requests that cancel a sample or unload a model.
 
-To cancel and to unload enters the journal behind what it is about, and so reaches the engine after it.
+Both enter the journal behind their subject, and so reach the engine after it.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from skyrl_tinker.store.owners import OWNED
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """`future_id`: the journal's order. `model_key`, `seq_id`: of training requests."""
+    """Position of a request in the journal, by `future_id`. `model_key`, `seq_id`: if it is for training."""
 
     future_id: int
     kind: RequestKind
@@ -33,7 +33,7 @@ class QueuePosition:
     seq_id: int | None
 
 
-_PLACE = select(Future.id, Future.kind, Future.session_id, Future.model_key, Future.seq_id).where(
+_POSITION = select(Future.id, Future.kind, Future.session_id, Future.model_key, Future.seq_id).where(
     Future.request_id == bindparam("request_id")
 )
 _TARGET = (
@@ -54,14 +54,15 @@ _UNLOADING = select(Future.request_id, Future.sequence_ids).where(
 
 
 def queue_position(conn: Connection, request_id: RequestId) -> QueuePosition | None:
-    row = conn.execute(_PLACE, {"request_id": request_id}).one_or_none()
+    """Return the position of a request, None if it is unknown."""
+    row = conn.execute(_POSITION, {"request_id": request_id}).one_or_none()
     return None if row is None else QueuePosition(*row)
 
 
 def cancel_sample(conn: Connection, owner: OwnerId | None, request_id: RequestId) -> bool:
-    """Ask the engine to stop this sample; False when it has finished already.
+    """Submit the cancellation of a sample. Returns False if the sample has finished already.
 
-    Raises NotFoundError, and UserError for a request that is no sample.
+    Raises NotFoundError, and UserError for another kind of request.
     """
     row = conn.execute(_TARGET, {"request_id": request_id, "owner": owner}).one_or_none()
     if row is None:
@@ -69,7 +70,7 @@ def cancel_sample(conn: Connection, owner: OwnerId | None, request_id: RequestId
     if row.kind is not RequestKind.SAMPLE:
         raise UserError(
             f"request_id: found a {row.kind}, expected a sample: "
-            "training requests cannot be cancelled, since those behind them build on them"
+            "training requests cannot be cancelled, since later ones depend on them"
         )
     if row.status is not FutureStatus.PENDING:
         return False
@@ -80,7 +81,7 @@ def cancel_sample(conn: Connection, owner: OwnerId | None, request_id: RequestId
 
 
 def submit_unload(conn: Connection, owner: OwnerId | None, model_id: ModelId) -> Accepted:
-    """Behind all that was accepted of this model. The same again gives the first answer.
+    """Submit the unloading of a model behind all its requests; a repeated one gets the first answer.
 
     Raises NotFoundError (no model), GoneError (session finished).
     """

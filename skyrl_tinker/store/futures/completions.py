@@ -1,4 +1,4 @@
-"""Which samples of one sampling client finished, in the order of their results."""
+"""Finished samples of one sampling client, in the order of their results."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from skyrl_tinker.store.database.tables import Future, Result, SamplingSession, 
 from skyrl_tinker.store.owners import OWNED
 
 CLONE_SEQ_IDS = 1_000_000_000
-"""So many seq ids of a sampling session each of its clients has; the original one the first."""
+"""Number of seq ids that each client of a sampling session has; the first ones are the original client's."""
 NEAR = 20_000
-"""Results of everybody that are looked through for one client's; where there are more, its samples are."""
+"""Most results of all clients to scan for one client's; beyond that, its own samples are scanned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`cursor`: results.id. `size`: bytes of the result."""
+    """One finished sample: `cursor` is results.id, `size` the bytes of the result."""
 
     cursor: int
     request_id: RequestId
@@ -25,21 +25,21 @@ class Completion:
     size: int
 
 
-_FOUND = (
+_SAMPLES = (
     select(Result.id, Future.request_id, Future.status, func.length(Result.body))
     .join(Future, Future.id == Result.future_id)
     .where(Future.seq_id >= bindparam("first"), Future.seq_id < bindparam("end"))
     .order_by(Result.id)
 )
-# An expression in place of a column keeps its index from being used: which one is quicker, we know better.
-_NEAR = _FOUND.where(
+# An expression in place of a column keeps its index from being used: SQLite would not choose the faster one.
+_NEAR = _SAMPLES.where(
     Result.id > bindparam("after"),
     func.coalesce(Future.sampling_session_id, "") == bindparam("sampling_session_id"),
 )
-_FAR = _FOUND.where(
+_FAR = _SAMPLES.where(
     Result.id + 0 > bindparam("after"), Future.sampling_session_id == bindparam("sampling_session_id")
 )
-_MINE = (
+_OWNED_SAMPLER = (
     select(SamplingSession.sampling_session_id)
     .join(Session, Session.session_id == SamplingSession.session_id)
     .where(SamplingSession.sampling_session_id == bindparam("sampling_session_id"), OWNED)
@@ -47,16 +47,16 @@ _MINE = (
 
 
 def require_sampler(conn: Connection, owner: OwnerId | None, sampling_session_id: SamplingSessionId) -> None:
-    """Raises NotFoundError if this owner has no such sampling session."""
+    """Raise NotFoundError if this owner has no such sampling session."""
     key = {"sampling_session_id": sampling_session_id, "owner": owner}
-    if conn.scalar(_MINE, key) is None:
+    if conn.scalar(_OWNED_SAMPLER, key) is None:
         raise NotFoundError(f"no sampling session {sampling_session_id}")
 
 
 def finished_since(
     conn: Connection, sampling_session_id: SamplingSessionId, clone: int, after: int
 ) -> tuple[list[Completion], int]:
-    """Samples of this clone whose results are newer than the cursor `after`, and the newest result of all."""
+    """Return this clone's samples with results newer than the cursor `after`, and the newest cursor."""
     newest = conn.scalar(select(func.max(Result.id))) or 0
     key = {
         "sampling_session_id": sampling_session_id,

@@ -1,4 +1,4 @@
-"""How futures end: once, with bytes that stay fetchable."""
+"""End of futures: once, with bytes that stay fetchable."""
 
 import time
 from collections.abc import Mapping
@@ -31,24 +31,26 @@ _DROP_BODY = Prepared(delete(Request).where(Request.future_id == bindparam("futu
 def succeed(
     conn: Connection, future_id: int, content_type: str, body: bytes, usage: Usage = NO_USAGE
 ) -> None:
-    """Finish with the bytes that the client gets. Nothing happens if it has finished already."""
+    """Finish with the bytes that the client gets. Does nothing if the future has finished already."""
     succeed_all(conn, {future_id: (content_type, body, usage)})
 
 
 def succeed_all(conn: Connection, results: Mapping[int, tuple[str, bytes, Usage]]) -> list[int]:
-    """Content type, body and tokens by future id. Returns the ids of those that had not finished already; the
-    others are passed over."""
+    """Finish futures, given content type, body and tokens by future id.
+
+    Skips futures that have finished already; returns the ids of the others.
+    """
     end = _end(FutureStatus.DONE, None)
-    return [id_ for id_, result in results.items() if _finish(conn, id_, end, *result)]
+    return [future_id for future_id, result in results.items() if _finish(conn, future_id, end, *result)]
 
 
 def fail(conn: Connection, future_id: int, failure: Failure) -> None:
-    """Finish with an error. Nothing happens if it has finished already."""
+    """Finish with an error. Does nothing if the future has finished already."""
     _finish(conn, future_id, _end(FutureStatus.FAILED, failure), JSON_TYPE, failure_body(failure), NO_USAGE)
 
 
 def fail_pending(conn: Connection, up_to_id: int | None, failure: Failure) -> int:
-    """Fail all that is pending (up to an id): what a dead engine left. Returns how many."""
+    """Fail all pending futures (up to an id), as a dead engine left them. Returns how many."""
     pending = [Future.status == FutureStatus.PENDING]
     if up_to_id is not None:
         pending.append(Future.id <= up_to_id)
@@ -61,19 +63,19 @@ def fail_pending(conn: Connection, up_to_id: int | None, failure: Failure) -> in
 
 
 def purge_results(conn: Connection, older_than: float) -> int:
-    """Drop result bytes of futures that finished before `older_than`; the futures stay, so dedupe holds.
+    """Delete results of futures that finished before `older_than`; the futures stay, so dedupe holds.
 
-    Results are in the order in which their futures finished: no more is read than goes.
+    Results are in the order in which their futures finished, so only deleted ones are read.
     """
     usages.roll_up(conn)
     in_order = select(Result.id).join(Future, Future.id == Result.future_id).order_by(Result.id)
-    stays = conn.scalar(in_order.where(Future.finished_at >= older_than).limit(1))
-    old = [] if stays is None else [Result.id < stays]
+    first_kept = conn.scalar(in_order.where(Future.finished_at >= older_than).limit(1))
+    old = [] if first_kept is None else [Result.id < first_kept]
     return conn.execute(delete(Result).where(*old)).rowcount
 
 
 def failure_body(failure: Failure) -> bytes:
-    """What a client gets that fetches a failed future."""
+    """Return the result that a client gets for a failed future."""
     return orjson.dumps({"error": failure.message, "category": failure.category})
 
 
@@ -85,7 +87,7 @@ def _finish(
     body: bytes,
     usage: Usage,
 ) -> bool:
-    """False: it has finished already."""
+    """Finish a future. Returns False if it has finished already."""
     key = {"future_id": future_id}
     if not _END.change(conn, {**key, **end}):
         return False

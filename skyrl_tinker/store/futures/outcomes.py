@@ -14,7 +14,10 @@ ANY_SIZE = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`body` None: pending, or purged if `status` says finished. Failures are JSON {"error", "category"}."""
+    """Status and result of a request; failures are JSON {"error", "category"}.
+
+    `body` None: pending, or purged if `status` is finished.
+    """
 
     future_id: int
     request_id: RequestId
@@ -56,25 +59,25 @@ _FINISHED = Prepared(
 
 
 def find(conn: Connection, request_id: RequestId, most_bytes: int = ANY_SIZE) -> Outcome | None:
-    """None for an id that was never given out. A result above `most_bytes` is withheld."""
-    found = find_many(conn, [request_id], most_bytes)
-    return found[0] if found else None
+    """Return the outcome of a request, None if it is unknown. A result above `most_bytes` is withheld."""
+    rows = find_many(conn, [request_id], most_bytes)
+    return rows[0] if rows else None
 
 
 def find_many(
     conn: Connection, request_ids: Sequence[RequestId], most_bytes: int = ANY_SIZE
 ) -> list[Outcome]:
-    """Of the ids that were given out, in no particular order."""
+    """Return the outcomes of the known requests, in no particular order."""
     rows = conn.execute(_OUTCOMES, {"request_ids": request_ids, "most": most_bytes})
     return [Outcome(*row) for row in rows]
 
 
 def finished_after(conn: Connection, cursor: int, most_bytes: int = ANY_SIZE) -> list[tuple[int, Outcome]]:
-    """(results.id, outcome) of what finished after the cursor, in that order. Large results are withheld."""
+    """Return (results.id, outcome) of requests finished after the cursor, in that order."""
     rows = _FINISHED.rows(conn, {"cursor": cursor, "most": most_bytes})
     return [(row[0], Outcome(*row[1:])) for row in rows]
 
 
 def last_result_id(conn: Connection) -> int:
-    """The cursor at which nothing newer has finished, 0 at first."""
+    """Return the cursor behind the newest result, 0 if there is none."""
     return conn.scalar(select(func.max(Result.id))) or 0

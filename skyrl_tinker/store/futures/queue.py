@@ -21,7 +21,7 @@ SMALL_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class QueuedRow:
-    """What the engine schedules by. A failed row has nothing to run, yet its turn counts."""
+    """Accepted request, as the engine schedules it. A failed one runs nothing, yet keeps its place."""
 
     id: int
     request_id: RequestId
@@ -81,15 +81,15 @@ _BODIES = select(Request.future_id, Request.body).where(
 
 
 def queued_after(conn: Connection, cursor: int, limit: int = 1000) -> list[QueuedRow]:
-    """Rows with id > cursor, by id, that are pending, or failed (at the door) on a model's lane."""
+    """Return rows with id > cursor, by id: pending ones, and a model's that failed on submission."""
     return [QueuedRow(*row) for row in _QUEUED.rows(conn, {"cursor": cursor, "most": limit})]
 
 
 def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
-    """Bodies by future id; those that finished meanwhile are left out."""
+    """Return bodies by future id; requests that finished meanwhile are left out."""
     return {row.future_id: row.body for row in conn.execute(_BODIES, {"future_ids": ids})}
 
 
 def last_id(conn: Connection) -> int:
-    """The newest future's id, 0 if there is none."""
+    """Return the newest future's id, 0 if there is none."""
     return conn.scalar(select(func.max(Future.id))) or 0

@@ -1,4 +1,4 @@
-"""How a request is written down: found again by its key, or as a new future."""
+"""Records of requests: a new future, or the first request of the same key."""
 
 import time
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from skyrl_tinker.store.database.tables import Future, Request, Session
 MAX_SEQ_ID = 2**63 - 1
 
 FIRST = (Future.request_id, Future.kind, Future.digest, Future.sequence_ids)
-"""What tells whether a request that came before is the same."""
+"""Columns that tell if an earlier request is the same."""
 SESSION = (Session.session_id, Session.finished_at, Session.finish_reason)
 _COLUMNS = (
     "request_id",
@@ -34,7 +34,7 @@ _BODY = Prepared(insert(Request), ("future_id", "body"))
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """`created` false: the same request came before, and this is its answer."""
+    """Answer to a submission; `created` False: the same request came before."""
 
     request_id: RequestId
     sequence_ids: tuple[str, ...]
@@ -44,7 +44,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class NewFuture:
-    """A future to be written."""
+    """Future to insert."""
 
     kind: RequestKind
     seq_id: int | None
@@ -54,7 +54,7 @@ class NewFuture:
 
 
 def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) -> tuple[int, Accepted]:
-    """Write the future, pending. Returns its key, too."""
+    """Insert a pending future. Returns its id and the answer."""
     request_id = RequestId(uuid4().hex)
     (row,) = _FUTURE.rows(
         conn,
@@ -74,23 +74,23 @@ def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) ->
 
 
 def insert_body(conn: Connection, future_id: int, body: bytes) -> None:
-    """What the engine reads of a request that is pending."""
+    """Insert the body of a pending request."""
     _BODY.change(conn, {"future_id": future_id, "body": body})
 
 
 def existing_answer(row: AnyRow, model_id: ModelId | None) -> Accepted:
-    """The answer of the request that came first."""
+    """Return the answer to the first request of the same key."""
     return Accepted(RequestId(row.request_id), tuple(row.sequence_ids), model_id, created=False)
 
 
 def check_seq_id(name: str, seq_id: int, lowest: int) -> None:
-    """Raises UserError."""
+    """Raise UserError for a seq id out of range."""
     if not lowest <= seq_id <= MAX_SEQ_ID:
         raise UserError(f"{name} must lie between {lowest} and {MAX_SEQ_ID}, found {seq_id}")
 
 
 def require_same(row: AnyRow, kind: RequestKind, digest: bytes, key: str) -> None:
-    """Raises SeqIdReusedError if the request that came first under this key is another one."""
+    """Raise SeqIdReusedError if the first request of this key is another one."""
     if row.kind != kind:
         raise SeqIdReusedError(f"{key} was used for {row.kind}, now for {kind}")
     if row.digest != digest:

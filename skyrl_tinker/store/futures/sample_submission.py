@@ -1,4 +1,4 @@
-"""Accepting samples: one statement finds out that all is well and writes the future."""
+"""Submission of samples: one statement checks the request and inserts the future."""
 
 import time
 from uuid import uuid4
@@ -31,7 +31,7 @@ from skyrl_tinker.store.owners import OWNED
 _SAME_KEY = and_(
     Future.sampling_session_id == bindparam("sampling_session_id"), Future.seq_id == bindparam("seq_id")
 )
-_MINE = and_(SamplingSession.sampling_session_id == bindparam("sampling_session_id"), OWNED)
+_OWN_SAMPLER = and_(SamplingSession.sampling_session_id == bindparam("sampling_session_id"), OWNED)
 _VALUES = {
     Future.request_id: bindparam("request_id", type_=Future.request_id.type),
     Future.kind: literal(RequestKind.SAMPLE, Future.kind.type),
@@ -43,18 +43,18 @@ _VALUES = {
     Future.status: literal(FutureStatus.PENDING, Future.status.type),
     Future.created_at: bindparam("now", type_=Future.created_at.type),
 }
-_SAMPLE = Prepared(
+_INSERT = Prepared(
     insert(Future)
     .from_select(
         list(_VALUES),
         select(*_VALUES.values())
         .select_from(SamplingSession)
         .join(Session, Session.session_id == SamplingSession.session_id)
-        .where(_MINE, Session.finished_at.is_(None), ~select(Future.id).where(_SAME_KEY).exists()),
+        .where(_OWN_SAMPLER, Session.finished_at.is_(None), ~select(Future.id).where(_SAME_KEY).exists()),
     )
     .returning(Future.id)
 )
-_OF_SAMPLER = (
+_FIRST_OF_KEY = (
     select(*SESSION, *FIRST)
     .select_from(SamplingSession)
     .join(Session, Session.session_id == SamplingSession.session_id)
@@ -65,7 +65,7 @@ _OF_SAMPLER = (
             Future.seq_id == bindparam("seq_id"),
         ),
     )
-    .where(_MINE)
+    .where(_OWN_SAMPLER)
 )
 
 
@@ -79,7 +79,7 @@ def submit_sample(
     digest: bytes,
     num_samples: int,
 ) -> Accepted:
-    """A sample; `sequence_ids` has one id per sequence to come.
+    """Submit a sample; `sequence_ids` of the answer has one id per sequence.
 
     Raises SeqIdReusedError, NotFoundError (no sampling session), GoneError (session finished).
     """
@@ -88,17 +88,17 @@ def submit_sample(
     sequences = sequence_ids(request_id, num_samples)
     key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
     new = {"request_id": request_id, "digest": digest, "sequence_ids": sequences, "now": time.time()}
-    row = _SAMPLE.row(conn, {**key, **new})
+    row = _INSERT.row(conn, {**key, **new})
     if row is None:
-        return _again(conn, key, digest)
+        return _answer_refused(conn, key, digest)
     insert_body(conn, row.id, body)
     return Accepted(request_id, sequences, None, created=True)
 
 
-def _again(conn: Connection, key: dict[str, object], digest: bytes) -> Accepted:
-    """The first request of this key, or why there can be none."""
+def _answer_refused(conn: Connection, key: dict[str, object], digest: bytes) -> Accepted:
+    """Return the answer to the first request of this key, or raise the reason why there is none."""
     sampling_session_id = key["sampling_session_id"]
-    row = conn.execute(_OF_SAMPLER, key).one_or_none()
+    row = conn.execute(_FIRST_OF_KEY, key).one_or_none()
     if row is None:
         raise NotFoundError(f"no sampling session {sampling_session_id}")
     if row.request_id is None:

@@ -1,5 +1,7 @@
-"""Accepting training requests and losses. Each `submit_*` is one write: it finds the first request of its
-key or writes the new one, so that duplicates, however they race, get the same answer.
+"""Submission of training requests and losses.
+
+Each `submit_*` is one write: it finds the first request of its key or inserts the new one, so that racing
+duplicates get the same answer.
 """
 
 import time
@@ -28,19 +30,19 @@ from skyrl_tinker.store.futures.record import (
 from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.owners import OWNED
 
-_OF_CREATE = select(*FIRST).where(Future.model_key == bindparam("model_key"), Future.seq_id == 0)
-_OF_MODEL = Prepared(
+_FIRST_CREATION = select(*FIRST).where(Future.model_key == bindparam("model_key"), Future.seq_id == 0)
+_MODEL_AND_FIRST = Prepared(
     select(Model.key, *SESSION, *FIRST)
     .join(Session, Session.session_id == Model.session_id)
     .outerjoin(Future, and_(Future.model_key == Model.key, Future.seq_id == bindparam("seq_id")))
     .where(Model.model_id == bindparam("model_id"), OWNED)
 )
-_OF_LOSS = (
+_FIRST_UPLOAD = (
     select(*FIRST)
     .join(UploadedLoss, UploadedLoss.future_id == Future.id)
     .where(UploadedLoss.loss_id == bindparam("loss_id"))
 )
-_BUMP = Prepared(
+_TOUCH_MODEL = Prepared(
     update(Model).where(Model.key == bindparam("model_key")).values(last_request_at=bindparam("now"))
 )
 
@@ -55,7 +57,7 @@ def submit_create(
     digest: bytes,
     failure: Failure | None = None,
 ) -> Accepted:
-    """A model row and its future (seq_id 0). With `failure` both are born failed.
+    """Submit a model and its future (seq_id 0). With `failure` both are stored as failed.
 
     Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished).
     """
@@ -63,14 +65,14 @@ def submit_create(
     owners.require_session(conn, owner, model.session_id)
     first = model_records.by_id(conn, model.model_id)
     if first is not None:
-        row = conn.execute(_OF_CREATE, {"model_key": first.key}).one()
+        row = conn.execute(_FIRST_CREATION, {"model_key": first.key}).one()
         require_same(row, kind, digest, f"model_seq_id {model.model_seq_id} of session {model.session_id}")
         return existing_answer(row, model.model_id)
     session_records.require_live(conn, model.session_id)
     state = ModelState.FAILED if failure else ModelState.CREATING
     key = model_records.add(conn, model, state, failure.message if failure else None)
     new = NewFuture(kind, 0, digest, model.session_id, model_key=key)
-    return _record(conn, new, body, failure, model.model_id)
+    return _insert(conn, new, body, failure, model.model_id)
 
 
 def submit_training(
@@ -84,22 +86,22 @@ def submit_training(
     digest: bytes,
     failure: Failure | None = None,
 ) -> Accepted:
-    """A request of a model's lane. With `failure` it is finished at once, and its seq_id is consumed.
+    """Submit a model's request. With `failure` it is stored as failed, and its seq_id is consumed.
 
     Raises SeqIdReusedError, NotFoundError (no model), GoneError (session finished).
     """
     check_seq_id("seq_id", seq_id, lowest=1)
     key = {"model_id": model_id, "seq_id": seq_id, "owner": owner}
-    row = _OF_MODEL.row(conn, key)
+    row = _MODEL_AND_FIRST.row(conn, key)
     if row is None:
         raise NotFoundError(f"no model {model_id}")
     if row.request_id is not None:
         require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
         return existing_answer(row, model_id)
     session_records.check_live(row)
-    _BUMP.change(conn, {"model_key": row.key, "now": time.time()})
+    _TOUCH_MODEL.change(conn, {"model_key": row.key, "now": time.time()})
     new = NewFuture(kind, seq_id, digest, row.session_id, model_key=row.key)
-    return _record(conn, new, body, failure, model_id)
+    return _insert(conn, new, body, failure, model_id)
 
 
 def submit_custom_loss(
@@ -111,13 +113,13 @@ def submit_custom_loss(
     result: bytes,
     failure: Failure | None = None,
 ) -> Accepted:
-    """An uploaded loss and its future, which is born finished: with `result` (JSON), or as failed.
+    """Submit a loss and its finished future, with `result` (JSON) or `failure`.
 
     Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), UserError (too many).
     """
     check_seq_id("custom_loss_seq_id", loss.seq_id, lowest=0)
     owners.require_session(conn, owner, loss.session_id)
-    row = conn.execute(_OF_LOSS, {"loss_id": loss.loss_id}).one_or_none()
+    row = conn.execute(_FIRST_UPLOAD, {"loss_id": loss.loss_id}).one_or_none()
     kind = RequestKind.CREATE_CUSTOM_LOSS
     if row is not None:
         require_same(row, kind, digest, f"custom_loss_seq_id {loss.seq_id} of session {loss.session_id}")
@@ -133,10 +135,10 @@ def submit_custom_loss(
     return accepted
 
 
-def _record(
+def _insert(
     conn: Connection, new: NewFuture, body: bytes, failure: Failure | None, model_id: ModelId | None
 ) -> Accepted:
-    """Write the future and either its body or its failure."""
+    """Insert the future and either its body or its failure."""
     future_id, accepted = insert_future(conn, new, model_id)
     if failure is not None:
         finish.fail(conn, future_id, failure)

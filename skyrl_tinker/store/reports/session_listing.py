@@ -1,4 +1,4 @@
-"""Searching sessions: newest first, page by page from where the last page ended."""
+"""Sessions as REST shows them: listed, summed up, searched, put into projects."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ from skyrl_tinker.store.owners import NO_PROJECT, in_project, owned_by, require_
 ACTIVE = "active"
 CLIENT_FINISHED = "client_finished"
 REASONS = ("success", "errored", "interrupted")
-"""How a client may end its session; whatever else ended one was not the client."""
+"""Reasons with which clients finish sessions; all others are the server's."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTotals:
-    """What a session has made."""
+    """Everything that a session has created."""
 
     training_runs: list[str]
     samplers: list[str]
@@ -45,13 +45,15 @@ class SessionTotals:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
+    """Project and metadata of a session."""
+
     project_id: str | None
     user_metadata: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStatus:
-    """`reasons`: of CLIENT_FINISHED, None for any."""
+    """Status to search for; `reasons` (None: any) narrow CLIENT_FINISHED."""
 
     type: str
     reasons: Sequence[str] | None = None
@@ -59,7 +61,7 @@ class SessionStatus:
 
 @dataclass(frozen=True, slots=True)
 class SearchPosition:
-    """The last session of the page before."""
+    """Last session of the preceding page."""
 
     created_at: float
     session_id: str
@@ -67,7 +69,7 @@ class SearchPosition:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Everything that is set must hold; but a session of `session_id` or of `display_name` will do."""
+    """Conditions, of which all that are set must hold; of `session_id` and `display_name` one suffices."""
 
     session_id: str | None
     display_name: str | None
@@ -79,6 +81,8 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class SessionMatch:
+    """Session found by a search. Times are seconds since the epoch."""
+
     session_id: str
     created_at: float
     project_id: str
@@ -92,14 +96,14 @@ class SessionMatch:
 
 
 def list_ids(conn: Connection, owner: OwnerId | None, limit: int, offset: int) -> list[str]:
-    """Ids, newest first."""
+    """Return a page of session ids, newest first."""
     query = select(Session.session_id).where(owned_by(owner))
     query = query.order_by(Session.created_at.desc(), Session.session_id.desc()).limit(limit).offset(offset)
     return list(conn.scalars(query))
 
 
 def totals(conn: Connection, owner: OwnerId | None, session_id: SessionId) -> SessionTotals:
-    """NotFoundError if this owner has no such session."""
+    """Return what the session has created. Raises NotFoundError if this owner has no such session."""
     query = select(Session.user_metadata, Session.display_name)
     row = conn.execute(query.where(Session.session_id == session_id, owned_by(owner))).one_or_none()
     if row is None:
@@ -118,24 +122,25 @@ def totals(conn: Connection, owner: OwnerId | None, session_id: SessionId) -> Se
     )
 
 
-def find_labels(conn: Connection, owner: OwnerId | None, wanted: Collection[str]) -> dict[str, Labels]:
-    """By session id, of those that are this owner's."""
+def find_labels(conn: Connection, owner: OwnerId | None, session_ids: Collection[str]) -> dict[str, Labels]:
+    """Return labels by session id, for those sessions that are this owner's."""
     query = select(Session.session_id, Session.project_id, Session.user_metadata).where(owned_by(owner))
     rows = conn.execute(query)
-    return {id_: Labels(project, metadata) for id_, project, metadata in rows if id_ in wanted}
+    return {id_: Labels(project, metadata) for id_, project, metadata in rows if id_ in session_ids}
 
 
 def set_project(conn: Connection, owner: OwnerId | None, session_id: SessionId, project_id: str) -> None:
-    """With all that the session has made. NotFoundError if this owner has no such session."""
+    """Move a session, with all that it has created, into a project. Raises NotFoundError."""
     require_session(conn, owner, session_id)
     conn.execute(update(Session).where(Session.session_id == session_id).values(project_id=project_id))
     audit_log.record(conn, session_id, "project_session_add", project_id=project_id)
 
 
-def search(conn: Connection, owner: OwnerId | None, wanted: Search, limit: int) -> list[SessionMatch]:
-    where = [owned_by(owner), *_conditions(wanted)]
-    if wanted.after is not None:
-        where.append(_after(conn, owner, wanted.after))
+def search(conn: Connection, owner: OwnerId | None, conditions: Search, limit: int) -> list[SessionMatch]:
+    """Return this owner's matching sessions, newest first, from behind `conditions.after`."""
+    where = [owned_by(owner), *_where(conditions)]
+    if conditions.after is not None:
+        where.append(_older(conn, owner, conditions.after))
     query = (
         select(
             Session.session_id,
@@ -156,45 +161,42 @@ def search(conn: Connection, owner: OwnerId | None, wanted: Search, limit: int) 
     return [SessionMatch(*row) for row in conn.execute(query)]
 
 
-def _conditions(wanted: Search) -> list[ColumnElement[bool]]:
-    conditions = [_has(key, value) for key, value in wanted.user_metadata.items()]
-    if wanted.project_ids is not None:
-        conditions.append(in_project(wanted.project_ids))
-    if wanted.statuses is not None:
-        conditions.append(or_(*(_is(status) for status in wanted.statuses)))
+def _where(search: Search) -> list[ColumnElement[bool]]:
+    where = [_has_metadata(key, value) for key, value in search.user_metadata.items()]
+    if search.project_ids is not None:
+        where.append(in_project(search.project_ids))
+    if search.statuses is not None:
+        where.append(or_(*(_has_status(status) for status in search.statuses)))
     names = []
-    if wanted.session_id is not None:
-        names.append(Session.session_id == wanted.session_id)
-    if wanted.display_name is not None:
-        names.append(and_(true(), *(_named(word) for word in wanted.display_name.split())))
-    return [*conditions, or_(*names)] if names else conditions
+    if search.session_id is not None:
+        names.append(Session.session_id == search.session_id)
+    if search.display_name is not None:
+        words = search.display_name.split()
+        names.append(and_(true(), *(Session.display_name.icontains(word, autoescape=True) for word in words)))
+    return [*where, or_(*names)] if names else where
 
 
-def _named(word: str) -> ColumnElement[bool]:
-    return Session.display_name.icontains(word, autoescape=True)
-
-
-def _is(status: SessionStatus) -> ColumnElement[bool]:
+def _has_status(status: SessionStatus) -> ColumnElement[bool]:
     if status.type == ACTIVE:
         return Session.finished_at.is_(None)
     if status.type == CLIENT_FINISHED:
         return Session.finish_reason.in_(REASONS if status.reasons is None else status.reasons)
-    return false()  # nothing here fails or cancels a whole session
+    return false()  # this server fails or cancels no whole session
 
 
-def _has(key: str, value: str) -> ColumnElement[bool]:
-    """Any JSON may be a value; it is compared in the form in which it is shown."""
-    each = func.json_each(Session.user_metadata).table_valued("key", "value", "type")
+def _has_metadata(key: str, value: str) -> ColumnElement[bool]:
+    """Compare a value, which may be any JSON, in its displayed form."""
+    entry = func.json_each(Session.user_metadata).table_valued("key", "value", "type")
     shown = case(
-        (each.c.type == "text", each.c.value),
-        (each.c.type.in_(("true", "false", "null")), each.c.type),
-        else_=cast(each.c.value, String),
+        (entry.c.type == "text", entry.c.value),
+        (entry.c.type.in_(("true", "false", "null")), entry.c.type),
+        else_=cast(entry.c.value, String),
     )
-    return select(each.c.key).where(each.c.key == key, shown == value).exists()
+    return select(entry.c.key).where(entry.c.key == key, shown == value).exists()
 
 
-def _after(conn: Connection, owner: OwnerId | None, cursor: SearchPosition) -> ColumnElement[bool]:
-    """Times on the wire are rounded: the session itself tells its own exactly."""
+def _older(conn: Connection, owner: OwnerId | None, cursor: SearchPosition) -> ColumnElement[bool]:
+    """Compare with the exact time of the cursor's session: times on the wire are rounded."""
     exact = select(Session.created_at).where(Session.session_id == cursor.session_id, owned_by(owner))
     created_at = conn.scalar(exact)
     last = tuple_(cursor.created_at if created_at is None else created_at, cursor.session_id)

@@ -1,4 +1,4 @@
-"""What checkpoints take, and took: rows outlive their files."""
+"""Storage of checkpoints, present and past: rows outlive their files."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from skyrl_tinker.store.owners import in_project, owned_by
 
 @dataclass(frozen=True, slots=True)
 class StoredPeriod:
-    """One checkpoint, from `created_at` until it is deleted or expires (None: it lives), UTC seconds."""
+    """One checkpoint, stored from `created_at` to `ended_at` (None: still stored), UTC seconds."""
 
     session_id: str
     project_id: str | None
@@ -26,7 +26,7 @@ class StoredPeriod:
 
 @dataclass(frozen=True, slots=True)
 class StorageTotal:
-    """The live checkpoints of one project."""
+    """Sum of the live checkpoints of one project."""
 
     project_id: str | None
     count: int
@@ -34,7 +34,7 @@ class StorageTotal:
 
 
 def periods_between(conn: Connection, owner: OwnerId | None, start: float, end: float) -> list[StoredPeriod]:
-    """This owner's checkpoints that lived at some time in [start, end)."""
+    """Return this owner's checkpoints that were stored at some time in [start, end)."""
     query = _of_owner(
         owner,
         Session.session_id,
@@ -49,7 +49,7 @@ def periods_between(conn: Connection, owner: OwnerId | None, start: float, end: 
 
 
 def current_totals(conn: Connection, owner: OwnerId | None, project_id: str | None) -> list[StorageTotal]:
-    """This owner's, by project; of one project only, unless None."""
+    """Return this owner's sums by project; `project_id` None: of all projects."""
     sums = func.count(), func.sum(SavedCheckpoint.size_bytes)
     query = _of_owner(owner, Session.project_id, *sums).where(*is_live()).group_by(Session.project_id)
     if project_id is not None:
@@ -58,7 +58,7 @@ def current_totals(conn: Connection, owner: OwnerId | None, project_id: str | No
 
 
 def _stored(row: AnyRow) -> StoredPeriod:
-    ends = [each for each in (row.deleted_at, row.expires_at) if each is not None]
+    ends = [end for end in (row.deleted_at, row.expires_at) if end is not None]
     return StoredPeriod(
         row.session_id,
         row.project_id,

@@ -1,5 +1,6 @@
-"""When a session's requests came and ended: by model and sampler, in pages, along unique indexes."""
+"""Timeline of a session's requests: by model and sampler, in pages, along unique indexes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, select
@@ -11,7 +12,7 @@ from skyrl_tinker.store.database.tables import Future, Model, SamplingSession
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A model or a sampler, by its key."""
+    """Track of one model or sampler, by its key."""
 
     label: str
     model_key: int | None = None
@@ -32,7 +33,7 @@ class Slice:
 
 
 def list_models(conn: Connection, session: SessionId, after: int, limit: int) -> list[tuple[int, Track]]:
-    """With their numbers in the session, above `after`."""
+    """Return tracks of models with their numbers in the session, above `after`."""
     number = Model.model_seq_id
     query = (
         select(number, Model.key, Model.model_id)
@@ -45,7 +46,7 @@ def list_models(conn: Connection, session: SessionId, after: int, limit: int) ->
 
 
 def list_samplers(conn: Connection, session: SessionId, after: int, limit: int) -> list[tuple[int, Track]]:
-    """With their numbers in the session, above `after`."""
+    """Return tracks of samplers with their numbers in the session, above `after`."""
     number, key = SamplingSession.sampling_session_seq_id, SamplingSession.sampling_session_id
     query = (
         select(number, key, SamplingSession.model_path)
@@ -60,12 +61,12 @@ def list_samplers(conn: Connection, session: SessionId, after: int, limit: int) 
 
 
 def list_slices(conn: Connection, track: Track, after: int, limit: int) -> list[Slice]:
-    """By seq_id, above `after`."""
+    """Return the requests of a track by seq_id, above `after`."""
     if track.model_key is not None:
         of_track = Future.model_key == track.model_key
     else:
         of_track = Future.sampling_session_id == track.sampling_session_id
-    query = (
+    rows: Iterable[AnyRow] = conn.execute(
         select(
             Future.id,
             Future.request_id,
@@ -79,8 +80,4 @@ def list_slices(conn: Connection, track: Track, after: int, limit: int) -> list[
         .order_by(Future.seq_id)
         .limit(limit)
     )
-    return [_slice(row) for row in conn.execute(query)]
-
-
-def _slice(row: AnyRow) -> Slice:
-    return Slice(*row)
+    return [Slice(*row) for row in rows]

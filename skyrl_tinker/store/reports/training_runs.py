@@ -1,4 +1,4 @@
-"""Training runs as REST shows them: models with their last checkpoints, a page in three queries."""
+"""Training runs and checkpoints as REST lists them: a page of runs takes three queries."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, S
 from skyrl_tinker.store.owners import in_project, owned_by
 
 Scope = Literal["owned", "accessible"]
-"""`accessible` adds the runs of others that have a published checkpoint, with nothing but those."""
+"""`accessible` adds other owners' runs that have published checkpoints, with only those."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`lora_rank` 0: full parameters. `last`: the newest checkpoint of each kind."""
+    """Model with its newest checkpoint of each kind (`last`); `lora_rank` 0: full parameters."""
 
     model_id: ModelId
     owner: str
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunPage:
-    """`total`: over all pages."""
+    """Page of runs; `total` counts all pages."""
 
     runs: list[Run]
     total: int
@@ -43,7 +43,7 @@ class RunPage:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPage:
-    """`total`: over all pages."""
+    """Page of checkpoints; `total` counts all pages."""
 
     checkpoints: list[CheckpointRow]
     total: int
@@ -57,7 +57,7 @@ def page(
     offset: int,
     project_id: str | None = None,
 ) -> RunPage:
-    """The run that was asked something last comes first."""
+    """Return a page of runs, the one with the latest request first."""
     where = [_visible(owner, scope)]
     if project_id is not None:
         where.append(in_project([project_id]))
@@ -67,20 +67,23 @@ def page(
 
 
 def find(conn: Connection, owner: OwnerId | None, model_id: ModelId, scope: Scope) -> Run | None:
-    """None for one that this owner does not see."""
-    found = _runs(conn, owner, [Model.model_id == model_id, _visible(owner, scope)], 1, 0)
-    return found[0] if found else None
+    """Return a run, None if this owner does not see it."""
+    runs = _runs(conn, owner, [Model.model_id == model_id, _visible(owner, scope)], 1, 0)
+    return runs[0] if runs else None
 
 
 def list_checkpoints(
     conn: Connection, owner: OwnerId | None, model_id: ModelId, kinds: Collection[CheckpointKind]
 ) -> list[CheckpointRow]:
-    """Oldest first; of another owner's run those that are published. NotFoundError if nothing can be seen."""
+    """Return a run's checkpoints, oldest first; of another owner's run only published ones.
+
+    Raises NotFoundError if this owner sees nothing of the run.
+    """
     readable = or_(owned_by(owner), SavedCheckpoint.public)
-    wanted = Model.model_id == model_id, readable, SavedCheckpoint.kind.in_(kinds), *is_live()
+    where = Model.model_id == model_id, readable, SavedCheckpoint.kind.in_(kinds), *is_live()
     rows = [
         checkpoint_from_row(row)
-        for row in conn.execute(WITH_MODEL.where(*wanted).order_by(SavedCheckpoint.id))
+        for row in conn.execute(WITH_MODEL.where(*where).order_by(SavedCheckpoint.id))
     ]
     if not rows and model_records.find(conn, owner, model_id) is None:
         raise NotFoundError(f"no training run {model_id}")
@@ -90,17 +93,17 @@ def list_checkpoints(
 def page_checkpoints(
     conn: Connection, owner: OwnerId | None, kinds: Collection[CheckpointKind], limit: int, offset: int
 ) -> CheckpointPage:
-    """This owner's, newest first."""
-    wanted: tuple[ColumnElement[bool], ...] = (owned_by(owner), SavedCheckpoint.kind.in_(kinds), *is_live())
+    """Return a page of this owner's checkpoints, newest first."""
+    where: tuple[ColumnElement[bool], ...] = (owned_by(owner), SavedCheckpoint.kind.in_(kinds), *is_live())
     count = (
         select(func.count())
         .select_from(SavedCheckpoint)
         .join(Model, Model.key == SavedCheckpoint.model_key)
         .join(Session, Session.session_id == Model.session_id)
     )
-    rows = WITH_MODEL.where(*wanted).order_by(SavedCheckpoint.id.desc()).limit(limit).offset(offset)
-    found = [checkpoint_from_row(row) for row in conn.execute(rows)]
-    return CheckpointPage(found, conn.scalar(count.where(*wanted)) or 0)
+    rows = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id.desc()).limit(limit).offset(offset)
+    checkpoints = [checkpoint_from_row(row) for row in conn.execute(rows)]
+    return CheckpointPage(checkpoints, conn.scalar(count.where(*where)) or 0)
 
 
 def _visible(owner: OwnerId | None, scope: Scope) -> ColumnElement[bool]:
@@ -154,10 +157,10 @@ def _last(
         )
         .group_by(SavedCheckpoint.model_key, SavedCheckpoint.kind)
     )
-    found: dict[ModelKey, dict[CheckpointKind, CheckpointRow]] = {}
+    last: dict[ModelKey, dict[CheckpointKind, CheckpointRow]] = {}
     for row in conn.execute(WITH_MODEL.where(SavedCheckpoint.id.in_(newest))):
-        found.setdefault(ModelKey(row.model_key), {})[row.kind] = checkpoint_from_row(row)
-    return found
+        last.setdefault(ModelKey(row.model_key), {})[row.kind] = checkpoint_from_row(row)
+    return last
 
 
 def _run(row: AnyRow, last: Mapping[CheckpointKind, CheckpointRow]) -> Run:

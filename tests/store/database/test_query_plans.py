@@ -1,7 +1,7 @@
 """How SQLite goes about what is asked of a large journal: along indexes, never through all of it."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from tests.store.support.rows import base_sampler, new_session, outcome, sample
 
 OWNER = OwnerId(1)
 SAMPLER = SamplingSessionId("s:sample:0")
-Query = Callable[[Connection], Awaitable[Any]]
+Query = Callable[[Connection], Any]
 
 QUERIES: dict[str, Query] = {
     "new requests": lambda conn: queue.queued_after(conn, 1),
