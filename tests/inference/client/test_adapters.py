@@ -69,7 +69,7 @@ async def test_an_adapter_that_one_replica_refuses_is_loaded_nowhere(
     sampler: Sampler, tmp_path: Path
 ) -> None:
     good = sampler.client.server_urls[0]
-    sampler.client.server_urls = (good, "http://127.0.0.1:9")
+    sampler.client.control.server_urls = (good, "http://127.0.0.1:9")
     name = unique(tmp_path)
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9"):
         await publish_and_load(sampler, random_adapter(sampler.facts.directory, 8, seed=1), tmp_path, name)
