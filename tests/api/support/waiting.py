@@ -22,6 +22,7 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
+from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.protocol.queue_views import QueuesView
@@ -72,9 +73,10 @@ class Waiting:
         gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
         creation = ModelCreation(store, trainer, FACTS, saver, 64)
         exporter = Exporter(store, trainer, outbox, FACTS, root)
-        nobody = cast(Any, None)
+        ephemeral = self.settings.root / "ephemeral"
+        publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, gaps, metrics)
         self.driver = make_trainer_driver(
-            store, trainer, creation, saver, exporter, nobody, outbox, 16384, gaps, metrics, self.placement
+            store, trainer, creation, saver, exporter, publisher, outbox, 16384, gaps, metrics, self.placement
         )
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency, metrics)
         self._intake = Intake(store, self.bell, self.driver, self.sampler, 0, metrics)
@@ -86,7 +88,7 @@ class Waiting:
             request_s=self.settings.request_deadline_s,
             gap_s=self.settings.gap_deadline_s,
         )
-        openai = OpenAIServer(store, samplers, nobody, FACTS, metrics)
+        openai = OpenAIServer(store, samplers, cast(Any, None), FACTS, metrics)
         self.gateway = EngineHttpServer(
             Directories(self.settings).engine_socket, openai, metrics, self._view, MiB
         )
