@@ -1,1 +1,5 @@
-"""vLLM servers and their router as child processes: started, checked, replaced, ended."""
+"""vLLM servers and their router as child processes: started, checked, replaced, ended.
+
+In: a `SamplerSpec`. Out: URLs that serve, and word of those that died or hang. Imports `inference.client`
+and `processes`.
+"""

@@ -1,4 +1,8 @@
-"""Losses by name, one module each; names, inputs and config keys are those of domain.loss_specs."""
+"""Losses by name, one module each; names, inputs and config keys are those of `domain.loss_specs`.
+
+In: logprobs of one request with its inputs and config. Out: the loss to differentiate, and metrics. Imports
+`domain` only, so that a loss can be read, tested and added alone.
+"""
 
 from collections.abc import Mapping
 

@@ -1,1 +1,4 @@
-"""The network and its trainable models: LoRA adapters, full parameters, attention and logprobs."""
+"""The network and its trainable models: LoRA adapters, full parameters, attention and logprobs.
+
+In: packed rows. Out: target logprobs; gradients in each model's own buffers. Imports `training.batching`.
+"""
