@@ -68,7 +68,7 @@ def test_no_folder_holds_more_modules_than_a_reader_can_take_in() -> None:
     }
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.name == "__init__.py"], ids=str)
+@pytest.mark.parametrize("path", [path for path in MODULES if path.name == "__init__.py"])
 def test_every_package_says_what_lives_there_in_three_to_eight_lines(path: Path) -> None:
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert 3 <= len(text.splitlines()) <= 8

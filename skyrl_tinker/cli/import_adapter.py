@@ -7,12 +7,13 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
+from skyrl_tinker.atomic_directory import staging_of, storage_errors
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState, OwnerId
 from skyrl_tinker.domain.tinker_path import TinkerPath, validate_checkpoint_name
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.errors import StartupError, StorageError, UserError
+from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.server import base_model
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, server_state, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
@@ -118,12 +119,10 @@ def _write(source: Path, base: ServedBase, directory: Path) -> tuple[LoraSpec, i
 
     model = peft_import.convert(peft_import.read_foreign(source), base.directory)
     captured = checkpoint_save.capture(model, base.directory, optimizer=False, rank=0, world=1)
-    scratch = directory.with_name(f".{directory.name}.tmp")
-    try:
-        files = checkpoint_save.persist(captured, scratch)
-        size = checkpoint_save.commit(captured.contents, files, scratch, directory)
-    except OSError as error:
-        raise StorageError(f"{directory} could not be written: {error.strerror or error}") from error
+    staging = staging_of(directory)
+    with storage_errors(f"{directory} could not be written"):
+        files = checkpoint_save.persist(captured, staging)
+        size = checkpoint_save.commit(captured.contents, files, staging, directory)
     return model.spec, size
 
 
