@@ -80,7 +80,7 @@ def kill_descendants(grace_s: float) -> list[int]:
 
 
 def end_processes(processes: Collection[psutil.Process], grace_s: float) -> None:
-    """Send SIGTERM, then SIGKILL after `grace_s` seconds, to given processes, whoever their parents are."""
+    """Send SIGTERM, then SIGKILL after `grace_s` seconds, to given processes, whatever started them."""
 
     def alive() -> list[psutil.Process]:
         return [process for process in processes if process.is_running()]

@@ -101,7 +101,7 @@ class Client:
         return time.perf_counter() - start
 
     async def longest_block_ms(self) -> float:
-        """Since it was asked last."""
+        """Return the longest block since the last call."""
         async with self._http.get(f"{self._url}/metrics") as answer:
             found = LONGEST_BLOCK.search(await answer.text())
         assert found is not None

@@ -55,7 +55,7 @@ def read_manifest(directory: str | Path) -> Manifest:
     try:
         raw = json.loads(path.read_text())
         if (version := raw.get("format")) != FORMAT:
-            raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {version}: save it anew")
+            raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {version}: save it again")
         return Manifest(
             base_model=raw["base_model"],
             spec=LoraSpec(**raw["spec"]),

@@ -91,8 +91,8 @@ class Deadlines:
 def _missing(lane: LaneStatus, waited_s: float) -> Failure:
     since = datetime.fromtimestamp(lane.since, UTC).isoformat(timespec="seconds")
     return Failure(
-        f"seq {lane.next_seq} of this model never came: {lane.lowest} is here, and nothing more came for "
-        f"{waited_s:g} s since {since}. Requests of a model run in order, so no later one can run: "
-        "make a new model, from the last checkpoint if there is one",
+        f"seq {lane.next_seq} of this model did not arrive: the server has {lane.lowest}, and received "
+        f"nothing more for {waited_s:g} s since {since}. Requests of a model run in order, so no later one "
+        "can run: make a new model, from the last checkpoint if there is one",
         "user",
     )

@@ -90,7 +90,7 @@ async def _end(shutdown: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _watch_trainer(trainer: TrainerGroup) -> None:
-    """Replace workers that die while nothing runs. Raises TrainerError when that is of no use."""
+    """Replace workers that die while nothing runs. Raises TrainerError when replacing them does not help."""
     while True:
         await trainer.watch(PING_TIMEOUT_S)
         await asyncio.sleep(PING_S)

@@ -18,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "skyrl_tinker"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(float(2**power) for power in range(4, 21, 2))
-Outcome = Literal["ok", "user", "server", "unknown", "cancelled"]
+OutcomeLabel = Literal["ok", "user", "server", "unknown", "cancelled"]
 
 
 class Metrics:
@@ -69,7 +69,7 @@ class Metrics:
             else:
                 self.counted(row.kind, "user")  # refused by the API
 
-    def answered(self, future_id: int, outcome: Outcome) -> None:
+    def answered(self, future_id: int, outcome: OutcomeLabel) -> None:
         row = self._pending.pop(future_id, None)
         if row is not None:
             self.counted(row.kind, outcome)
@@ -79,7 +79,7 @@ class Metrics:
         """Iterate over the requests without a result, the oldest first."""
         return iter(self._pending.values())
 
-    def counted(self, kind: str, outcome: Outcome) -> None:
+    def counted(self, kind: str, outcome: OutcomeLabel) -> None:
         """Count one request, also of those that do not go through the journal."""
         self._requests.labels(kind, outcome).inc()
 

@@ -1,4 +1,4 @@
-"""Results on their way out of the engine: encoded once, committed together, then the API is rung."""
+"""Results on their way out of the engine: encoded once, committed together, then rung to the API."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ class FutureResult:
     usage: Usage = NO_USAGE
 
 
-Outcome = FutureResult | Failure
+FutureOutcome = FutureResult | Failure
 
 
 def json_answer(value: Mapping[str, Any]) -> FutureResult:
@@ -57,7 +57,7 @@ class Outbox:
         self._store = store
         self._bell = bell
         self._metrics = metrics
-        self._waiting: dict[int, Outcome] = {}  # by future id
+        self._waiting: dict[int, FutureOutcome] = {}  # by future id
         self._sending: asyncio.Task[None] | None = None
 
     async def commit(self, op: Op[T], *done: int) -> T:
@@ -67,7 +67,7 @@ class Outbox:
             self._metrics.answered(future_id, "ok")
         return value
 
-    async def send(self, outcomes: Iterable[tuple[int, Outcome]], *also: Op[Any]) -> None:
+    async def send(self, outcomes: Iterable[tuple[int, FutureOutcome]], *also: Op[Any]) -> None:
         """Finish futures (by id), in one commit with the ops `also`.
 
         Waits while the database fails.
@@ -87,7 +87,7 @@ class Outbox:
         self._sending, finished, self._waiting = None, self._waiting, {}
         await persistently(lambda: self._send(finished, ()))
 
-    async def _send(self, finished: Mapping[int, Outcome], also: Sequence[Op[Any]]) -> None:
+    async def _send(self, finished: Mapping[int, FutureOutcome], also: Sequence[Op[Any]]) -> None:
         def op(conn: Connection) -> None:
             for effect in also:
                 effect(conn)
@@ -108,7 +108,7 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(RETRY_S)
 
 
-def finish_all(conn: Connection, outcomes: Mapping[int, Outcome]) -> None:
+def finish_all(conn: Connection, outcomes: Mapping[int, FutureOutcome]) -> None:
     """Finish futures, by id."""
     results: dict[int, FutureResult] = {}
     for future_id, outcome in outcomes.items():

@@ -1,6 +1,6 @@
 """Recovery after a dead engine: models whose state died with it, and requests that were in flight.
 
-Later this is where snapshots are restored and the journal is replayed; until then it says what is lost.
+Not implemented: snapshots and replay of the journal. Until then this says what is lost.
 """
 
 import shutil
@@ -56,9 +56,9 @@ async def _pending(store: Store) -> list[QueuedRow]:
 
 
 def why_lost(conn: Connection, model: ModelRow, cause: str) -> str:
-    """Tell its client what became of it, and where to go on from."""
+    """Return why a model is lost, and which checkpoint to resume from."""
     last = checkpoint_records.latest_for_model(conn, model.key, CheckpointKind.WEIGHTS)
-    advice = "it had no checkpoint: start it anew"
+    advice = "it had no checkpoint: create the model again"
     if last is not None:
         advice = (
             f"its last checkpoint is {TinkerPath(model.model_id, last.kind, last.name)}: resume from there"

@@ -11,7 +11,7 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 
 KEY = "engine"
-Phase = Literal["starting", "ready", "restarting", "failed"]
+EnginePhase = Literal["starting", "ready", "restarting", "failed"]
 
 
 class EngineStatus:
@@ -25,7 +25,7 @@ class EngineStatus:
 
     @classmethod
     async def open(cls, store: Store, bell: Doorbell) -> "EngineStatus":
-        """Read up to which future an earlier engine may have worked; if it left no note, up to the newest."""
+        """Read the last future that an earlier engine may have worked on, by default the newest."""
         with store.read() as conn:
             left: Any = server_state.get(conn, KEY)
             newest = queue.last_id(conn)
@@ -38,10 +38,10 @@ class EngineStatus:
         return self._died_after
 
     def recovered(self) -> None:
-        """Note that they are dealt with: if this engine dies, the next one must find out how far it came."""
+        """Record that futures up to `died_after` are settled."""
         self._recovered = True
 
-    async def report(self, phase: Phase, detail: str) -> None:
+    async def report(self, phase: EnginePhase, detail: str) -> None:
         died_after = None if self._recovered else self._died_after
         value = {"state": phase, "detail": detail, "since": time.time(), "died_after": died_after}
 

@@ -10,4 +10,4 @@ MAX_SEQUENCES = 256
 """Sequences decoded in one step, and so the most of one call."""
 
 ENABLED_BY = "SKYRL_TINKER_VLLM"
-"""Environment variable that switches our plugin on, in servers that we start only."""
+"""Environment variable that switches our plugin on; we set it for the servers that we start."""

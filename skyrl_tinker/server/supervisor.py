@@ -193,7 +193,7 @@ class _Supervisor:
         return [process for process in processes.descendants() if process.pid != self._api.pid]
 
     async def _set_engine_state(self, store: Store, name: str, detail: str) -> None:
-        """Futures up to `died_after` were accepted before this engine: the next one fails what is pending."""
+        """Store the engine's state; the next engine fails what is pending up to `died_after`."""
         with store.read() as conn:
             last = queue.last_id(conn)
         value = {"state": name, "detail": detail, "since": time.time(), "died_after": last}

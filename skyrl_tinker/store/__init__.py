@@ -2,5 +2,6 @@
 
 Statements are plain functions of a connection, run by `Store.write`, `Store.read` and `Store.fetch`; a value
 that `write` returned is on disk. `database` knows SQLite, `futures` is the life of a request, `reports` what
-the REST routes list; each other module holds one table. Imports `protocol`, `domain` and `errors`.
+the REST routes list; the other modules are records of one kind, and rules on them. Imports `protocol`,
+`domain`, `errors` and `bundled`.
 """

@@ -61,7 +61,7 @@ class NewCopy:
 
 
 def is_copied(conn: Connection, owner: OwnerId | None, destination: Destination, digest: bytes) -> bool:
-    """Tell if this request was carried out. Raises SeqIdReusedError if another one was."""
+    """Return whether this request was carried out. Raises SeqIdReusedError if another one was."""
     query = (
         select(*record.FIRST)
         .join(Model, Model.key == Future.model_key)

@@ -36,7 +36,7 @@ from skyrl_tinker.training.trainer_spec import TrainerSpec
 __all__ = ["CapturedState", "PreparedPass", "TrainerGroup", "TrainerSpec"]
 
 INLINE_TOKENS = 2048
-"""Ray sends up to 100 KB within a call, which is quicker; more is serialised once for all ranks."""
+"""Most tokens of a batch that Ray sends within the calls (100 KB); more is serialised once for all ranks."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from skyrl_tinker.training.trainer_spec import TrainerSpec
 class Worker:
     """One rank. All ranks get the same calls in the same order, and each call may be a collective.
 
-    Exceptions are `capture_adapter`, and `persist_state` and `commit_state`, which run beside the others.
+    Exceptions: `capture_adapters` runs on rank 0 alone; `persist_state` and `commit_state` run beside others.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:

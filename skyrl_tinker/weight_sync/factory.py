@@ -12,7 +12,7 @@ from skyrl_tinker.weight_sync.transport import Senders, WeightTransport
 Setting = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 TransportName = Literal["shared_memory", "gloo", "nccl", "cuda_ipc"]
 Device = Literal["cpu", "cuda"]
-Placement = Literal["separate", "colocated"]
+PlacementName = Literal["separate", "colocated"]
 
 _BACKENDS: dict[TransportName, str] = {
     "shared_memory": SharedMemoryTransport.backend,
@@ -23,7 +23,7 @@ _BACKENDS: dict[TransportName, str] = {
 _CPU: tuple[TransportName, ...] = ("shared_memory", "gloo")
 
 
-def choose(setting: Setting, device: Device, placement: Placement) -> TransportName:
+def choose(setting: Setting, device: Device, placement: PlacementName) -> TransportName:
     """Return the transport to use. StartupError when the setting does not fit."""
     if device == "cpu":
         chosen: TransportName = "shared_memory" if setting == "auto" else setting

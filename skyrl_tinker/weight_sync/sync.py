@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
 from skyrl_tinker.weight_sync.transport import (
-    Phase,
     Replica,
+    SyncPhase,
     WeightSyncError,
     WeightTransport,
     WeightUpdateTarget,
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """Figures of one sync. `paused_s`: how long requests stood still."""
+    """Figures of one sync. `paused_s`: how long requests were paused."""
 
     size: int  # bytes
     seconds: float
@@ -42,7 +42,7 @@ async def sync_weights(
 ) -> Synced:
     """Make every replica of `control` serve the weights in `directory` as `version`.
 
-    Requests stand still as shortly as the transport can, then go on with the new weights and nothing cached
+    Requests are paused as briefly as the transport can, then continue with the new weights and nothing cached
     from the old. WeightSyncError, naming phase and replicas: the old weights go on serving everywhere.
     Replicas that had taken the new ones were given those of `previous` again (directory and version, which
     must still be there). One sync at a time per transport.
@@ -61,7 +61,7 @@ class _Update:
     def __init__(self, replicas: Mapping[str, Replica], transport: WeightTransport) -> None:
         self._replicas = replicas
         self._transport = transport
-        self._phase: Phase = "open"
+        self._phase: SyncPhase = "open"
         self._failures: dict[str, SkyrlTinkerError] = {}
         self._paused_at: float | None = None
         self._changed: tuple[str, ...] = ()  # may hold other weights than the old
@@ -136,11 +136,11 @@ class _Update:
         await self._call_all("finish", lambda url: self._replicas[url].finish_weight_update(version))
 
     async def _pause(self) -> None:
-        """Pause and clear caches of the old weights; sequences under way are computed anew."""
+        """Pause and clear caches of the old weights; running sequences are computed again."""
         self._paused_at = time.monotonic()
         await self._call_all("pause", lambda url: self._replicas[url].pause("keep", clear_cache=True))
 
-    async def _call_all(self, phase: Phase, call: Callable[[str], Awaitable[T]]) -> list[T]:
+    async def _call_all(self, phase: SyncPhase, call: Callable[[str], Awaitable[T]]) -> list[T]:
         """Make the same call to every replica at once; all run to their end, so none changes things later."""
         self._phase = phase
         results = await asyncio.gather(
@@ -157,7 +157,7 @@ class _Update:
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def _call_beside(
-        self, phase: Phase, call: Callable[[str], Awaitable[None]], trainers: Coroutine[Any, Any, None]
+        self, phase: SyncPhase, call: Callable[[str], Awaitable[None]], trainers: Coroutine[Any, Any, None]
     ) -> None:
         """Call all replicas while the trainer does its part; if that fails, they stop waiting for it."""
         sending = asyncio.ensure_future(trainers)

@@ -10,7 +10,7 @@ from skyrl_tinker.weight_sync.chunks import WeightChunk
 Message = Mapping[str, Any]
 """JSON object that is sent to the workers of a replica."""
 
-Phase = Literal["open", "init", "pause", "start", "update", "finish", "resume"]
+SyncPhase = Literal["open", "init", "pause", "start", "update", "finish", "resume"]
 
 
 class WeightTransport(Protocol):
@@ -94,14 +94,14 @@ class WeightUpdateTarget(Protocol):
 class WeightSyncError(SamplerError):
     """Failed sync. `failed`: the replicas that refused or died, empty when it was the trainer or the file.
 
-    `lost`: those that could not be given the old weights back either. They must be started anew: they hold
+    `lost`: those that could not be given the old weights back either. They must be restarted: they hold
     part of the weights, or are dead.
     """
 
     def __init__(
-        self, message: str, phase: Phase, failed: Sequence[str] = (), lost: Sequence[str] = ()
+        self, message: str, phase: SyncPhase, failed: Sequence[str] = (), lost: Sequence[str] = ()
     ) -> None:
         super().__init__(message)
-        self.phase: Phase = phase
+        self.phase: SyncPhase = phase
         self.failed = tuple(failed)
         self.lost = tuple(lost)

@@ -69,5 +69,5 @@ class EngineQueues:
             self._waiting = self._view.sampling.waiting + self._view.sampling.in_flight
             self._accepted -= accepted
         self._read_at = time.monotonic()
-        if self.samples_waiting():  # read on until there are none, lest a stale count refuse later samples
+        if self.samples_waiting():  # read on until there are none, or a stale count refuses later samples
             self._requested.set()

@@ -52,7 +52,7 @@ def _training(position: QueuePosition, view: TrainingView) -> Reason:
     if lane is None or position.seq_id is None or position.seq_id < lane.next_seq:
         return _running(position)
     if lane.lowest > lane.next_seq:
-        text = f"waiting for seq {lane.next_seq} of this model ({lane.lowest} is here)"
+        text = f"waiting for seq {lane.next_seq} of this model ({lane.lowest} has arrived)"
         return Reason("paused_capacity", text)
     if lane.held:
         return Reason("paused_capacity", "waiting for an earlier save of this model, which is being written")

@@ -220,9 +220,9 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 event = line.removeprefix(b"data: ")
                 yield event
     except aiohttp.ClientError as error:
-        raise SamplerError(f"the sampler broke off: {error!r}") from error
+        raise SamplerError(f"the sampler closed the stream early: {error!r}") from error
     if event != _END:
-        raise SamplerError("the sampler broke off")
+        raise SamplerError("the sampler closed the stream early")
 
 
 @asynccontextmanager

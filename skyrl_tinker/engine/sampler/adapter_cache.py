@@ -69,7 +69,7 @@ class AdapterCache:
                 self._wake()
 
     def forget(self, version: WeightVersion) -> None:
-        """Have it loaded again, as some sampler has lost it; that does no harm to those that have it."""
+        """Mark it as not loaded, because a sampler lost it; loading it again does no harm to the others."""
         self._loaded.pop(version.id, None)
         self._wake()
 

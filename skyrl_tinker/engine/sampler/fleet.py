@@ -67,13 +67,13 @@ class Fleet:
         return len(self._members)
 
     async def adopt(self, equip: Equip) -> None:
-        """Equip the replicas that others started: they may have weights of before."""
+        """Equip the replicas that others started: they may have weights from an earlier server."""
         async with self.changing:
             for url in self.client.server_urls:
                 await _equip(url, equip)
 
     async def supervise(self, status: EngineStatus, equip: Equip) -> None:
-        """Bring lost replicas back, indefinitely. Training goes on meanwhile, and samples on the others."""
+        """Bring lost replicas back, indefinitely. Meanwhile training continues, and other replicas sample."""
         async with asyncio.TaskGroup() as tasks:
             for index in range(self._replicas):
                 tasks.create_task(self._keep_replica(index, status, equip))
@@ -97,7 +97,7 @@ class Fleet:
         raise AssertionError("the last attempt returns or raises")
 
     def condemn(self, url: str, reason: str) -> None:
-        """End and replace a member that must not serve any more. Harmless when it is none."""
+        """End and replace a member that must not serve any more. No effect if it is not a member."""
         for index, member in list(self._members.items()):
             if member == url:
                 self._condemned[index] = Loss(index, url, reason)

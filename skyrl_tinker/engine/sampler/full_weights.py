@@ -96,7 +96,7 @@ class FullWeights:
         return running or (self._swapping is not None and self._coming == version)
 
     def forget(self) -> None:
-        """Have the next request bring its own: the samplers may serve different weights."""
+        """Make the next request load its weights: the samplers may serve different weights."""
         self._state = _State(_UNKNOWN, None)
 
     def _has_turn(self, group: Hashable) -> bool:
@@ -124,7 +124,7 @@ class FullWeights:
         try:
             await self._swaps.swap(new.version, old.version)
             self._state = new
-        except BaseException:  # however it broke off: which weights the samplers have must be known
+        except BaseException:  # whatever interrupted it: which weights the samplers have must be known
             await self._update_state(old, new)
             raise
         finally:

@@ -11,7 +11,14 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import SamplingSessionId, sequence_ids
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.outbox import FutureResult, Outbox, Outcome, failure_of, json_answer, persistently
+from skyrl_tinker.engine.outbox import (
+    FutureOutcome,
+    FutureResult,
+    Outbox,
+    failure_of,
+    json_answer,
+    persistently,
+)
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
@@ -30,7 +37,7 @@ from skyrl_tinker.store.store import Store
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
 CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
-EMPTY: Mapping[int, Outcome] = MappingProxyType({})
+EMPTY: Mapping[int, FutureOutcome] = MappingProxyType({})
 
 
 class SamplerDriver:
@@ -72,7 +79,7 @@ class SamplerDriver:
         cancelled = {int(row.body or b""): CANCELLED for row in rows}
         await self.end(cancelled, {row.id: json_answer({}) for row in rows})
 
-    async def end(self, failures: Mapping[int, Failure], also: Mapping[int, Outcome] = EMPTY) -> None:
+    async def end(self, failures: Mapping[int, Failure], also: Mapping[int, FutureOutcome] = EMPTY) -> None:
         """Fail these samples, by future id: vLLM aborts those that it has and never gets the others.
 
         Those that have finished stay as they are. The outcomes `also` are sent with them.
@@ -96,7 +103,7 @@ class SamplerDriver:
         )
 
     def forget_sources(self) -> None:
-        """Look up the weights of all sessions anew, as versions were dropped."""
+        """Look up the weights of all sessions again, as versions were dropped."""
         self._sources.clear()
 
     async def run(self) -> None:
@@ -141,7 +148,7 @@ class SamplerDriver:
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         await self._outbox.send([(row.id, await self._outcome(row, body))])
 
-    async def _outcome(self, row: QueuedRow, body: bytes) -> Outcome:
+    async def _outcome(self, row: QueuedRow, body: bytes) -> FutureOutcome:
         try:
             assert row.sampling_session_id is not None
             source = await self._source(row.sampling_session_id)

@@ -46,7 +46,7 @@ class Samplers:
 
     @property
     def replicas(self) -> int:
-        """Number of members, at least 1: requests that come while all are down wait inside."""
+        """Number of members, at least 1: requests that arrive while none serves wait in `sample`."""
         return max(1, self._fleet.size)
 
     @property

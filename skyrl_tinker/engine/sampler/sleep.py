@@ -12,7 +12,7 @@ TIMEOUT_S = 120.0
 
 
 class SleepControl:
-    """Running requests stand still while their replica sleeps, and go on from the same token afterwards."""
+    """Running requests pause while their replica sleeps, and continue from the same token afterwards."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

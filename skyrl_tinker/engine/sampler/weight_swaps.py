@@ -40,9 +40,9 @@ class WeightSwaps:
     async def equip(self, newcomer: RemoteInferenceClient, resident: WeightVersion | None) -> None:
         """Bring the resident weights to a replica that lacks them; called with `changing` held."""
         await self._transport.leave()  # it may be at the address of one that had joined
-        # One that we did not start may have any weights, and under an old name parts of newer ones.
-        started_anew = await newcomer.control.weight_version() == VLLM_START_VERSION
-        if resident is not None or not started_anew or not self._spoiled.isdisjoint(newcomer.server_urls):
+        # One that we did not start may have any weights, or part of newer ones under an old name.
+        fresh = await newcomer.control.weight_version() == VLLM_START_VERSION
+        if resident is not None or not fresh or not self._spoiled.isdisjoint(newcomer.server_urls):
             await sync_weights(newcomer.control, self._transport, *self._source(resident), self._base)
         self._spoiled.difference_update(newcomer.server_urls)
 

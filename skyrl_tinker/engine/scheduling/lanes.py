@@ -83,7 +83,7 @@ class Lanes:
             self._open[model].refusals[seq_id] = refusal
 
     def end(self, model: ModelKey) -> None:
-        """Let nothing run that comes from now on, unless it fills a gap."""
+        """Refuse requests that arrive from now on, except those that fill a gap."""
         lane = self._lane(model)
         lane.last = max(lane.parked, default=lane.next_seq - 1)
 

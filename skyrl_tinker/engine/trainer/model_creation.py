@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.values import BaseModelFacts, OptimizerFamily
-from skyrl_tinker.engine.outbox import FutureResult, Outcome, json_answer
+from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, json_answer
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
@@ -26,7 +26,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 class Finished:
     """Result of a creation, and the ops that must be committed with it."""
 
-    outcome: Outcome
+    outcome: FutureOutcome
     also: tuple[Op[Any], ...]
 
 
@@ -70,7 +70,7 @@ class ModelCreation:
                 raise
         return Finished(_loaded(model, body.path), (_set_spec(model, checkpoint, config), _set_ready(model)))
 
-    async def load(self, model: ModelRow, body: LoadWeightsBody) -> Outcome:
+    async def load(self, model: ModelRow, body: LoadWeightsBody) -> FutureOutcome:
         """Load a checkpoint in place; the gradients accumulated so far are dropped."""
         async with self._training_state(model, body.path, body.optimizer) as checkpoint:
             await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)

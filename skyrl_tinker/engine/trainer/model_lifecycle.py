@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import recovery
-from skyrl_tinker.engine.outbox import Outbox, Outcome, json_answer
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_creation import Finished
@@ -111,7 +111,7 @@ class ModelLifecycle:
             outcomes.append((request.id, json_answer({"model_id": (await self.row(model)).model_id})))
         await self._outbox.send(outcomes, _set_state(model, ModelState.RELEASED, failure.message))
 
-    def _close(self, model: ModelKey, failure: Failure) -> list[tuple[int, Outcome]]:
+    def _close(self, model: ModelKey, failure: Failure) -> list[tuple[int, FutureOutcome]]:
         """Close a lane; returns the failures of the requests that waited in it, by future id."""
         return [(row.id, failure) for row in self._lanes.close(model, failure)]
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
-from skyrl_tinker.engine.outbox import Outbox, Outcome, json_answer
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
@@ -50,7 +50,7 @@ def _item(row: QueuedRow, body: bytes) -> StepItem:
     return StepItem(row.request_id, model_of(row), OptimStepBody.from_bytes(body).params)
 
 
-def _result(output: StepOutput | Failure, more: Mapping[str, float]) -> Outcome:
+def _result(output: StepOutput | Failure, more: Mapping[str, float]) -> FutureOutcome:
     if isinstance(output, Failure):
         return output
     if output.error is not None:

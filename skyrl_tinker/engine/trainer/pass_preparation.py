@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, Usage
-from skyrl_tinker.engine.outbox import FutureResult, Outcome, failure_of, persistently
+from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, failure_of, persistently
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.pass_items import ReadRow, References, attempt
 from skyrl_tinker.off_loop import off_loop
@@ -91,7 +91,7 @@ class PassCoordinator:
         return batch, unfit | more
 
 
-async def encode(outputs: Sequence[PassOutput | Failure]) -> list[Outcome]:
+async def encode(outputs: Sequence[PassOutput | Failure]) -> list[FutureOutcome]:
     size = sum(
         logprobs.nbytes
         for output in outputs
@@ -101,7 +101,7 @@ async def encode(outputs: Sequence[PassOutput | Failure]) -> list[Outcome]:
     return await off_loop(size, lambda: [attempt(partial(_encode, output)) for output in outputs])
 
 
-def _encode(output: PassOutput | Failure) -> Outcome:
+def _encode(output: PassOutput | Failure) -> FutureOutcome:
     if isinstance(output, Failure):
         return output
     tokens = sum(len(logprobs) for logprobs in output.logprobs)

@@ -10,7 +10,7 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.outbox import Outbox, Outcome, failure_of
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, failure_of
 from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.scheduling.lanes import Lanes, LaneStatus, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
@@ -66,7 +66,7 @@ class TrainerDriver:
 
     async def submit(self, rows: Sequence[QueuedRow]) -> None:
         """Accept training requests in the order of their arrival."""
-        refused: list[tuple[int, Outcome]] = []
+        refused: list[tuple[int, FutureOutcome]] = []
         for row in rows:
             refusal = await self._refusal(row)
             closed = await self._models.closed_by(model_of(row))
@@ -156,7 +156,7 @@ class TrainerDriver:
                 busy_s = self._trainer.busy_s
                 await self._execute(unit)
                 self._metrics.trainer.unit_done(self._trainer.busy_s - busy_s)
-        except TrainerError as error:  # fatal, but the clients of this unit shall know the cause
+        except TrainerError as error:  # fatal, but its requests must report the cause
             await self._outbox.send([(row.id, failure_of(error)) for row in unit.rows])
             raise
 

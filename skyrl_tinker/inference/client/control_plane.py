@@ -120,7 +120,7 @@ class ControlPlane:
         )
 
     async def reset_prefix_cache(self) -> None:
-        """Empty it on all replicas; running sequences are computed anew."""
+        """Empty it on all replicas; running sequences are computed again."""
         params = {"reset_running_requests": "true"}
         for answer in await self._call_all("POST", "/reset_prefix_cache", params=params):
             if not answer["success"]:

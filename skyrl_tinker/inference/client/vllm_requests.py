@@ -35,7 +35,7 @@ def split(request: SampleRequest) -> list[SampleRequest]:
     """Split into requests that vLLM can serve, with consecutive seeds: at MAX_SEQUENCES and where seeds wrap.
 
     At temperature 0 all samples are the same, so one is requested. The first part alone scores the prompt,
-    with one sample: vLLM would score it anew for each.
+    with one sample: vLLM would score it again for each.
     """
     count = 1 if request.params.temperature == 0 else request.num_samples
     parts: list[SampleRequest] = []
@@ -111,7 +111,7 @@ def _seed(params: SamplingParams, index: int) -> int | None:
 
 
 def _resumed_seed(params: SamplingParams, index: int, position: int) -> int | None:
-    """Return the seed of sample `index` from its token `position` on; what is resumed there draws anew."""
+    """Return the seed of sample `index` from its token `position` on; a resumed part draws new numbers."""
     seed = _seed(params, index)
     if seed is None or position == 0:
         return seed

@@ -252,7 +252,7 @@ def _zero_reused_blocks() -> None:
 
 
 def _repack_tied_heads() -> None:
-    """Repack tied heads after a reload: vLLM packs the embedding anew but not the lm_head tied to it."""
+    """Repack tied heads after a reload: vLLM packs the embedding again but not the lm_head tied to it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import layerwise
 

@@ -1,4 +1,4 @@
-"""Entry point of vLLM's general plugins. Acts only in servers that we start."""
+"""Entry point of vLLM's general plugins. Acts only where the environment variable ENABLED_BY is 1."""
 
 import os
 

@@ -52,13 +52,13 @@ class ExternalServers:
         return False
 
     async def replace(self, index: int) -> str:
-        """Return its URL once it is healthy again; it may have adapters and weights of before."""
+        """Return its URL once it is healthy again; it may have an earlier server's adapters and weights."""
         await _healthy(self._urls[index])
         await _require_fit(self._urls[index])
         return self._urls[index]
 
     async def shutdown(self) -> None:
-        """Do nothing: they go on."""
+        """Do nothing: these servers keep running."""
 
 
 async def _running() -> str | None:

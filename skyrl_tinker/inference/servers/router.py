@@ -23,7 +23,7 @@ from skyrl_tinker.processes import die_with_parent
 POLICY = "consistent_hash"
 """Routing by X-Session-ID. Two policies of 0.1.17 were tried, before plain HTTP workers:
 
-consistent_hash: no state, so it forgets nothing when it is started anew; 105:95 over 200 sessions, 8:4 over
+consistent_hash: no state, so a restart loses nothing; 105:95 over 200 sessions, 8:4 over
 12; a worker that comes back gets its share at once. sticky_least_loaded: exactly even, but it counts sessions
 indefinitely: a worker that comes back gets every new session until its count equals that of the others, which
 then idle.

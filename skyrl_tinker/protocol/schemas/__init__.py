@@ -1,5 +1,4 @@
 """JSON messages of the protocol, declared once: requests tolerant of old SDKs, responses exact.
 
-In: JSON objects. Out: typed messages, or a UserError that names the field. Imports `domain` and `errors`
-only.
+In: JSON objects. Out: typed messages, or a UserError that names the field. Imports `errors` only.
 """

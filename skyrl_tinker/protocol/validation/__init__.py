@@ -1,4 +1,5 @@
 """Checks of everything that a request and the base model's facts alone can show to be wrong.
 
-Messages name the field (and datum), what was found and what was expected.
+In: requests, decoded. Out: nothing, or a UserError that names the field (and datum), what was found and what
+was expected. Imports `protocol.schemas`, `protocol.protobuf` and `domain`; knows no database.
 """

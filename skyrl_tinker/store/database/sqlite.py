@@ -66,7 +66,7 @@ def raw(conn: Connection) -> sqlite3.Connection:
 def transaction(conn: Connection, begin: str = BEGIN_READ) -> Iterator[None]:
     """Begin, then commit, or roll back what was raised in between. Raises SQLAlchemy's OperationalError.
 
-    The driver is spoken to directly: `conn.begin()` costs several times as much (see `prepared`). SQLAlchemy,
+    This calls the driver directly: `conn.begin()` costs several times as much (see `prepared`). SQLAlchemy,
     which begins nothing in this driver, takes all that succeeds for one transaction.
     """
     execute(conn, begin)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from skyrl_tinker.domain.values import Failure, Float32, PassOutput
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 
-Metrics = Mapping[str, float]
+PassMetrics = Mapping[str, float]
 """Keys: `name:sum`, `name:min`, `name:max` or `name:mean`. On the ranks, :mean is a sum over datums."""
 
 _REDUCERS: Mapping[str, Callable[[float, float], float]] = {
@@ -25,12 +25,12 @@ class RankOutput:
 
     segments: tuple[int, ...]
     logprobs: Float32  # the segments' logprobs, cell by cell, end to end
-    metrics: Mapping[int, Metrics]  # by request index
+    metrics: Mapping[int, PassMetrics]  # by request index
     failures: Mapping[int, Failure]  # by request index
     retried: bool = False  # memory ran out the first time
 
 
-def merge_metrics(first: Metrics, second: Metrics) -> Metrics:
+def merge_metrics(first: PassMetrics, second: PassMetrics) -> PassMetrics:
     """Reduce key by key, as the key's suffix says; a key that only one side has is kept."""
     merged = dict(first)
     for key, value in second.items():
@@ -41,7 +41,7 @@ def merge_metrics(first: Metrics, second: Metrics) -> Metrics:
 def assemble(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> list[PassOutput | Failure]:
     """One output per request, in the order of the requests."""
     failures = {index: failure for output in outputs for index, failure in output.failures.items()}
-    metrics: dict[int, Metrics] = {}
+    metrics: dict[int, PassMetrics] = {}
     for output in outputs:
         for index, share in output.metrics.items():
             metrics[index] = merge_metrics(metrics.get(index, {}), share)
@@ -64,7 +64,7 @@ def _by_segment(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> dic
 
 
 def _output(
-    batch: TrainingInputBatch, index: int, logprobs: Mapping[int, Float32], metrics: Metrics
+    batch: TrainingInputBatch, index: int, logprobs: Mapping[int, Float32], metrics: PassMetrics
 ) -> PassOutput:
     segments = batch.segments_of(index)
     averaged = {

@@ -20,7 +20,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Ranks) -> None:
-    """Load weights in place and clear gradients; without `optimizer` its state starts anew.
+    """Load weights in place and clear gradients; without `optimizer` its state starts from zero.
 
     Every rank must call it. Raises UserError or StorageError, on all ranks alike and before anything is
     changed, when the checkpoint is damaged, does not fit or cannot be read.

@@ -107,7 +107,7 @@ def commit(
     Raises UserError when the directory exists, OSError when it cannot be written.
     """
     if directory.exists():
-        raise UserError(f"a checkpoint can not be written to {directory}: it exists")
+        raise UserError(f"a checkpoint cannot be written to {directory}: the directory exists")
     for name, text in contents.texts.items():
         (scratch / name).write_text(text)
     texts = {name: entry_of(scratch / name) for name in contents.texts}

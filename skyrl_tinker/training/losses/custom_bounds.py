@@ -46,7 +46,8 @@ class Budget:
             raise UserError(f"the loss touches more than {self._total} elements of one datum, the limit")
         if time.monotonic() > self._deadline:
             raise UserError(
-                f"the loss takes more than {SECONDS:g} s for one request, the limit (less beside others)"
+                f"the loss takes more than {SECONDS:g} s for one request, the limit "
+                "(lower when other custom losses share the row)"
             )
 
     def after(self, result: Value) -> None:
@@ -54,7 +55,9 @@ class Budget:
         for tensor in tensors_in(result):
             self._require_size(tensor.numel())
             if tensor.ndim > MAX_DIMENSIONS:
-                raise UserError(f"made {tensor.ndim} dimensions, expected at most {MAX_DIMENSIONS}")
+                raise UserError(
+                    f"a call made a tensor of {tensor.ndim} dimensions, expected at most {MAX_DIMENSIONS}"
+                )
             self._bytes -= tensor.numel() * tensor.element_size()
         if self._bytes < 0:
             raise UserError(

@@ -1,4 +1,4 @@
-"""State of one rank that outlives it: every model's tensors once more, in files.
+"""State of one rank that outlives it: a second copy of every model's tensors, in files.
 
 A unit of work never touches a file that counts. What it changed goes to files of its own, and those before
 are free when the next unit begins: by then the engine has entered this one in its ledger. So a process may

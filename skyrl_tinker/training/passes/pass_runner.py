@@ -11,7 +11,7 @@ import torch
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure, Float32
 from skyrl_tinker.training.batching.batch import MicroBatch, RequestInfo, TrainingInputBatch, micro_batches
-from skyrl_tinker.training.batching.outputs import Metrics, RankOutput, merge_metrics
+from skyrl_tinker.training.batching.outputs import PassMetrics, RankOutput, merge_metrics
 from skyrl_tinker.training.batching.packed_row import Row, Span, idle_row, make_row
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.losses.custom_bounds import seconds_left
@@ -36,7 +36,7 @@ class _Attempt:
     segments: list[int] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
     joined: Float32 | None = None
-    metrics: dict[int, Metrics] = field(default_factory=dict)
+    metrics: dict[int, PassMetrics] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     """Upstream gradients by segment [cells], of requests whose loss is taken over all datums at once."""
@@ -69,8 +69,8 @@ class PassRunner:
         """Execute a pass in rows of `budget` tokens; a request without finite loss and gradient fails alone.
 
         The pass is then undone and run again without it, so that the other requests get, to the last bit,
-        what they would have got without it. Failures are rare; the good case pays nothing. Whatever is raised
-        here, every model has the gradients that it had before.
+        what they would have got without it. Failures are rare; a pass without failures has no extra cost.
+        Whatever is raised here, every model has the gradients that it had before.
         """
         failures = self._without_state(batch)
         excluded = set(failures)

@@ -10,7 +10,7 @@ import torch
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.batching.batch import RequestInfo, TrainingInputBatch
-from skyrl_tinker.training.batching.outputs import Metrics
+from skyrl_tinker.training.batching.outputs import PassMetrics
 from skyrl_tinker.training.batching.packed_row import Row, Span
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
 from skyrl_tinker.training.losses.base import LossContext, LossTerms
@@ -21,7 +21,7 @@ class RequestLoss:
     """Result of one loss. `upstream` [n]: d loss / d logprobs, zero without a backward pass or on failure."""
 
     upstream: torch.Tensor
-    metrics: Metrics
+    metrics: PassMetrics
     failure: Failure | None = None
 
 

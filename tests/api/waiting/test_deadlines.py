@@ -46,10 +46,10 @@ async def test_a_gap_that_never_fills_ends_its_model_alone(made: Waiting) -> Non
     waits = await parked(made, stuck, 8)
     later = await submit(made.api, "optim_step", step(stuck, 9))
     await made.deadlines.enforce(time.time() + 901)
-    assert "seq 1 of this model never came: 8 is here" in await made.api.failure(waits)
-    assert "never came" in await made.api.failure(later)
+    assert "seq 1 of this model did not arrive: the server has 8" in await made.api.failure(waits)
+    assert "did not arrive" in await made.api.failure(later)
     too_late = await submit(made.api, "optim_step", step(stuck, 1))
-    assert "never came" in await made.api.failure(too_late)
+    assert "did not arrive" in await made.api.failure(too_late)
     fine = await submit(made.api, "optim_step", step(other, 1))
     assert (await made.api.retrieve(fine)).json()["metrics"] == STEP["metrics"]
 
@@ -70,7 +70,7 @@ async def test_whoever_still_sends_is_waited_for(made: Waiting) -> None:
 async def test_the_engine_wakes_up_for_it_by_itself(settings: Settings) -> None:
     async with waiting(settings.model_copy(update={"gap_deadline_s": 0.2})) as made:
         waits = await submit(made.api, "optim_step", step(await ready_model(made.api), 2))
-        assert "seq 1 of this model never came" in await made.api.failure(waits)
+        assert "seq 1 of this model did not arrive" in await made.api.failure(waits)
 
 
 async def test_a_pass_that_has_begun_may_still_take_effect_so_its_window_fails(made: Waiting) -> None:

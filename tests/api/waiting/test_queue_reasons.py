@@ -45,7 +45,7 @@ async def made(settings: Settings) -> AsyncIterator[Waiting]:
 async def test_a_gap_is_named(made: Waiting) -> None:
     model = await ready_model(made.api)
     parked = await submit(made.api, "optim_step", step(model, 8))
-    await is_told(made.api, parked, "paused_capacity", "waiting for seq 1 of this model (8 is here)")
+    await is_told(made.api, parked, "paused_capacity", "waiting for seq 1 of this model (8 has arrived)")
 
 
 async def test_who_is_ahead_is_counted(made: Waiting) -> None:

@@ -19,7 +19,7 @@ async def all_events() -> AsyncIterator[bytes]:
 
 async def broken_off() -> AsyncIterator[bytes]:
     yield EVENTS[0]
-    raise SamplerError("the sampler broke off")
+    raise SamplerError("the sampler closed the stream early")
 
 
 async def endless() -> AsyncIterator[bytes]:
@@ -38,7 +38,7 @@ async def test_weights_are_let_go_before_a_slow_client_has_read_anything() -> No
 async def test_what_came_before_a_break_is_read_first() -> None:
     async with _read_ahead(broken_off(), AsyncExitStack()) as ahead:
         assert await anext(ahead) == EVENTS[0]
-        with pytest.raises(SamplerError, match="broke off"):
+        with pytest.raises(SamplerError, match="closed the stream early"):
             await anext(ahead)
 
 
