@@ -33,14 +33,14 @@ def test_forward_kl_brings_the_student_to_its_teacher(
     assert after < before / 2
 
 
-def test_reverse_kl_brings_the_student_to_its_teacher(
-    kitchen: Kitchen, service: tinker.ServiceClient, renderer: Renderer, taught: Run
-) -> None:
-    """`forward_backward_custom` with [N, K] targets, whose loss is what the server took a gradient of."""
+def test_reverse_kl_brings_the_student_to_its_teacher(kitchen: Kitchen, taught: Run) -> None:
+    """`forward_backward_custom` with [N, K] targets, whose loss is what the server took a gradient of.
+
+    It falls to a tenth. The teacher's divergence from the student, which the other test measures, need not
+    follow: reverse KL seeks a mode.
+    """
     run = sdft(kitchen, taught, "sdft_reverse", "reverse=true")
     assert run.column("loss:sum") == run.column("sdft/reverse_kl_loss")
     first, *later = run.column("sdft/reverse_kl_mean")
     assert first > 1
-    assert np.median(later) < first / 2  # what it sampled: one odd answer moves the mean of its step
-    before, after = divergences(service, renderer, taught, run)
-    assert after < 0.7 * before
+    assert np.median(later) < first / 3  # what it sampled: one odd answer moves the mean of its step
