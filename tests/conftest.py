@@ -10,6 +10,18 @@ if TYPE_CHECKING:
     from tests.inference.support.samplers import Served
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-servers", action="store_true", help="leave out tests that start Ray or vLLM")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--without-servers"):
+        started = {"ray_cluster", "servers"}
+        with_servers = [item for item in items if started & set(getattr(item, "fixturenames", ()))]
+        config.hook.pytest_deselected(items=with_servers)
+        items[:] = [item for item in items if item not in with_servers]
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """No idle workers, no dashboard, no token file in the home directory."""
