@@ -170,7 +170,7 @@ async def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(groups: Gro
 async def test_a_name_that_is_taken_is_refused_and_nothing_is_left(groups: Groups, tmp_path: Path) -> None:
     await groups[1].create_model(KEY, LORA)
     await groups[1].save_state(KEY, str(tmp_path / "c"), optimizer=True)
-    with pytest.raises(UserError, match="it exists"):
+    with pytest.raises(UserError, match="the directory exists"):
         await groups[1].save_state(KEY, str(tmp_path / "c"), optimizer=True)
     assert _names(tmp_path) == ["c"]
 

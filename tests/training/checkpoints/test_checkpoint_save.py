@@ -148,7 +148,7 @@ def test_an_existing_checkpoint_is_never_overwritten(worker: Worker, tmp_path: P
     save(worker, 1, tmp_path / "c", optimizer=False)
     before = {file.name: file.read_bytes() for file in (tmp_path / "c").iterdir()}
     perturb(worker, 1)
-    with pytest.raises(UserError, match="it exists"):
+    with pytest.raises(UserError, match="the directory exists"):
         save(worker, 1, tmp_path / "c", optimizer=False)
     assert {file.name: file.read_bytes() for file in (tmp_path / "c").iterdir()} == before
 
