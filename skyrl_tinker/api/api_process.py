@@ -79,7 +79,7 @@ async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHI
     """Wait for the facts about the base model that `serve` writes. StartupError after `within_s`."""
     try:
         async with asyncio.timeout(within_s):
-            while (value := await _stored_facts(store)) is None:
+            while (value := _stored_facts(store)) is None:
                 await bell.wait(_FACTS_POLL_S)
     except TimeoutError:
         raise StartupError(
@@ -89,14 +89,14 @@ async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHI
     return TypeAdapter(BaseModelFacts).validate_python(value)
 
 
-async def _stored_facts(store: Store) -> object:
+def _stored_facts(store: Store) -> object:
     with store.read() as conn:
         return server_state.get(conn, "base_model")
 
 
 async def run(settings: Settings, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT."""
-    store = await Store.open(settings.store_url)
+    store = Store.open(settings.store_url)
     try:
         bell = Doorbell.bind(settings.root, "api")
         try:

@@ -77,14 +77,14 @@ class Cleanup:
                 _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
 
     async def sweep(self) -> None:
-        for session in await self._expired_sessions():
+        for session in self._expired_sessions():
             await self._end_session(session)
         await self._drop_versions()
         await self._remove_checkpoints()
         await self._purge()
         await self._spill()
 
-    async def _expired_sessions(self) -> list[SessionId]:
+    def _expired_sessions(self) -> list[SessionId]:
         """Return the sessions without a heartbeat.
 
         After a restart, and after the machine was suspended, clients get the full time again.
@@ -134,12 +134,12 @@ class Cleanup:
 
     async def _remove(self, row: CheckpointRow) -> None:
         """Remove the row first: a save may take the directory's name as soon as it is free."""
-        version = await self._version(row)
+        version = self._version(row)
         if version is None or await self._retire(version):
             await self._store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
             await asyncio.to_thread(_remove_directory, Path(row.directory), row.id)
 
-    async def _version(self, row: CheckpointRow) -> WeightVersion | None:
+    def _version(self, row: CheckpointRow) -> WeightVersion | None:
         if row.version_id is None:
             return None
         with self._store.read() as conn:

@@ -83,10 +83,10 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    store = await Store.open(settings.store_url)
+    store = Store.open(settings.store_url)
     bell = Doorbell.bind(directories.home, "engine")
     try:
-        status = await EngineStatus.open(store, bell)
+        status = EngineStatus.open(store, bell)
         return await Engine(Environment(settings, directories, ray, store, bell, status)).run(stop)
     finally:
         bell.close()

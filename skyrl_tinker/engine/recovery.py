@@ -25,7 +25,7 @@ SAMPLE_LOST = Failure("the engine restarted while this request was in flight; se
 
 async def recover(store: Store, died_after: int) -> int:
     """Deal with everything up to future `died_after`; later ones are new. Returns how many models died."""
-    pending = await _pending(store)
+    pending = _pending(store)
     fresh = {row.model_key for row in pending if row.id > died_after and row.seq_id == 0}
     with store.read() as conn:
         candidates = model_records.list_in_states(conn, ModelState.READY, ModelState.CREATING)
@@ -43,7 +43,7 @@ def sweep_partial(directories: Iterable[Path]) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-async def _pending(store: Store) -> list[QueuedRow]:
+def _pending(store: Store) -> list[QueuedRow]:
     found: list[QueuedRow] = []
     cursor, page = 0, PAGE
     with store.read() as conn:

@@ -27,7 +27,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 _log = logging.getLogger(__name__)
 
 
-async def read_base_model(store: Store) -> BaseModelFacts:
+def read_base_model(store: Store) -> BaseModelFacts:
     with store.read() as conn:
         facts: Any = server_state.get(conn, "base_model")
     if facts is None:

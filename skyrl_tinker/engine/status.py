@@ -24,7 +24,7 @@ class EngineStatus:
         self._recovered = False
 
     @classmethod
-    async def open(cls, store: Store, bell: Doorbell) -> "EngineStatus":
+    def open(cls, store: Store, bell: Doorbell) -> "EngineStatus":
         """Read the last future that an earlier engine may have worked on, by default the newest."""
         with store.read() as conn:
             left: Any = server_state.get(conn, KEY)

@@ -138,7 +138,7 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
-        store = await Store.open(self._settings.store_url)
+        store = Store.open(self._settings.store_url)
         try:
             await self._run_children(store)
         except ExceptionGroup as failures:
@@ -226,11 +226,11 @@ class _Supervisor:
 
     async def _report_warnings(self, store: Store) -> None:
         """Report the engine's standing warning each time that it changes."""
-        reported = await _warning(store)
+        reported = _warning(store)
         while True:
             await asyncio.sleep(_RECORD_S)
             with suppress(OperationalError):  # the database may fail for a short time
-                warning = await _warning(store)
+                warning = _warning(store)
                 if warning is not None and warning != reported:
                     self._warn(warning)
                 reported = warning
@@ -247,7 +247,7 @@ class _Supervisor:
         await ends
 
 
-async def _warning(store: Store) -> str | None:
+def _warning(store: Store) -> str | None:
     with store.read() as conn:
         return server_state.get(conn, server_state.WARNING)
 

@@ -38,7 +38,7 @@ class Store:
         self._writer = Writer(self._engine, self._lock)
 
     @classmethod
-    async def open(cls, url: str) -> "Store":
+    def open(cls, url: str) -> "Store":
         """Open a migrated database. Raises StartupError for a URL that is not served yet."""
         return cls(sqlite.database(url))
 

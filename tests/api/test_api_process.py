@@ -52,7 +52,7 @@ def api(settings: Settings, listener: socket.socket) -> Iterator[Api]:
 
 @pytest.fixture
 async def store(settings: Settings) -> AsyncIterator[Store]:
-    opened = await Store.open(settings.store_url)
+    opened = Store.open(settings.store_url)
     yield opened
     await opened.close()
 

@@ -60,7 +60,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 async def _ready(url: str) -> None:
-    store = await Store.open(url)
+    store = Store.open(url)
     await write_facts(store)
     engine = {"state": "ready", "detail": "", "since": 0.0, "died_after": None}
     await store.write(lambda conn: server_state.put(conn, "engine", engine))

@@ -50,7 +50,7 @@ def settings(tmp_path: Path) -> Settings:
 async def serve_once(settings: Settings, base: str) -> None:
     """Store the record that `serve` makes of its base model."""
     facts = base_model.resolve(settings.model_copy(update={"base_model": base, "model_name": "small"}))
-    store = await Store.open(settings.store_url)
+    store = Store.open(settings.store_url)
     await store.write(lambda conn: server_state.put(conn, "base_model", asdict(facts)))
     await store.close()
 
@@ -61,7 +61,7 @@ def look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
 
 async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
     where = tinker_path.parse(path)
-    store = await Store.open(settings.store_url)
+    store = Store.open(settings.store_url)
     with store.read() as conn:
         row = checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
         model = model_records.by_id(conn, where.model_id)

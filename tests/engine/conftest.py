@@ -17,7 +17,7 @@ from tests.engine.support.world import World
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     url = f"sqlite+aiosqlite:///{tmp_path / 'store.db'}"
     migrate(url)
-    opened = await Store.open(url)
+    opened = Store.open(url)
     yield opened
     await opened.close()
 

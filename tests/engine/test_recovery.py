@@ -64,17 +64,17 @@ async def test_what_came_after_the_death_is_left_for_the_new_engine(store: Store
 
 async def test_nobody_said_when_it_died_then_all_that_is_there_was_its(store: Store, bell: Doorbell) -> None:
     await ready_model(store)
-    assert (await EngineStatus.open(store, bell)).died_after == await newest(store)
+    assert (EngineStatus.open(store, bell)).died_after == await newest(store)
 
 
 async def test_the_mark_of_a_death_stays_until_recovery_is_done(store: Store, bell: Doorbell) -> None:
     await store.write(lambda conn: server_state.put(conn, KEY, {"state": "restarting", "died_after": 41}))
-    status = await EngineStatus.open(store, bell)
+    status = EngineStatus.open(store, bell)
     await status.report("starting", "waiting")
-    assert (await EngineStatus.open(store, bell)).died_after == 41
+    assert (EngineStatus.open(store, bell)).died_after == 41
     status.recovered()
     await status.report("ready", "")
-    assert (await EngineStatus.open(store, bell)).died_after == 0
+    assert (EngineStatus.open(store, bell)).died_after == 0
 
 
 def test_what_was_half_written_goes_whoever_wrote_it(tmp_path: Path) -> None:

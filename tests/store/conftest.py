@@ -21,7 +21,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 async def store(url: str) -> AsyncIterator[Store]:
-    store = await Store.open(url)
+    store = Store.open(url)
     yield store
     await store.close()
 

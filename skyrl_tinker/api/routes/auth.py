@@ -23,7 +23,7 @@ router = APIRouter(tags=["auth"], prefix="/auth")
 root = APIRouter(tags=["auth"])
 
 
-async def _caller_of(request: Request) -> Caller:
+def _caller_of(request: Request) -> Caller:
     caller: Caller = request.scope["caller"]
     return caller
 
@@ -55,7 +55,7 @@ async def revoke_api_key(deps: Deps, caller: CallerDep) -> dict[str, str]:
     if owner is None:
         raise NotSupportedError(f"{_NO_KEYS}, so there is none to revoke")
     await deps.store.write(lambda conn: api_keys.revoke(conn, str(owner)))
-    await deps.keys.refresh()
+    deps.keys.refresh()
     return {}
 
 

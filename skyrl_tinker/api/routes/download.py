@@ -41,7 +41,7 @@ class LargeFile(FileResponse):
 )
 async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) -> FileResponse:
     await deps.signer.require(request)
-    row = await _checkpoint(deps, int(number))
+    row = _checkpoint(deps, int(number))
     try:
         status = await asyncio.to_thread(_stat, row, name)
     except FileNotFoundError:
@@ -57,7 +57,7 @@ async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) 
 )
 async def archive(number: str, name: str, request: Request, deps: Deps) -> StreamingResponse:
     await deps.signer.require(request)
-    tar = await archive_of(await _checkpoint(deps, int(number)))
+    tar = await archive_of(_checkpoint(deps, int(number)))
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(tar.stream(), headers=headers, media_type="application/x-tar")
 
@@ -76,7 +76,7 @@ async def trace(session_id: str, request: Request, deps: Deps) -> StreamingRespo
     return StreamingResponse(events, headers=headers, media_type="application/json")
 
 
-async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
+def _checkpoint(deps: Services, number: int) -> CheckpointRow:
     """Return the checkpoint that the URL was signed for, never a later one of the same name."""
     with deps.store.read() as conn:
         row = checkpoint_records.by_id(conn, number)

@@ -25,7 +25,7 @@ _CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint_id:path}"
 async def external_weights_urls(
     run: str, checkpoint_id: str, request: Request, deps: Deps, owner: Owner
 ) -> ExternalWeightsUrlsResponse:
-    row = await _find_own(deps, owner, run, checkpoint_id)
+    row = _find_own(deps, owner, run, checkpoint_id)
     if row.kind is not CheckpointKind.EXTERNAL_WEIGHTS:
         raise UserError(f"{row.path} is of kind {row.kind}, expected one made by save_weights_external")
     manifest = await asyncio.to_thread(read_manifest, row.directory)
@@ -48,13 +48,13 @@ async def archive(
     run: str, checkpoint_id: str, request: Request, deps: Deps, owner: Owner
 ) -> RedirectResponse:
     """SDKs do not follow the redirect: they read Location and Expires."""
-    row = await _find_own(deps, owner, run, checkpoint_id)
+    row = _find_own(deps, owner, run, checkpoint_id)
     require_archivable(row)
     expires = expiry(row.expires_at)
     url = await deps.signer.url(request, f"/download/archive/{row.id}/{row.name}.tar", expires)
     return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
-async def _find_own(deps: Services, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
+def _find_own(deps: Services, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
     with deps.store.read() as conn:
         return find_own_checkpoint(conn, owner, run, checkpoint_id)

@@ -69,7 +69,7 @@ async def _try_again(deps: Services, outcome: Outcome) -> JSONResponse:
 async def _reason(deps: Services, request_id: RequestId) -> Reason:
     if deps.waiter.stopped:  # no time to ask the engine
         return Reason("paused_capacity", "this server process is shutting down")
-    engine = await engine_state(deps.store)
+    engine = engine_state(deps.store)
     if not engine.ready:
         return Reason("paused_capacity", f"the engine is {engine.state}: {engine.detail}")
     queues = await deps.queues.view()

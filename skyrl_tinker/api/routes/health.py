@@ -24,7 +24,7 @@ async def healthz() -> HealthResponse:
     responses={503: {"model": ReadyResponse}},
 )
 async def readyz(deps: Deps) -> JSONResponse:
-    engine = await engine_state(deps.store)
+    engine = engine_state(deps.store)
     status = 200 if engine.ready else 503
     answer = ReadyResponse(state=engine.state, detail=engine.detail)
     return JSONResponse(answer.model_dump(), status)

@@ -24,7 +24,7 @@ async def metrics(deps: Deps) -> Response:
         text, up = await deps.engine.get("/metrics"), 1
     except EngineUnavailableError:
         text, up = b"", 0
-    ready = (await engine_state(deps.store)).ready
+    ready = (engine_state(deps.store)).ready
     gauges = _gauge("engine_up", "Whether the engine answers", up)
     gauges += _gauge("ready", "Whether the engine processes requests", int(ready))
     gauges += _gauge(

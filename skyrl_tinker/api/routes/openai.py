@@ -65,7 +65,7 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
     except UserError as error:
         return JSONResponse(error_body(error), error.status)
     except EngineUnavailableError:
-        engine = await engine_state(deps.store)
+        engine = engine_state(deps.store)
         unavailable = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
         return JSONResponse(error_body(unavailable), 503, headers={"Retry-After": str(RETRY_AFTER_S)})
     except ClientDisconnect:

@@ -39,18 +39,18 @@ class KeyRing:
 
     async def start(self) -> None:
         self._secret = await self._store.write(lambda conn: server_state.get_or_create_secret(conn, _SECRET))
-        await self.refresh()
+        self.refresh()
 
     async def run(self) -> None:
         """Refresh until cancelled."""
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
-                await self.refresh()
+                self.refresh()
             except OperationalError as error:  # a busy or briefly unreadable database costs one round
                 _log.warning("API keys could not be read, trying again: %s", error)
 
-    async def refresh(self) -> None:
+    def refresh(self) -> None:
         with self._store.read() as conn:
             counts = api_keys.count_keys(conn)
             if counts == self._counts:

@@ -32,7 +32,7 @@ class EngineState:
         return self.state == "ready"
 
 
-async def engine_state(store: Store) -> EngineState:
+def engine_state(store: Store) -> EngineState:
     """Read the engine's state; `starting` until it has reported one."""
     with store.read() as conn:
         value = server_state.get(conn, "engine")

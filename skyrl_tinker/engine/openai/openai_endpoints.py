@@ -106,13 +106,13 @@ class OpenAIServer:
     # From the client's request to vLLM's
 
     async def _prepare(self, request: OpenAIRequest, owner: OwnerId | None) -> _OpenAICall:
-        version = await self._version(request.model, owner)
+        version = self._version(request.model, owner)
         texts = texts_to_count(request, self._facts)
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
         length = longest_prompt(request, counts, self._facts)
         return _OpenAICall(request, version, upstream_body(request, length, self._facts))
 
-    async def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
+    def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
         """Return the version that a model name means, None for the base model.
 
         Raises NotFoundError, and FieldError for another kind of checkpoint.

@@ -151,7 +151,7 @@ class SamplerDriver:
     async def _outcome(self, row: QueuedRow, body: bytes) -> FutureOutcome:
         try:
             assert row.sampling_session_id is not None
-            source = await self._source(row.sampling_session_id)
+            source = self._source(row.sampling_session_id)
             request = sample_from_body(body)
             output = await self._samplers.sample(source, request)
             self._metrics.sampled(output)
@@ -164,7 +164,7 @@ class SamplerDriver:
         except Exception as error:  # becomes the result of this request
             return failure_of(error)
 
-    async def _source(self, session: SamplingSessionId) -> SampleSource:
+    def _source(self, session: SamplingSessionId) -> SampleSource:
         """Return the weights that this sampling client samples. NotFoundError once its session is over."""
         if session not in self._sources:
             if len(self._sources) >= CACHED_SESSIONS:

@@ -81,7 +81,7 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def save(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
         """Capture and probe on the trainer; publish and compare in `background`. Raises TrainerError."""
-        requests = await self._requests(rows)
+        requests = self._requests(rows)
         saves = await self.capture(requests)
         await self._outbox.send(
             (request.row.id, save)
@@ -119,7 +119,7 @@ class Publisher(SaveFlow[SamplerSave]):
             await self._announce(save)
         return succeeded
 
-    async def _requests(self, rows: Sequence[QueuedRow]) -> list[SamplerSaveRequest]:
+    def _requests(self, rows: Sequence[QueuedRow]) -> list[SamplerSaveRequest]:
         """Read the requests, without those that expired before their turn."""
         with self._store.read() as conn:
             bodies = queue.read_bodies(conn, [row.id for row in rows])

@@ -96,13 +96,13 @@ class SaveFlow(ABC, Generic[S]):
         self._reserved.add(path)
         try:
             if not overwrite:
-                await self._require_new(path)
+                self._require_new(path)
             yield
         except BaseException:
             self._reserved.discard(path)
             raise
 
-    async def _require_new(self, path: TinkerPath) -> None:
+    def _require_new(self, path: TinkerPath) -> None:
         with self._store.read() as conn:
             existing = checkpoint_records.find_of_any_owner(conn, path.model_id, path.kind, path.name)
         if existing is not None:

@@ -47,7 +47,7 @@ class ModelBarriers:
 
     async def execute(self, row: QueuedRow) -> Write | None:
         """Run a request; returns what is left to be written. TrainerError: the workers are broken."""
-        model = await self._models.row(model_of(row))
+        model = self._models.row(model_of(row))
         with self._store.read() as conn:
             body = queue.read_bodies(conn, [row.id]).get(row.id)
         if body is None:  # it expired before it started

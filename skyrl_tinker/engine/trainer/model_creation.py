@@ -84,14 +84,14 @@ class ModelCreation:
 
         Inside the context its directory stays, even if it is replaced or deleted meanwhile.
         """
-        checkpoint = await self._find(model, path, optimizer)
+        checkpoint = self._find(model, path, optimizer)
         self._loading = checkpoint.directory
         try:
             yield checkpoint
         finally:
             self._loading = None
 
-    async def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
+    def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
         parsed = tinker_path.parse(path)
         with self._store.read() as conn:
             owner = session_records.owner_of(conn, model.session_id)

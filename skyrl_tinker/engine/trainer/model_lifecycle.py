@@ -38,16 +38,16 @@ class ModelLifecycle:
         self._releasing: set[ModelKey] = set()  # their sessions are over
         self._unloading: dict[ModelKey, QueuedRow] = {}  # by model, its unload_model request
 
-    async def row(self, model: ModelKey) -> ModelRow:
+    def row(self, model: ModelKey) -> ModelRow:
         with self._store.read() as conn:
             row = model_records.by_key(conn, model)
         assert row is not None, "futures refer to models"
         return row
 
-    async def closed_by(self, model: ModelKey) -> Failure | None:
+    def closed_by(self, model: ModelKey) -> Failure | None:
         """Return why nothing of this model can run; a model that is new to this engine gets its lane."""
         if not self._lanes.knows(model):
-            row = await self.row(model)
+            row = self.row(model)
             if row.state is ModelState.CREATING:
                 self._lanes.open(model)
             else:
@@ -95,7 +95,7 @@ class ModelLifecycle:
         """Close a model whose state died with a worker."""
         self._on_workers.discard(model)
         await self._drift_monitor.forget(model)
-        row = await self.row(model)
+        row = self.row(model)
         with self._store.read() as conn:
             reason = recovery.why_lost(conn, row, "a trainer process died")
         failures = self._close(model, Failure(reason, "server"))
@@ -108,7 +108,7 @@ class ModelLifecycle:
             await self._trainer.release(model)
         outcomes = self._close(model, failure)
         if request := self._unloading.pop(model, None):
-            outcomes.append((request.id, json_answer({"model_id": (await self.row(model)).model_id})))
+            outcomes.append((request.id, json_answer({"model_id": (self.row(model)).model_id})))
         await self._outbox.send(outcomes, _set_state(model, ModelState.RELEASED, failure.message))
 
     def _close(self, model: ModelKey, failure: Failure) -> list[tuple[int, FutureOutcome]]:

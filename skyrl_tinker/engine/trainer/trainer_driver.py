@@ -68,8 +68,8 @@ class TrainerDriver:
         """Accept training requests in the order of their arrival."""
         refused: list[tuple[int, FutureOutcome]] = []
         for row in rows:
-            refusal = await self._refusal(row)
-            closed = await self._models.closed_by(model_of(row))
+            refusal = self._refusal(row)
+            closed = self._models.closed_by(model_of(row))
             if row.kind is RequestKind.UNLOAD_MODEL:
                 self._models.unload(row)
             elif closed is None and self._lanes.ended(row):
@@ -82,7 +82,7 @@ class TrainerDriver:
         self._metrics.trainer.work_came()
         self._woken.set()
 
-    async def _refusal(self, row: QueuedRow) -> str | None:
+    def _refusal(self, row: QueuedRow) -> str | None:
         """Return what the API found wrong with a row that arrives as failed."""
         if row.status is not FutureStatus.FAILED:
             return None
@@ -117,7 +117,7 @@ class TrainerDriver:
         await self._outbox.send((row.id, failure) for row, failure in late if row.seq_id != 0)
         for row, failure in late:
             if row.seq_id == 0:
-                await self._models.fail_creation(row, await self._models.row(model_of(row)), failure)
+                await self._models.fail_creation(row, self._models.row(model_of(row)), failure)
         self._woken.set()
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:

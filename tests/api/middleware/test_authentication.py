@@ -25,7 +25,7 @@ SESSION = {"sdk_version": "0.38.0"}
 async def key_of(world: World, name: str) -> str:
     """Known to the API at once."""
     key = await world.store.write(lambda conn: api_keys.create(conn, name))
-    await world.services.keys.refresh()
+    world.services.keys.refresh()
     return key
 
 

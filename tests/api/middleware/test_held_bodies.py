@@ -40,7 +40,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 async def _write_facts(url: str) -> None:
-    store = await Store.open(url)
+    store = Store.open(url)
     await write_facts(store)
     await store.close()
 

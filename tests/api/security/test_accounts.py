@@ -32,7 +32,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
         migrate(settings.store_url)
         with launched(settings, listener) as made:
-            store = await Store.open(settings.store_url)
+            store = Store.open(settings.store_url)
             await write_facts(store)
             await store.close()
             await asyncio.to_thread(made.wait_until_up)

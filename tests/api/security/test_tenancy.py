@@ -247,7 +247,7 @@ class Tenant:
 
 async def tenant(world: World, name: str) -> Tenant:
     key = await world.store.write(lambda conn: api_keys.create(conn, name))
-    await world.services.keys.refresh()
+    world.services.keys.refresh()
     with as_key(world, key):
         session = await world.session()
         model = await world.model(session)
@@ -340,7 +340,7 @@ async def state_of(one: Tenant) -> list[str]:
 async def test_lists_tell_of_ones_own_only(world: World, alice: Tenant) -> None:
     """Somebody who has made nothing sees what somebody sees where nobody has made anything."""
     carol_key = await world.store.write(lambda conn: api_keys.create(conn, "carol"))
-    await world.services.keys.refresh()
+    world.services.keys.refresh()
     carol = Tenant(world, carol_key, alice.things)
     for (method, path), body in LISTS.items():
         answer = await carol.send(method, Ask(path, body))
@@ -366,7 +366,7 @@ async def test_what_was_made_before_there_were_keys_is_nobodys(world: World) -> 
 
 async def test_another_of_ones_own_keys_is_another_owner(world: World, alice: Tenant) -> None:
     second = await world.store.write(lambda conn: api_keys.create(conn, "alice-2"))
-    await world.services.keys.refresh()
+    world.services.keys.refresh()
     answer = await replace(alice, key=second).send("GET", Ask(f"/api/v1/training_runs/{alice.things.model}"))
     assert answer.status_code == 404
 

@@ -112,7 +112,7 @@ async def waiting(
     """Build it from `settings`, whose database is migrated already."""
     Directories(settings).make()
     async with AsyncExitStack() as stack:
-        store = await Store.open(settings.store_url)
+        store = Store.open(settings.store_url)
         stack.push_async_callback(store.close)
         made = Waiting(store, settings, placement=placement)
         stack.callback(made.bell.close)

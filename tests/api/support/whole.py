@@ -162,7 +162,7 @@ class Whole:
 @asynccontextmanager
 async def whole(settings: Settings, apis: int) -> AsyncIterator[Whole]:
     """Build it from `settings`, whose database is migrated already."""
-    store = await Store.open(settings.store_url)
+    store = Store.open(settings.store_url)
     bell = Doorbell.bind(settings.root, "engine")
     engine = Engine(settings, store, bell)
     made = Whole(settings, engine)

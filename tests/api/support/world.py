@@ -150,7 +150,7 @@ def settings_for(home: Path, **changes: Any) -> Settings:
 @asynccontextmanager
 async def running(settings: Settings) -> AsyncIterator[World]:
     """The app of `settings`, whose database is migrated already."""
-    store = await Store.open(settings.store_url)
+    store = Store.open(settings.store_url)
     bell = Doorbell.bind(settings.root, "api")
     try:
         app = create_app(settings, store, FACTS, bell)

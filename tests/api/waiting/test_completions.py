@@ -168,7 +168,7 @@ async def _at_once() -> bool:
 async def test_the_sdk_waits_for_many_samples_on_one_connection(settings: Settings, together: bool) -> None:
     changes = {"sample_use_retrieve_futures": together, "long_poll_s": 20.0}
     settings = settings.model_copy(update=changes)
-    store = await Store.open(settings.store_url)
+    store = Store.open(settings.store_url)
     bells = Doorbell.bind(settings.root, "api"), Doorbell.bind(settings.root, "engine")
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(settings, store, FACTS, bells[0])

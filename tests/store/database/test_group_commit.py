@@ -102,7 +102,7 @@ async def test_an_acknowledged_write_survives_the_process(store: Store, url: str
 async def test_writes_are_there_after_reopening(store: Store, url: str) -> None:
     await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "died_after": None}))
     await store.close()
-    again = await Store.open(url)
+    again = Store.open(url)
     try:
         assert await value(again, "engine") == {"state": "ready", "died_after": None}
     finally:
@@ -256,7 +256,7 @@ async def test_an_error_in_a_fetch_is_its_callers_and_the_connection_serves_on(s
 
 
 async def test_close_writes_what_was_accepted(url: str) -> None:
-    store = await Store.open(url)
+    store = Store.open(url)
     writes = [
         asyncio.create_task(store.write(lambda conn, i=i: server_state.put(conn, f"k{i}", i)))  # type: ignore[misc]
         for i in range(20)
@@ -264,27 +264,27 @@ async def test_close_writes_what_was_accepted(url: str) -> None:
     await asyncio.sleep(0)
     await store.close()
     assert all(write.done() for write in writes)
-    again = await Store.open(url)
+    again = Store.open(url)
     assert [await value(again, f"k{i}") for i in range(20)] == list(range(20))
     await again.close()
 
 
 async def test_a_closed_store_refuses(url: str) -> None:
-    store = await Store.open(url)
+    store = Store.open(url)
     await store.close()
     with pytest.raises(SkyrlTinkerError, match="the store is closed"):
         await new_session(store)
 
 
 async def test_two_processes_write_by_turns(store: Store, url: str) -> None:
-    other = await Store.open(url)
+    other = Store.open(url)
     sessions = await asyncio.gather(*(new_session(s) for _ in range(100) for s in (store, other)))
     await other.close()
     assert len(set[SessionId](sessions)) == 200
 
 
 async def test_a_busy_process_does_not_starve_another(store: Store, url: str) -> None:
-    busy = await Store.open(url)
+    busy = Store.open(url)
 
     async def keep_writing() -> None:
         while True:
@@ -310,7 +310,7 @@ async def test_a_busy_process_does_not_starve_another(store: Store, url: str) ->
 )
 async def test_other_databases_are_refused_by_name(url: str) -> None:
     with pytest.raises(StartupError, match=r"only SQLite files are supported") as refused:
-        await Store.open(url)
+        Store.open(url)
     assert "secret" not in str(refused.value)
 
 

@@ -42,7 +42,7 @@ async def test_duplicates_that_race_get_one_answer(store: Store, model: ModelRow
 async def test_duplicates_that_race_over_two_processes_get_one_answer(
     store: Store, url: str, model: ModelRow
 ) -> None:
-    other = await Store.open(url)
+    other = Store.open(url)
     try:
         answers = await asyncio.gather(
             *(step(s, model, i % 20 + 1) for i in range(80) for s in (store, other))
