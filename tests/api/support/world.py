@@ -93,9 +93,15 @@ class World:
     async def retrieve(self, request_id: str, **headers: str) -> httpx.Response:
         return await self.post("retrieve_future", {"request_id": request_id}, **headers)
 
+    async def result(self, request_id: str, **headers: str) -> httpx.Response:
+        """Poll as the SDK does until the request has ended: on a busy machine later than one short poll."""
+        while (answer := await self.retrieve(request_id, **headers)).status_code == 408:
+            pass
+        return answer
+
     async def failure(self, request_id: str) -> str:
         """The message of a future that failed by the user's fault."""
-        answer = await self.retrieve(request_id, **PROTOBUF)
+        answer = await self.result(request_id, **PROTOBUF)
         assert answer.status_code == 200
         assert answer.json()["category"] == "user"
         return str(answer.json()["error"])

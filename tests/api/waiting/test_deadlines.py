@@ -29,7 +29,7 @@ async def made(settings: Settings) -> AsyncIterator[Waiting]:
 
 
 async def server_failure(made: Waiting, request_id: str) -> str:
-    answer = await made.api.retrieve(request_id, **PROTOBUF)
+    answer = await made.api.result(request_id, **PROTOBUF)
     assert answer.json()["category"] == "server"
     return str(answer.json()["error"])
 
