@@ -16,7 +16,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
     try:
         yield staging
         publish(staging, directory)
-    except BaseException:  # its files must not go on filling the disk
+    except BaseException:  # cancelled or failed: its files must not stay on the disk
         shutil.rmtree(staging, ignore_errors=True)
         raise
 

@@ -98,7 +98,7 @@ class SaveFlow(ABC, Generic[S]):
             if not overwrite:
                 self._require_new(path)
             yield
-        except BaseException:
+        except BaseException:  # a cancelled save must leave its name to others, too
             self._reserved.discard(path)
             raise
 

@@ -69,7 +69,7 @@ class World:
     async def refusal(self, *spans: ProvenanceSpan, tokens: Sequence[int] = (*PROMPT, *SAMPLED)) -> Failure:
         """Of a datum with these spans, which follows one without a fault in the same request."""
         fine = await recorded.sampled(self.store, self.session, SAMPLED, len(PROMPT), number=99)
-        row = self.row(1, turn(fine.sequence_id), Example(tuple(tokens), spans))
+        row = await self.row(1, turn(fine.sequence_id), Example(tuple(tokens), spans))
         (failure,) = await self.run(row)
         assert isinstance(failure, Failure)
         return failure

@@ -76,13 +76,13 @@ class Bench:
         self._known: dict[tuple[int, Combination], Results] = {}
         url = f"sqlite+aiosqlite:///{home / 'store.db'}"
         migrate(url)
-        self._store = self.run(Store.open(url))
         self._groups = {count: self._launch(count) for count in ranks}
-        self.run(self._ready())
+        self._store = self.run(self._start(url))
 
-    async def _ready(self) -> None:
-        """All are started at once."""
+    async def _start(self, url: str) -> Store:
+        """Return the store, opened on the event loop. All trainers are started at once."""
         await asyncio.gather(*(group.ready() for group in self._groups.values()))
+        return Store.open(url)
 
     def _launch(self, ranks: int) -> Watched:
         group = Watched.launch(TrainerSpec(self._directory, ranks, "cpu", "float32", 1, 1, timeout_s=120.0))
