@@ -84,7 +84,7 @@ class Settings(BaseSettings):
         "separate",
         description="separate, or colocated: trainer and samplers take turns on the same devices",
     )
-    phase_min_s: float = Field(0.2, gt=0, description="Shortest turn when colocated")
+    phase_min_s: float = Field(0.2, gt=0, description="Shortest phase when colocated")
     phase_max_s: float = Field(
         10.0, gt=0, description="Longest wait of one side while the other is busy when colocated"
     )

@@ -44,7 +44,7 @@ def _check_colocated(settings: Settings) -> None:
     if settings.phase_min_s > settings.phase_max_s:
         raise StartupError(
             f"phase_min_s {settings.phase_min_s:g} > phase_max_s {settings.phase_max_s:g}: "
-            "the shortest turn cannot exceed the longest wait of the other side"
+            "the shortest phase cannot exceed the longest wait of the other side"
         )
     if settings.sampler_urls:
         raise StartupError(
