@@ -1,7 +1,9 @@
 """What several rooms share for the whole session because starting it costs seconds."""
 
 import asyncio
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,16 +12,42 @@ if TYPE_CHECKING:
     from tests.inference.support.samplers import Served
 
 
+TESTS = Path(__file__).parent
+WITHOUT_SERVERS = 5  # the last of the orders that _group returns
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--without-servers", action="store_true", help="leave out tests that start Ray or vLLM")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Let the tests that share something slow to start run in one process, those that take longest first."""
     if config.getoption("--without-servers"):
-        started = {"ray_cluster", "servers"}
-        with_servers = [item for item in items if started & set(getattr(item, "fixturenames", ()))]
-        config.hook.pytest_deselected(items=with_servers)
-        items[:] = [item for item in items if item not in with_servers]
+        slow = [item for item in items if _group(item, item.fixturenames)[0] < WITHOUT_SERVERS]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+    fixtures: dict[Path, set[str]] = defaultdict(set)
+    for item in items:
+        fixtures[item.path] |= set(item.fixturenames)
+    groups = {item: _group(item, fixtures[item.path]) for item in items}
+    items.sort(key=lambda item: groups[item][0])
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item][1]))
+
+
+def _group(item: pytest.Function, fixtures: Collection[str]) -> tuple[int, str]:
+    """Return the order of its group, and the group's name. `fixtures`: of all tests in its file."""
+    folder = item.path.relative_to(TESTS).parts[0]
+    if "ray_cluster" in fixtures:
+        return 1, "Ray"
+    if "kitchen" in fixtures:
+        return 2, "cookbook"
+    if "server" in fixtures and not hasattr(item.module, "server"):
+        return 0 if folder == "e2e" else 3, f"server of {folder}"
+    if "start" in item.fixturenames:
+        return 4, item.nodeid
+    return 4 if folder in ("e2e", "faults", "gpu") else WITHOUT_SERVERS, str(item.path)
 
 
 @pytest.fixture(scope="session")

@@ -8,20 +8,16 @@ from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from tests.cookbook.support.kitchen import MODEL, RENDERER, Kitchen, Run
-from tests.faults.support.serve import Serve
+from tests.support.serve import serving
 
 
 @pytest.fixture(scope="package")
 def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
     made = Kitchen(tmp_path_factory.mktemp("kitchen"))
     options = ("--base-model", str(made.model_directory), "--model-name", MODEL)
-    server = Serve(made.directory / "home", *options)
-    try:
-        made.url = server.wait_ready().url
+    with serving(made.directory / "home", *options) as server:
+        made.url = server.url
         yield made
-        server.stop()
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="package")

@@ -7,28 +7,27 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.e2e.conftest import Server
 from tests.e2e.support.client import Array, Client, logprobs_of, prompt
 from tests.e2e.support.policies import ATOL, TOKENS, roll, step
 from tests.support.processes import below, command
+from tests.support.serve import Serve, serving
 
 SETTINGS = {"MAX_LORAS": "2", "MAX_CPU_LORAS": "3", "REPLICAS": "2", "CANARY": "false"}
 TENANTS, VERSIONS = 4, 3
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Two replicas with room for three adapters each, two of which fit a batch."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():
             patch.setenv(f"SKYRL_TINKER_{name}", value)
-        server = Server(tmp_path_factory.mktemp("small"))
-    yield server
-    assert server.stop() == 0
+        with serving(tmp_path_factory.mktemp("small") / "home") as server:
+            yield server
 
 
 @pytest.fixture(scope="module")
-def samplers(small: Server) -> Iterator[dict[tinker.SamplingClient, Array]]:
+def samplers(small: Serve) -> Iterator[dict[tinker.SamplingClient, Array]]:
     """12 clients, and what the trainer said of TOKENS when each was made."""
     with tinker.ServiceClient(base_url=small.url) as service:
         client = Client(small.url, service)
@@ -73,7 +72,7 @@ def test_a_stream_of_requests_for_three_versions_does_not_starve_a_fourth(
 
 
 def test_a_replica_that_was_started_again_has_what_the_others_have(
-    small: Server, samplers: dict[tinker.SamplingClient, Array]
+    small: Serve, samplers: dict[tinker.SamplingClient, Array]
 ) -> None:
     victim = next(each for each in below(small.process.pid) if "VLLM::EngineCore" in " ".join(command(each)))
     rollouts = [roll(sampler, 200, samples=2) for sampler in samplers]

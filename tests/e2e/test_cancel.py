@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 from tinker import types
 
-from tests.e2e.conftest import Server
 from tests.e2e.support.client import Client, prompt, random_tokens
 from tests.support.processes import url_of, vllm_servers
+from tests.support.serve import Serve
 
 PROMPT = random_tokens(8, seed=21)
 LONG = types.SamplingParams(max_tokens=4000, stop=[], seed=1)
@@ -34,7 +34,7 @@ print(sampler._request_id_counter // 10**9)
 class Vllm:
     """The shared server's, asked behind its back. Its CPU time tells what it does on any machine."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Serve) -> None:
         self._process, *_ = vllm_servers(server.process.pid)
         self._url = url_of(self._process)
 
@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_what_the_sdk_gives_up_stops_in_vllm_and_others_go_on(client: Client, server: Server) -> None:
+def test_what_the_sdk_gives_up_stops_in_vllm_and_others_go_on(client: Client, server: Serve) -> None:
     vllm, sampler = Vllm(server), client.base_sampler()
     kept = sampler.sample(prompt(PROMPT), 1, types.SamplingParams(max_tokens=300, stop=[], seed=1))
     given_up = [sampler.sample(prompt(PROMPT), MANY, LONG) for _ in range(2)]
@@ -79,7 +79,7 @@ def in_flight(client: Client) -> float:
     return float(line.split()[1])
 
 
-def test_the_promise_of_a_cancelled_sample_says_so(client: Client, server: Server) -> None:
+def test_the_promise_of_a_cancelled_sample_says_so(client: Client, server: Serve) -> None:
     session = client.post("create_session", {}).json()["session_id"]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": client.model}
     sampler = client.post("create_sampling_session", body).json()["sampling_session_id"]

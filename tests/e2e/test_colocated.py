@@ -10,26 +10,25 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.conftest import Server
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
 from tests.support.processes import vllm_servers
+from tests.support.serve import Serve, serving
 
 TOKENS = random_tokens(40, seed=3)
 LONG = 400
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     home = tmp_path_factory.mktemp("colocated")
     settings = home / "settings.toml"
     settings.write_text("phase_max_s = 0.6\nphase_min_s = 0.1\n")
-    server = Server(home / "home", "--placement", "colocated", "--config", str(settings))
-    yield server
-    assert server.stop() == 0
+    with serving(home / "home", "--placement", "colocated", "--config", str(settings)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def colocated(running: Server) -> Iterator[Client]:
+def colocated(running: Serve) -> Iterator[Client]:
     with tinker.ServiceClient(base_url=running.url) as service:
         yield Client(running.url, service)
 
@@ -116,7 +115,7 @@ def test_a_flood_of_samples_and_training_share_the_time(colocated: Client) -> No
 
 
 def test_a_sampler_that_dies_asleep_is_replaced_and_its_requests_come_back(
-    running: Server, colocated: Client
+    running: Serve, colocated: Client
 ) -> None:
     training, sampler = colocated.new_lora(), colocated.base_sampler()
     pending = generate(sampler, LONG)

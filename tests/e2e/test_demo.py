@@ -1,19 +1,24 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
+from tests.support.serve import Serve
 
-from examples import rl_loop
-from tests.e2e.conftest import Server
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_loop.py"
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_reward_rises_by_learning_whatever_the_seed(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    monkeypatch.setenv("TINKER_BASE_URL", server.url)
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    assert rl_loop.main(rl_loop.Options(out=tmp_path, seed=seed, steps=30))
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == list(range(30))
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+def test_the_reward_rises_by_learning_whatever_the_seed(server: Serve, tmp_path: Path) -> None:
+    """Three runs at once, as three users of one server."""
+    environment = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local"}
+    runs = {}
+    for seed in range(3):
+        out = tmp_path / str(seed)
+        command = [sys.executable, str(EXAMPLE), f"--seed={seed}", "--steps=30", f"--out={out}"]
+        runs[out] = subprocess.Popen(command, env=environment)
+    for out, run in runs.items():
+        assert run.wait() == 0, "the reward did not rise"
+        steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert [step["step"] for step in steps] == list(range(30))
+        assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")

@@ -18,10 +18,10 @@ from peft import PeftModel
 from tinker_cookbook import weights
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.conftest import Server
 from tests.e2e.support.client import Array, Client, logprobs_of, random_tokens, train
 from tests.support.peft_adapters import token_logprobs
 from tests.support.processes import url_of, vllm_servers
+from tests.support.serve import Serve
 
 TOKENS = random_tokens(40, seed=5)
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
@@ -29,7 +29,7 @@ ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
 
-def cli(server: Server, home: Path, *arguments: str) -> str:
+def cli(server: Serve, home: Path, *arguments: str) -> str:
     """What the SDK's command prints."""
     environment = os.environ | {"TINKER_BASE_URL": server.url, "HOME": str(home)}
     command = [str(Path(sys.executable).with_name("tinker")), "-f", "json", *arguments]
@@ -54,7 +54,7 @@ def peft_logprobs(base: str, adapter: Path) -> Array:
     return token_logprobs(adapted, TOKENS[:-1], TOKENS[1:]).numpy()
 
 
-def vllm_logprobs(server: Server, adapter: Path) -> Array:
+def vllm_logprobs(server: Serve, adapter: Path) -> Array:
     """Of the server's own replica, given the directory as it is."""
     url = f"{url_of(vllm_servers(server.process.pid)[0])}/v1"
     name = {"lora_name": "downloaded"}
@@ -69,7 +69,7 @@ def vllm_logprobs(server: Server, adapter: Path) -> Array:
 
 
 def test_a_downloaded_export_scores_in_peft_and_in_vllm_as_in_the_trainer(
-    server: Server, client: Client, model_directory: str, tmp_path: Path
+    server: Serve, client: Client, model_directory: str, tmp_path: Path
 ) -> None:
     training = trained(client)
     path = training.save_weights_external("final", ttl_seconds=3600).result().path
@@ -86,7 +86,7 @@ def test_a_downloaded_export_scores_in_peft_and_in_vllm_as_in_the_trainer(
 
 
 def test_a_training_checkpoint_is_downloaded_through_an_export_that_is_deleted_again(
-    server: Server, client: Client, model_directory: str, tmp_path: Path
+    server: Serve, client: Client, model_directory: str, tmp_path: Path
 ) -> None:
     training = trained(client)
     path = training.save_state("kept").result().path
@@ -134,7 +134,7 @@ def test_a_taken_name_and_a_malformed_recipient_are_the_users_errors(client: Cli
     train(training, TOKENS)
 
 
-def test_a_sessions_trace_is_exported(server: Server, client: Client, tmp_path: Path) -> None:
+def test_a_sessions_trace_is_exported(server: Serve, client: Client, tmp_path: Path) -> None:
     with tinker.ServiceClient(base_url=client.url) as service:
         training = Client(client.url, service).new_lora()
         train(training, TOKENS)

@@ -9,9 +9,9 @@ import pytest
 import tinker
 
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from tests.e2e.conftest import Server
 from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.inference.support.samplers import CONTEXT, Served
+from tests.support.serve import serving
 
 
 @pytest.fixture
@@ -21,10 +21,8 @@ def client(servers: dict[str, Served], tmp_path: Path) -> Iterator[Client]:
     options += ["--context-length", str(CONTEXT)]
     for url in tied.group.urls:
         options += ["--sampler-urls", f"{url}/"]
-    server = Server(tmp_path / "home", *options)
-    with tinker.ServiceClient(base_url=server.url) as service:
+    with serving(tmp_path / "home", *options) as server, tinker.ServiceClient(base_url=server.url) as service:
         yield Client(server.url, service, "mine")
-    assert server.stop() == 0
     asyncio.run(unload_all(tied.group.urls))
 
 

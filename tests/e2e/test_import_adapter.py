@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.e2e.conftest import Server
 from tests.e2e.support.client import Client, logprobs_of, random_tokens, train
 from tests.support.peft_adapters import save_adapter, token_logprobs
+from tests.support.serve import Serve
 
 TOKENS = random_tokens(40, seed=5)
 
 
-def run_import(server: Server, adapter: Path, *arguments: str) -> str:
+def run_import(server: Serve, adapter: Path, *arguments: str) -> str:
     """What the command prints."""
     command = [sys.executable, "-m", "skyrl_tinker", "import-adapter", str(adapter), *arguments]
     done = subprocess.run([*command, "--home", str(server.home)], capture_output=True, text=True, check=True)
@@ -23,7 +23,7 @@ def run_import(server: Server, adapter: Path, *arguments: str) -> str:
 
 
 def test_training_goes_on_from_a_foreign_adapter(
-    server: Server, client: Client, model_directory: str, tmp_path: Path
+    server: Serve, client: Client, model_directory: str, tmp_path: Path
 ) -> None:
     config = {"r": 4, "lora_alpha": 20, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     peft = save_adapter(model_directory, tmp_path / "elsewhere", **config)
@@ -40,7 +40,7 @@ def test_training_goes_on_from_a_foreign_adapter(
 
 
 def test_the_import_is_a_training_run_with_one_checkpoint(
-    server: Server, client: Client, model_directory: str, tmp_path: Path
+    server: Serve, client: Client, model_directory: str, tmp_path: Path
 ) -> None:
     save_adapter(model_directory, tmp_path / "elsewhere", r=4, target_modules=["q_proj"])
     path = run_import(server, tmp_path / "elsewhere").strip()

@@ -13,8 +13,8 @@ import pytest
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER
-from tests.e2e.conftest import Server
 from tests.e2e.support.client import Client, logprobs_of, random_tokens, train
+from tests.support.serve import Serve
 
 PROMPT = random_tokens(12, seed=21)
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which letter?"}]
@@ -86,7 +86,7 @@ def test_a_path_is_sampled_as_the_trainer_left_it(
 
 
 def test_a_path_is_a_model_for_its_owner_alone(
-    client: Client, server: Server, trained: tuple[str, np.ndarray]
+    client: Client, server: Serve, trained: tuple[str, np.ndarray]
 ) -> None:
     """The engine's own socket stands in for an API that has keys: it says who asks, clients cannot."""
     body = {"model": trained[0], "prompt": PROMPT, "max_tokens": 1}

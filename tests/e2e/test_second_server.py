@@ -1,5 +1,6 @@
 """Another server beside the first: untied embeddings, two ranks, a model directory with its own name."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.e2e.conftest import Server
 from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.e2e.test_exactness import TOKENS, hugging_face_logprobs, sampled_and_trained_logprobs
+from tests.e2e.test_metrics import gap_of_next_step
+from tests.support.serve import Serve, serving
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +34,40 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def second(client: Client, untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def running(client: Client, untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """`client` is asked for so that both servers run at the same time."""
-    arguments = ("--base-model", str(untied_model), "--model-name", "mine", "--trainer-ranks", "2")
-    server = Server(tmp_path_factory.mktemp("second"), *arguments)
-    with tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service, "mine")
-    assert server.stop() == 0
+    directory = tmp_path_factory.mktemp("second")
+    config = directory / "settings.toml"
+    config.write_text("logprob_gap_bound = 1e-12\ncanary = false\n")
+    options = ["--base-model", str(untied_model), "--model-name", "mine", "--trainer-ranks", "2"]
+    with serving(directory / "home", "--config", str(config), *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def second(running: Serve) -> Iterator[Client]:
+    with tinker.ServiceClient(base_url=running.url) as service:
+        yield Client(running.url, service, "mine")
+
+
+def test_a_gap_beyond_the_bound_is_a_warning_that_users_see(
+    second: Client, running: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No float is as near as 1e-12 to another one that was computed in another way."""
+    training = second.new_lora()
+    train(training, TOKENS)
+    training.save_weights_for_sampler("apart").result()
+    gap = gap_of_next_step(training)
+    assert not math.isnan(gap)
+    assert "differ from the trainer's" not in caplog.text
+    with tinker.ServiceClient(base_url=running.url) as service:
+        Client(running.url, service, "mine").base_sampler()  # needs a session
+    assert "differ from the trainer's" in caplog.text, "create_session said nothing"
+    log = (running.home / "logs" / "engine.log").read_text()
+    assert f"differ from the trainer's by {gap:.1e}" in log
+    assert " WARNING " in log
+    assert running.process.stderr is not None
+    assert "logprob_gap_bound" in running.process.stderr.readline()
 
 
 def test_two_ranks_agree_with_a_plain_hugging_face_forward(second: Client, untied_model: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Server
+from tests.support.serve import Serve
 
 ROOT = Path(__file__).parents[2]
 TOO_NEW = ["scores", "external", "storage", "search", "copy", "finish"]
@@ -33,7 +33,7 @@ others may be shown.
 
 
 @pytest.mark.timeout(900)
-def test_the_newest_an_either_way_and_a_json_only_sdk_do_all_that_they_can(server: Server) -> None:
+def test_the_newest_an_either_way_and_a_json_only_sdk_do_all_that_they_can(server: Serve) -> None:
     ended = subprocess.run(
         [sys.executable, "scripts/compat.d/run.py", "--base-url", server.url, *ABSENT],
         cwd=ROOT,

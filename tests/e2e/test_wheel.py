@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tests.e2e.conftest import Server
+from tests.support.serve import serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,8 @@ def test_the_wheel_serves_from_a_fresh_venv(installed: Path, tmp_path: Path) -> 
         [installed, "-c", "import skyrl_tinker; print(skyrl_tinker.__file__)"], text=True, cwd=tmp_path
     )
     assert where.startswith(str(installed.parents[1]))
-    server = Server(tmp_path / "home", python=str(installed))
-    with tinker.ServiceClient(base_url=server.url) as service:
+    with (
+        serving(tmp_path / "home", python=str(installed)) as server,
+        tinker.ServiceClient(base_url=server.url) as service,
+    ):
         assert service.create_lora_training_client(base_model="tiny", rank=4).result().model_id
-    assert server.stop() == 0

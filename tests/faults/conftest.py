@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.support.serve import Serve, running
+from tests.support.serve import Serve, serving
 
 
 @pytest.fixture(scope="session")
@@ -11,7 +11,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """One for all tests, of which each leaves it ready. A module that kills its engine often has its own:
     `serve` gives up after five deaths in two minutes.
     """
-    with running(tmp_path_factory.mktemp("shared")) as shared:
+    with serving(tmp_path_factory.mktemp("shared")) as shared:
         yield shared
 
 

@@ -9,7 +9,7 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
-from tests.faults.support.serve import HEAL_S, Serve, wait_until
+from tests.support.serve import HEAL_S, Serve, wait_until
 
 TOKENS = random_tokens(30, seed=1)
 

@@ -8,7 +8,7 @@ import tinker
 
 from tests.e2e.support.client import Client, logprobs_of, prompt
 from tests.e2e.support.policies import ATOL, TOKENS, policy, roll, scores, step
-from tests.faults.support.serve import HEAL_S, Serve, wait_until
+from tests.support.serve import HEAL_S, Serve, wait_until
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.support.serve import HEAL_S, KINDS, START_S, STOP_S, Serve, running, wait_until
+from tests.support.serve import HEAL_S, KINDS, START_S, STOP_S, Serve, serving, wait_until
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Its own one: most of the deaths here are also the engine's."""
-    with running(tmp_path_factory.mktemp("healing")) as healing:
+    with serving(tmp_path_factory.mktemp("healing")) as healing:
         yield healing
 
 

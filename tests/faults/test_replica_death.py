@@ -11,8 +11,8 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, prompt, random_tokens, train
-from tests.faults.support.serve import HEAL_S, Serve, running, wait_until
 from tests.support.processes import url_of, vllm_servers
+from tests.support.serve import HEAL_S, Serve, serving, wait_until
 
 PROMPT = random_tokens(20, seed=3)
 LENGTH = 300
@@ -21,7 +21,7 @@ SAMPLES = 64
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    with running(tmp_path_factory.mktemp("replicas"), "--replicas", "2") as replicated:
+    with serving(tmp_path_factory.mktemp("replicas"), "--replicas", "2") as replicated:
         yield replicated
 
 

@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.support.serve import Serve
+from tests.support.serve import Serve
 
 
 def test_cuda_without_gpus_is_refused_with_how_many_it_takes(

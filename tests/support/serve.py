@@ -27,25 +27,18 @@ KINDS = {  # part of the command line
 
 
 class Serve:
-    """A server as a user starts it, and every process that it was ever seen to have."""
+    """`skyrl-tinker serve` with its own home on a free port, and every process that it was seen to have."""
 
-    def __init__(self, home: Path, *options: str) -> None:
+    def __init__(self, home: Path, *options: str, python: str = sys.executable) -> None:
+        self.home = home
+        command = [python, "-m", "skyrl_tinker", "serve", "--home", str(home), "--port", "0", *options]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "skyrl_tinker",
-                "serve",
-                "--home",
-                str(home),
-                "--port",
-                "0",
-                *options,
-            ],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            cwd=home.parent,
         )
         self.seen: set[psutil.Process] = set()
         self.url = ""
@@ -92,9 +85,9 @@ class Serve:
 
 
 @contextmanager
-def running(home: Path, *options: str) -> Iterator[Serve]:
+def serving(home: Path, *options: str, python: str = sys.executable) -> Iterator[Serve]:
     """Ready; ended in good order, unless something failed."""
-    served = Serve(home, *options)
+    served = Serve(home, *options, python=python)
     try:
         yield served.wait_ready()
         served.stop()
