@@ -1,53 +1,77 @@
 """What several rooms share for the whole session because starting it costs seconds."""
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from tests.inference.support.samplers import Served
 
 
-TESTS = Path(__file__).parent
-WITHOUT_SERVERS = 5  # the last of the orders that _group returns
+GROUPS = {
+    "tests/e2e/test_external_samplers.py": "ray_cluster",
+    "tests/e2e/": "server of e2e",
+    "tests/training/": "ray_cluster",
+    "tests/inference/": "ray_cluster",
+    "tests/weight_sync/": "ray_cluster",
+    "tests/engine/sampler/test_fleet.py": "ray_cluster",
+    "tests/engine/trainer/test_pass_preparation.py": "ray_cluster",
+    "tests/cookbook/": "kitchen",
+    "tests/faults/test_engine_death.py": "server of faults",
+    "tests/faults/test_inflight.py": "server of faults",
+    "tests/faults/test_trainer_death.py": "server of faults",
+}
+"""What tests share that is slow to start, by the beginning of their ids. What takes longest comes first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--without-servers", action="store_true", help="leave out tests that start Ray or vLLM")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    """Let the tests that share something slow to start run in one process, those that take longest first."""
     if config.getoption("--without-servers"):
-        slow = [item for item in items if _group(item, item.fixturenames)[0] < WITHOUT_SERVERS]
-        config.hook.pytest_deselected(items=slow)
+        slow = {item for item in items if _starts_servers(item)}
+        config.hook.pytest_deselected(items=list(slow))
         items[:] = [item for item in items if item not in slow]
-    fixtures: dict[Path, set[str]] = defaultdict(set)
-    for item in items:
-        fixtures[item.path] |= set(item.fixturenames)
-    groups = {item: _group(item, fixtures[item.path]) for item in items}
-    items.sort(key=lambda item: groups[item][0])
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item][1]))
+    order = [*GROUPS, "tests/faults/", "tests/"]
+    items.sort(
+        key=lambda item: next(place for place, start in enumerate(order) if item.nodeid.startswith(start))
+    )
+    strays = [
+        item.nodeid
+        for item in items
+        if "ray_cluster" in item.fixturenames and _group(item.nodeid) != "ray_cluster"
+    ]
+    assert not strays, "they use Ray: name them in GROUPS"
 
 
-def _group(item: pytest.Function, fixtures: Collection[str]) -> tuple[int, str]:
-    """Return the order of its group, and the group's name. `fixtures`: of all tests in its file."""
-    folder = item.path.relative_to(TESTS).parts[0]
-    if "ray_cluster" in fixtures:
-        return 1, "Ray"
-    if "kitchen" in fixtures:
-        return 2, "cookbook"
-    if "server" in fixtures and not hasattr(item.module, "server"):
-        return 0 if folder == "e2e" else 3, f"server of {folder}"
-    if "start" in item.fixturenames:
-        return 4, item.nodeid
-    return 4 if folder in ("e2e", "faults", "gpu") else WITHOUT_SERVERS, str(item.path)
+def _starts_servers(item: pytest.Function) -> bool:
+    folders = ("tests/e2e/", "tests/cookbook/", "tests/faults/")
+    return item.nodeid.startswith(folders) or "ray_cluster" in item.fixturenames
+
+
+def _group(nodeid: str) -> str:
+    """Name the tests that run in one process: those that share something, or else those of one file."""
+    if nodeid.startswith("tests/faults/test_processes_end.py"):
+        return nodeid  # each test starts its own server
+    shared = next((shared for start, shared in GROUPS.items() if nodeid.startswith(start)), None)
+    return shared or nodeid.partition("::")[0]
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Sends each group to one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    """Replace --dist loadgroup: pytest 9 does not heed the ids by which pytest-xdist 3.8 tells its groups."""
+    return GroupScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
