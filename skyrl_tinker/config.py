@@ -109,7 +109,7 @@ class Settings(BaseSettings):
     logprob_gap_bound: float | None = Field(
         None, gt=0, description="Difference that causes a warning [default: 1e-3, for bfloat16 0.25]"
     )
-    ray_address: str | None = Field(None, description="Join a Ray cluster")
+    ray_address: str | None = Field(None, description="Ray cluster to join; refused so far")
 
     long_poll_s: float = Field(20.0, gt=0, lt=45, description="Longest wait of a request for a result")
     session_timeout_s: float = Field(

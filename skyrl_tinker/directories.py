@@ -1,20 +1,14 @@
 """Every path of a server."""
 
-import hashlib
-import os
 import shutil
 from pathlib import Path
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.user_directory import make_private, user_directory
 
 _SHM = Path("/dev/shm")
 _HOME = "home"  # a note in ephemeral_dir: the home that it belongs to
-
-
-def home_digest(home: Path) -> str:
-    """Return 10 hex digits that name a home in shared directories, where paths must be short."""
-    return hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:10]
 
 
 class Directories:
@@ -29,11 +23,9 @@ class Directories:
         self.settings_file = self.run_dir / "settings.json"
         self.lock_file = self.run_dir / "serve.lock"
         self.pid_file = self.run_dir / "processes.json"
-        self.bell_dir = _private_name(Path("/tmp")) / home_digest(self.home)
+        self.bell_dir = user_directory(Path("/tmp"), self.home)
         self.engine_socket = self.bell_dir / "engine.http"
-        self.ephemeral_dir = (
-            _private_name(_SHM) / home_digest(self.home) if _SHM.is_dir() else self.run_dir / "adapters"
-        )
+        self.ephemeral_dir = user_directory(_SHM, self.home) if _SHM.is_dir() else self.run_dir / "adapters"
 
     def make(self) -> None:
         """Create every directory. Raises StartupError when one cannot be ours alone."""
@@ -41,8 +33,8 @@ class Directories:
             _make(directory)
         for directory in (self.bell_dir, self.ephemeral_dir):
             if directory.parent.name.startswith("skyrl-tinker-"):
-                _make_private(directory.parent)
-            _make_private(directory)
+                make_private(directory.parent)
+            make_private(directory)
         (self.ephemeral_dir / _HOME).write_text(str(self.home))
 
     def delete_temporary(self) -> None:
@@ -70,10 +62,6 @@ def _home_in(note: Path) -> Path:
         return note
 
 
-def _private_name(shared: Path) -> Path:
-    return shared / f"skyrl-tinker-{os.getuid()}"
-
-
 def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -81,12 +69,3 @@ def _make(directory: Path) -> None:
         raise StartupError(
             f"cannot create {directory}: {error.strerror}; choose another directory with --home"
         ) from error
-
-
-def _make_private(directory: Path) -> None:
-    """Create a directory in one that others can write to. Refuse another user's directory, or a link."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.lstat()
-    if status.st_uid != os.getuid() or directory.is_symlink():
-        raise StartupError(f"{directory} belongs to another user; remove it and start again")
-    directory.chmod(0o700)

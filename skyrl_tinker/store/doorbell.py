@@ -1,22 +1,15 @@
 """Wake-up between processes of one server. It carries no data and may be lost, so its receivers also poll."""
 
 import asyncio
-import hashlib
 import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from skyrl_tinker.errors import StartupError
+from skyrl_tinker.user_directory import make_private, user_directory
 
 Role = Literal["engine", "api"]
-
-
-def directory(home: Path) -> Path:
-    """Return the directory of this home's sockets: short, since a socket's path has at most 107 bytes."""
-    digest = hashlib.sha256(str(home.absolute()).encode()).hexdigest()
-    return Path(f"/tmp/skyrl-tinker-{os.getuid()}") / digest[:10]
 
 
 class Doorbell:
@@ -38,9 +31,9 @@ class Doorbell:
 
         Raises StartupError if the directory belongs to another user.
         """
-        place = directory(home)
+        place = user_directory(Path("/tmp"), home)
         for path in (place.parent, place):
-            _make_private(path)
+            make_private(path)
         return cls(place, role)
 
     async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109  (a timeout is an answer here)
@@ -87,12 +80,3 @@ class Doorbell:
                 self._rung.set()
         except BlockingIOError:
             return
-
-
-def _make_private(path: Path) -> None:
-    """Create the directory for this user only, or check it: in /tmp another user may have created it."""
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if status.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
-        raise StartupError(f"{path} is not a directory of this user: remove it, the server needs this path")
-    path.chmod(0o700)

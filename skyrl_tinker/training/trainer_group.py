@@ -31,7 +31,7 @@ from skyrl_tinker.training.batching.outputs import RankOutput, assemble
 from skyrl_tinker.training.captured_state import CapturedState
 from skyrl_tinker.training.restart_policy import RestartPolicy
 from skyrl_tinker.training.state_ledger import StateLedger
-from skyrl_tinker.training.trainer_spec import TrainerSpec
+from skyrl_tinker.training.trainer_spec import TrainerSpec, retry_budget
 
 __all__ = ["CapturedState", "PreparedPass", "TrainerGroup", "TrainerSpec"]
 
@@ -105,7 +105,7 @@ class TrainerGroup:
 
     async def run_pass(self, prepared: PreparedPass) -> list[PassOutput | Failure]:
         """Run a pass; outputs in the order of the items. Failed requests leave no trace in any gradient."""
-        half = max(1, self.spec.token_budget // 2)
+        half = retry_budget(self.spec.token_budget)
         try:
             outputs: list[RankOutput] = await self._with_retry(
                 lambda: self._on_all_ranks("run_pass", prepared.argument),

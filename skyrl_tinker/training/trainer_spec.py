@@ -25,3 +25,8 @@ class TrainerSpec:
     memory_gb: float | None = None
     gradient_checkpointing: bool = False
     state_dir: str | None = None
+
+
+def retry_budget(token_budget: int) -> int:
+    """Return the tokens per row with which a pass that ran out of memory is tried once more."""
+    return max(1, token_budget // 2)

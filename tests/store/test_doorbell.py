@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.store import doorbell
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.user_directory import user_directory
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
-    place = doorbell.directory(tmp_path)
+    place = user_directory(Path("/tmp"), tmp_path)
     if place.exists():
         for left in place.iterdir():
             left.unlink()
@@ -65,7 +65,7 @@ async def test_ringing_the_absent_is_no_error(home: Path) -> None:
     api = Doorbell.bind(home, "api")
     api.ring("engine")
     api.close()
-    assert list(doorbell.directory(home).iterdir()) == []
+    assert list(user_directory(Path("/tmp"), home).iterdir()) == []
 
 
 async def test_the_socket_of_a_dead_api_process_is_removed(home: Path) -> None:
@@ -75,7 +75,7 @@ async def test_the_socket_of_a_dead_api_process_is_removed(home: Path) -> None:
     )
     engine = Doorbell.bind(home, "engine")
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program, str(home)], check=True)
-    place = doorbell.directory(home)
+    place = user_directory(Path("/tmp"), home)
     assert len(list(place.glob("api-*.sock"))) == 1
     api = Doorbell.bind(home, "api")
     engine.ring("api")
@@ -101,13 +101,13 @@ async def test_homes_do_not_hear_each_other(home: Path) -> None:
     assert not await engine.wait(0.05)
     engine.close()
     api.close()
-    doorbell.directory(other_home).rmdir()
+    user_directory(Path("/tmp"), other_home).rmdir()
 
 
 async def test_the_directory_is_private_and_paths_are_short(tmp_path: Path) -> None:
     home = tmp_path / ("long" * 60)
     api = Doorbell.bind(home, "api")
-    place = doorbell.directory(home)
+    place = user_directory(Path("/tmp"), home)
     assert place.stat().st_mode & 0o777 == 0o700
     assert len(str(place / "api-4194304.sock")) < 107
     api.close()

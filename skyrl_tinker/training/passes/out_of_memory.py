@@ -14,6 +14,7 @@ import torch
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput
+from skyrl_tinker.training.trainer_spec import retry_budget
 
 _log = logging.getLogger(__name__)
 _CPU_MESSAGES = ("can't allocate memory", "std::bad_alloc")
@@ -38,7 +39,7 @@ def run_with_retry(
     `ran_out`: whether an error means that memory ran out, here or on a peer. `recover` makes the worker fit
     to run again.
     """
-    budgets = (budget, max(1, budget // 2))
+    budgets = (budget, retry_budget(budget))
     for tokens in budgets:
         try:
             return replace(run(tokens), retried=tokens != budget)
