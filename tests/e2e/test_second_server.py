@@ -1,11 +1,13 @@
 """Another server beside the first: untied embeddings, two ranks, a model directory with its own name."""
 
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -13,6 +15,7 @@ import tinker
 from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.e2e.test_exactness import TOKENS, hugging_face_logprobs, sampled_and_trained_logprobs
 from tests.e2e.test_metrics import gap_of_next_step
+from tests.e2e.test_order import Model
 from tests.support.serve import Serve, serving
 
 
@@ -38,7 +41,7 @@ def running(client: Client, untied_model: Path, tmp_path_factory: pytest.TempPat
     """`client` is asked for so that both servers run at the same time."""
     directory = tmp_path_factory.mktemp("second")
     config = directory / "settings.toml"
-    config.write_text("logprob_gap_bound = 1e-12\ncanary = false\n")
+    config.write_text("logprob_gap_bound = 1e-12\ncanary = false\nlong_poll_s = 2\n")
     options = ["--base-model", str(untied_model), "--model-name", "mine", "--trainer-ranks", "2"]
     with serving(directory / "home", "--config", str(config), *options) as server:
         yield server
@@ -106,3 +109,18 @@ def test_the_model_answers_to_its_name_and_its_directory(second: Client, untied_
 def test_the_first_server_goes_on_beside_it(client: Client, second: Client) -> None:
     train(client.new_lora(), TOKENS)
     train(second.new_lora(), TOKENS)
+
+
+def test_a_long_poll_is_held_and_then_says_why_it_waits(second: Client) -> None:
+    """seq 2 waits for seq 1, which never comes; the hold itself is tested at length in tests/api."""
+    model = Model(second)
+    request_id = model.forward_backward(2)
+    with httpx.Client(timeout=60) as http:
+        answer = http.post(
+            f"{second.url}/api/v1/retrieve_future",
+            content=json.dumps({"request_id": request_id}),
+            headers={"X-API-Key": "tml-local"},
+        )
+    assert answer.status_code == 408
+    assert answer.json()["type"] == "try_again"
+    assert answer.elapsed.total_seconds() > 1.9

@@ -1,6 +1,9 @@
-"""`serve` replaces whatever dies under it."""
+"""`serve` replaces whatever dies under it, and is alone in its home."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +32,23 @@ def test_it_heals_when_one_is_killed(server: Serve, kind: str) -> None:
     assert wait_until(
         lambda: not [each for each in server.seen if each not in current and each.is_running()], 10
     )
+
+
+def test_a_home_that_is_in_use_and_a_port_that_is_taken_are_refused_in_one_line(
+    server: Serve, tmp_path: Path
+) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    for options, message in (
+        (["--home", str(server.home), "--port", "0"], "another server"),
+        (["--home", str(tmp_path), "--port", port], "choose another --port"),
+    ):
+        refused = subprocess.run(
+            [sys.executable, "-m", "skyrl_tinker", "serve", *options],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert refused.returncode == 1
+        assert message in refused.stderr
+        assert refused.stderr.count("\n") == 1
+    assert server.ready()
