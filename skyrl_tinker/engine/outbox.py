@@ -108,6 +108,16 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(RETRY_S)
 
 
+async def read_persistently(store: Store, op: Op[T]) -> T:
+    """Run `op` on one state of the database, again while it fails: for few, small rows."""
+
+    async def read() -> T:
+        with store.read() as conn:
+            return op(conn)
+
+    return await persistently(read)
+
+
 def finish_all(conn: Connection, outcomes: Mapping[int, FutureOutcome]) -> None:
     """Finish futures, by id."""
     results: dict[int, FutureResult] = {}

@@ -17,7 +17,7 @@ from skyrl_tinker.engine.outbox import (
     Outbox,
     failure_of,
     json_answer,
-    persistently,
+    read_persistently,
 )
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -137,13 +137,11 @@ class SamplerDriver:
     async def _with_bodies(self, batch: Sequence[QueuedRow]) -> list[tuple[QueuedRow, bytes]]:
         """Pair rows with their bodies, without rows that have finished already."""
         large = [row.id for row in batch if row.body is None]
-        read = await persistently(partial(self._read, large)) if large else {}
+        read = (
+            await read_persistently(self._store, lambda conn: queue.read_bodies(conn, large)) if large else {}
+        )
         pairs = [(row, row.body or read.get(row.id)) for row in batch]
         return [(row, body) for row, body in pairs if body is not None]
-
-    async def _read(self, ids: Sequence[int]) -> dict[int, bytes]:
-        with self._store.read() as conn:
-            return queue.read_bodies(conn, ids)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         await self._outbox.send([(row.id, await self._outcome(row, body))])

@@ -21,7 +21,7 @@ from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.outbox import Outbox, failure_of, persistently
+from skyrl_tinker.engine.outbox import Outbox, failure_of, persistently, read_persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
@@ -81,7 +81,7 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def save(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
         """Capture and probe on the trainer; publish and compare in `background`. Raises TrainerError."""
-        requests = self._requests(rows)
+        requests = await read_persistently(self._store, partial(_requests, rows=rows))
         saves = await self.capture(requests)
         await self._outbox.send(
             (request.row.id, save)
@@ -118,12 +118,6 @@ class Publisher(SaveFlow[SamplerSave]):
             self._metrics.published(save.version.kind, time.monotonic() - started)
             await self._announce(save)
         return succeeded
-
-    def _requests(self, rows: Sequence[QueuedRow]) -> list[SamplerSaveRequest]:
-        """Read the requests, without those that expired before their turn."""
-        with self._store.read() as conn:
-            bodies = queue.read_bodies(conn, [row.id for row in rows])
-            return [_request(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
 
     async def _begin(self, row: QueuedRow, model: ModelRow, body: SaveSamplerBody) -> SamplerSave:
         """Reserve the name and number the version. Raises SkyrlTinkerError."""
@@ -204,6 +198,12 @@ async def _or_failure(work: Awaitable[T]) -> T | Failure:
         raise
     except Exception as error:  # becomes the result of the request
         return failure_of(error)
+
+
+def _requests(conn: Connection, rows: Sequence[QueuedRow]) -> list[SamplerSaveRequest]:
+    """Read the requests, without those that expired before their turn."""
+    bodies = queue.read_bodies(conn, [row.id for row in rows])
+    return [_request(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
 
 
 def _request(conn: Connection, row: QueuedRow, body: bytes) -> SamplerSaveRequest:

@@ -4,7 +4,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.engine.outbox import Outbox, failure_of
+from skyrl_tinker.engine.outbox import Outbox, failure_of, read_persistently
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
@@ -47,9 +47,9 @@ class ModelBarriers:
 
     async def execute(self, row: QueuedRow) -> Write | None:
         """Run a request; returns what is left to be written. TrainerError: the workers are broken."""
-        model = self._models.row(model_of(row))
-        with self._store.read() as conn:
-            body = queue.read_bodies(conn, [row.id]).get(row.id)
+        model = await self._models.row(model_of(row))
+        bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, [row.id]))
+        body = bodies.get(row.id)
         if body is None:  # it expired before it started
             return None
         try:

@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import recovery
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, read_persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_creation import Finished
@@ -38,16 +38,14 @@ class ModelLifecycle:
         self._releasing: set[ModelKey] = set()  # their sessions are over
         self._unloading: dict[ModelKey, QueuedRow] = {}  # by model, its unload_model request
 
-    def row(self, model: ModelKey) -> ModelRow:
-        with self._store.read() as conn:
-            row = model_records.by_key(conn, model)
-        assert row is not None, "futures refer to models"
-        return row
+    async def row(self, model: ModelKey) -> ModelRow:
+        return await read_persistently(self._store, lambda conn: _row(conn, model))
 
     def closed_by(self, model: ModelKey) -> Failure | None:
         """Return why nothing of this model can run; a model that is new to this engine gets its lane."""
         if not self._lanes.knows(model):
-            row = self.row(model)
+            with self._store.read() as conn:
+                row = _row(conn, model)
             if row.state is ModelState.CREATING:
                 self._lanes.open(model)
             else:
@@ -95,9 +93,10 @@ class ModelLifecycle:
         """Close a model whose state died with a worker."""
         self._on_workers.discard(model)
         await self._drift_monitor.forget(model)
-        row = self.row(model)
-        with self._store.read() as conn:
-            reason = recovery.why_lost(conn, row, "a trainer process died")
+        reason = await read_persistently(
+            self._store,
+            lambda conn: recovery.why_lost(conn, _row(conn, model), "a trainer process died"),
+        )
         failures = self._close(model, Failure(reason, "server"))
         await self._outbox.send(failures, _set_state(model, ModelState.LOST, reason))
 
@@ -108,12 +107,18 @@ class ModelLifecycle:
             await self._trainer.release(model)
         outcomes = self._close(model, failure)
         if request := self._unloading.pop(model, None):
-            outcomes.append((request.id, json_answer({"model_id": (self.row(model)).model_id})))
+            outcomes.append((request.id, json_answer({"model_id": (await self.row(model)).model_id})))
         await self._outbox.send(outcomes, _set_state(model, ModelState.RELEASED, failure.message))
 
     def _close(self, model: ModelKey, failure: Failure) -> list[tuple[int, FutureOutcome]]:
         """Close a lane; returns the failures of the requests that waited in it, by future id."""
         return [(row.id, failure) for row in self._lanes.close(model, failure)]
+
+
+def _row(conn: Connection, model: ModelKey) -> ModelRow:
+    row = model_records.by_key(conn, model)
+    assert row is not None, "futures refer to models"
+    return row
 
 
 def _set_state(model: ModelKey, state: ModelState, reason: str) -> Op[Any]:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, read_persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
@@ -27,8 +27,8 @@ class OptimSteps:
 
     async def apply(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
         """Apply the steps of valid windows together, and clear the other windows. Raises TrainerError."""
-        with self._store.read() as conn:  # steps that were refused or have expired have no body
-            bodies = queue.read_bodies(conn, [row.id for row in rows])
+        ids = [row.id for row in rows]  # steps that were refused or have expired have no body
+        bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, ids))
         errors = {row.id: self._lanes.window_error(model_of(row)) for row in rows}
         valid = [row for row in rows if row.id in bodies and errors[row.id] is None]
         invalid = [model_of(row) for row in rows if row not in valid]

@@ -117,7 +117,7 @@ class TrainerDriver:
         await self._outbox.send((row.id, failure) for row, failure in late if row.seq_id != 0)
         for row, failure in late:
             if row.seq_id == 0:
-                await self._models.fail_creation(row, self._models.row(model_of(row)), failure)
+                await self._models.fail_creation(row, await self._models.row(model_of(row)), failure)
         self._woken.set()
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 import orjson
 import pytest
-from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, VersionId
@@ -146,20 +146,19 @@ async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     assert [world.gaps.pop_gap(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
 
 
+@pytest.mark.parametrize(("module", "name"), [(sampling_sessions, "publish_version"), (queue, "read_bodies")])
 async def test_a_database_that_fails_for_a_moment_costs_no_save(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
 ) -> None:
-    publish, failures = (
-        sampling_sessions.publish_version,
-        [OperationalError("UPDATE", None, OSError("disk full"))],
-    )
+    statement = getattr(module, name)
+    failures = [OperationalError("UPDATE", None, OSError("disk full"))]
 
-    def fails_once(conn: Connection, version: VersionId, directory: str) -> None:
+    def fails_once(*arguments: Any) -> Any:
         if failures:
             raise failures.pop()
-        publish(conn, version, directory)
+        return statement(*arguments)
 
-    monkeypatch.setattr(sampling_sessions, "publish_version", fails_once)
+    monkeypatch.setattr(module, name, fails_once)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     _, saved = await world.submit()
     await world.run()

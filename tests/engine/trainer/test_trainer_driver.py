@@ -1,6 +1,7 @@
 """Order, windows and failures, on the real store. Workers are scripted: what they compute does not matter."""
 
 import asyncio
+from collections.abc import Sequence
 
 import orjson
 import pytest
@@ -8,9 +9,11 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
-from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.domain.values import AdamParams, Failure
 from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.model_records import ModelRow
 from tests.engine.support import journal
 from tests.engine.support.world import World
@@ -107,6 +110,30 @@ async def test_a_database_that_fails_for_a_moment_loses_no_request(
     assert failures == []
     assert (await world.done(await journal.submit_step(world.store, model, 1))).status is FutureStatus.DONE
     assert world.workers.names() == ["create", "step"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (RequestKind.OPTIM_STEP, OptimStepBody(AdamParams()).to_bytes()),
+        (RequestKind.SAVE_WEIGHTS, SaveWeightsBody("0001").to_bytes()),
+    ],
+)
+async def test_a_read_that_fails_delays_a_barrier_and_ends_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: RequestKind, body: bytes
+) -> None:
+    model = await world.model()
+    read, failures = queue.read_bodies, [OperationalError("SELECT", None, OSError("disk I/O error"))]
+
+    def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
+        if failures:
+            raise failures.pop()
+        return read(conn, ids)
+
+    monkeypatch.setattr(queue, "read_bodies", read_bodies)
+    accepted = await journal.submit(world.store, model, 1, kind, body)
+    assert (await world.done(accepted)).status is FutureStatus.DONE
+    assert failures == []
 
 
 async def test_broken_workers_answer_the_unit_and_end_the_engine(world: World) -> None:
