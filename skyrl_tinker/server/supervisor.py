@@ -24,7 +24,6 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import base_model, preflight
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 
 _STOP_S = 10.0  # children that have not ended by then are killed; the whole server ends within 15 s
@@ -193,11 +192,9 @@ class _Supervisor:
         return [process for process in processes.descendants() if process.pid != self._api.pid]
 
     async def _set_engine_state(self, store: Store, name: str, detail: str) -> None:
-        """Store the engine's state; the next engine fails what is pending up to `died_after`."""
-        with store.read() as conn:
-            last = queue.last_id(conn)
-        value = {"state": name, "detail": detail, "since": time.time(), "died_after": last}
-        await store.write(lambda conn: server_state.put(conn, "engine", value))
+        value = {"state": name, "detail": detail, "since": time.time()}
+        with suppress(OperationalError):  # a full disk: the next engine will report its own state
+            await store.write(lambda conn: server_state.put(conn, "engine", value))
 
     async def _announce_ready(self) -> None:
         """Poll /readyz and report once it is 200. Raises StartupError when the engine has failed."""
@@ -220,8 +217,9 @@ class _Supervisor:
             processes.reap_orphans(known=(self._api.pid or 0, self._engine.pid or 0))
             running = processes.identities(processes.descendants())
             if running != recorded:
-                processes.write_pid_file(self._directories.pid_file, running)
-                recorded = running
+                with suppress(OSError):  # a full disk: tried again
+                    processes.write_pid_file(self._directories.pid_file, running)
+                    recorded = running
             await asyncio.sleep(_RECORD_S)
 
     async def _report_warnings(self, store: Store) -> None:

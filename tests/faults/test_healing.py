@@ -34,6 +34,17 @@ def test_it_heals_when_one_is_killed(server: Serve, kind: str) -> None:
     )
 
 
+def test_a_pid_file_that_cannot_be_written_ends_nothing(server: Serve) -> None:
+    """As on a full disk."""
+    assert wait_until(server.ready, HEAL_S)
+    pid_file = server.home / "run" / "processes.json"
+    pid_file.unlink()
+    pid_file.mkdir()
+    test_it_heals_when_one_is_killed(server, "vLLM engine core")
+    pid_file.rmdir()
+    assert wait_until(pid_file.is_file, HEAL_S)
+
+
 def test_a_home_that_is_in_use_and_a_port_that_is_taken_are_refused_in_one_line(
     server: Serve, tmp_path: Path
 ) -> None:
