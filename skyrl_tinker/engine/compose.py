@@ -78,7 +78,8 @@ class Parts:
     http_server: EngineHttpServer
 
 
-def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Parts:
+def compose(env: Environment, facts: BaseModelFacts, backends: Backends, cursor: int) -> Parts:
+    """`cursor`: requests up to this id in the journal have finished."""
     settings, store, directories = env.settings, env.store, env.directories
     trainer, fleet, samplers = backends.trainer, backends.fleet, backends.samplers
     root, ephemeral = directories.checkpoint_root, directories.ephemeral_dir
@@ -112,7 +113,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         drift_monitor,
         trainer_driver,
         sampler_driver,
-        Intake(store, env.bell, trainer_driver, sampler_driver, env.status.died_after, metrics),
+        Intake(store, env.bell, trainer_driver, sampler_driver, cursor, metrics),
         Cleanup(
             store,
             trainer_driver,

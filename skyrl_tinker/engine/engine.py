@@ -43,8 +43,8 @@ class Engine:
         facts = read_base_model(self._env.store)
         start_up = StartUp(self._env, facts, self._shutdowns)
         backends = await start_up.bring_up()
-        await start_up.recover()
-        await self._serve(compose(self._env, facts, backends), backends)
+        cursor = await start_up.recover()
+        await self._serve(compose(self._env, facts, backends, cursor), backends)
 
     async def _serve(self, parts: Parts, backends: Backends) -> None:
         await parts.drift_monitor.clear_warning()

@@ -86,7 +86,7 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     store = Store.open(settings.store_url)
     bell = Doorbell.bind(directories.home, "engine")
     try:
-        status = EngineStatus.open(store, bell)
+        status = EngineStatus(store, bell)
         return await Engine(Environment(settings, directories, ray, store, bell, status)).run(stop)
     finally:
         bell.close()

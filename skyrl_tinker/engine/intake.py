@@ -28,7 +28,7 @@ class Intake:
         cursor: int,
         metrics: Metrics,
     ) -> None:
-        """`cursor`: futures up to this id are dealt with already."""
+        """`cursor`: requests up to this id have finished."""
         self._store = store
         self._bell = bell
         self._trainer = trainer

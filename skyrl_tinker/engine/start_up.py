@@ -70,18 +70,20 @@ class StartUp:
             await self._compare(probed, samplers)
         return Backends(trainer, fleet, samplers, placement)
 
-    async def recover(self) -> None:
-        """Tidy up after an earlier engine: partial files, models and requests that died with it."""
+    async def recover(self) -> int:
+        """Tidy up after an earlier engine: partial files, and models that died with it.
+
+        Returns the id after which the journal has every request that still has to run.
+        """
         root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
         await asyncio.to_thread(recovery.sweep_partial, [ephemeral, root, *root.glob("*/*")])
         with self._env.store.read() as conn:
             versions = sampling_sessions.list_ephemeral_versions(conn)
         spill = make_tmpfs_spill(self._directories)
         await asyncio.to_thread(spill.sweep, {version.name for version in versions})
-        lost = await recovery.recover(self._env.store, self._env.status.died_after)
-        if lost:
+        if lost := await recovery.give_up_models(self._env.store):
             _log.warning("%d models of an earlier engine are lost", lost)
-        self._env.status.recovered()
+        return await recovery.first_unread(self._env.store)
 
     async def _start_trainer(self, trainer: TrainerGroup) -> startup_check.Probe | None:
         await self._await_ready("trainer", trainer.ready())

@@ -62,7 +62,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 async def _ready(url: str) -> None:
     store = Store.open(url)
     await write_facts(store)
-    engine = {"state": "ready", "detail": "", "since": 0.0, "died_after": None}
+    engine = {"state": "ready", "detail": "", "since": 0.0}
     await store.write(lambda conn: server_state.put(conn, "engine", engine))
     await store.close()
 

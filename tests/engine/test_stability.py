@@ -146,7 +146,8 @@ async def test_a_failed_sample_leaves_no_record(store: Store, drawn: Sampling) -
 async def test_a_result_that_comes_too_late_leaves_no_record(store: Store, drawn: Sampling) -> None:
     drawn.samplers.go_on.clear()
     accepted = await drawn.sample(await journal.new_session(store), record=True)
-    await store.write(lambda conn: finish.fail_pending(conn, None, Failure("gone", "server")))
+    row = await journal.outcome(store, accepted)
+    await store.write(lambda conn: finish.fail(conn, row.future_id, Failure("gone", "server")))
     drawn.samplers.go_on.set()
     async with asyncio.timeout(10):
         while drawn.driver.in_flight() or drawn.driver.queued():  # noqa: ASYNC110

@@ -1,7 +1,8 @@
-"""What a client sees when the engine is killed: clear failures, and a server that goes on."""
+"""What a client sees when the engine is killed: models that are lost say so, all else goes on."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,27 @@ def kill_engine(server: Serve) -> None:
     assert engine is not None
     engine.kill()
     assert wait_until(lambda: not server.ready(), HEAL_S)
+
+
+def test_samples_and_creations_go_on_when_the_engine_is_killed(server: Serve) -> None:
+    """Every sample comes back as if nothing had happened; so does a model that is created meanwhile."""
+    params = types.SamplingParams(max_tokens=200, seed=5, temperature=1.0, stop=[])
+    with client_of(server) as client:
+        assert wait_until(server.ready, HEAL_S)
+        training = client.new_lora()
+        train(training, TOKENS)
+        sampler = training.save_weights_and_get_sampling_client().result()
+
+        def ask() -> list[Any]:
+            return [sampler.sample(prompt(random_tokens(8, seed=seed)), 1, params) for seed in range(40)]
+
+        expected = [future.result().sequences[0].tokens for future in ask()]
+        in_flight = ask()
+        kill_engine(server)
+        assert not any(future.done() for future in in_flight[-8:]), "they had ended before the engine"
+        created = client.service.create_lora_training_client(base_model=client.model, rank=4)
+        assert [future.result(HEAL_S).sequences[0].tokens for future in in_flight] == expected
+        train(created.result(HEAL_S), TOKENS)
 
 
 def test_a_killed_engine_fails_what_was_in_flight_and_serves_on(server: Serve) -> None:

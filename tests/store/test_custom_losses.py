@@ -88,12 +88,6 @@ async def test_the_engine_never_sees_them(store: Store, session: SessionId, mode
     assert await queued(store) == before
 
 
-async def test_a_restart_leaves_them_as_they_are(store: Store, session: SessionId) -> None:
-    accepted = await upload(store, session)
-    assert await store.write(lambda conn: finish.fail_pending(conn, None, Failure("dead", "server"))) == 0
-    assert (await outcome(store, accepted.request_id)).status is FutureStatus.DONE
-
-
 async def test_sessions_must_be_there_and_live(store: Store, session: SessionId) -> None:
     with pytest.raises(NotFoundError, match="no session nobody"):
         await upload(store, SessionId("nobody"))

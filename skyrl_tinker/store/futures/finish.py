@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, bindparam, delete, insert, literal, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
@@ -47,19 +47,6 @@ def succeed_all(conn: Connection, results: Mapping[int, tuple[str, bytes, Usage]
 def fail(conn: Connection, future_id: int, failure: Failure) -> None:
     """Finish with an error. Does nothing if the future has finished already."""
     _finish(conn, future_id, _end(FutureStatus.FAILED, failure), JSON_TYPE, failure_body(failure), NO_USAGE)
-
-
-def fail_pending(conn: Connection, up_to_id: int | None, failure: Failure) -> int:
-    """Fail all pending futures (up to an id), as a dead engine left them. Returns how many."""
-    pending = [Future.status == FutureStatus.PENDING]
-    if up_to_id is not None:
-        pending.append(Future.id <= up_to_id)
-    result = select(Future.id, literal(JSON_TYPE), literal(failure_body(failure))).where(*pending)
-    results = insert(Result).from_select(["future_id", "content_type", "body"], result.order_by(Future.id))
-    conn.execute(results)
-    conn.execute(delete(Request).where(Request.future_id.in_(select(Future.id).where(*pending))))
-    end = update(Future).where(*pending).values(_end(FutureStatus.FAILED, failure))
-    return conn.execute(end).rowcount
 
 
 def purge_results(conn: Connection, older_than: float) -> int:

@@ -90,6 +90,13 @@ def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
     return {row.future_id: row.body for row in conn.execute(_BODIES, {"future_ids": ids})}
 
 
-def last_id(conn: Connection) -> int:
-    """Return the newest future's id, 0 if there is none."""
-    return conn.scalar(select(func.max(Future.id))) or 0
+def pending_of(conn: Connection, model: ModelKey) -> list[int]:
+    """Return the ids of a model's requests that have not finished, in order of arrival."""
+    query = select(Future.id).join(Request, Request.future_id == Future.id)
+    return list(conn.scalars(query.where(Future.model_key == model).order_by(Future.id)))
+
+
+def before_pending(conn: Connection) -> int:
+    """Return the id before the first request that has not finished; the newest id if all have."""
+    first = conn.scalar(select(func.min(Request.future_id)))
+    return (conn.scalar(select(func.max(Future.id))) or 0) if first is None else first - 1

@@ -130,7 +130,7 @@ class World:
         self.bell.ring("api")
 
     async def set_engine(self, name: str, detail: str = "") -> None:
-        value = {"state": name, "detail": detail, "since": 0.0, "died_after": None}
+        value = {"state": name, "detail": detail, "since": 0.0}
         await self.store.write(lambda conn: server_state.put(conn, "engine", value))
 
     async def checkpoint(self, model_id: str, kind: CheckpointKind, name: str, **changes: Any) -> str:

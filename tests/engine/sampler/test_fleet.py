@@ -97,7 +97,7 @@ async def nothing(newcomer: RemoteInferenceClient) -> None:
 async def supervised(
     fleet: Fleet, store: Store, bell: Doorbell, equip: Equip = nothing
 ) -> AsyncIterator[None]:
-    task = asyncio.create_task(fleet.supervise(EngineStatus(store, bell, 0), equip))
+    task = asyncio.create_task(fleet.supervise(EngineStatus(store, bell), equip))
     yield
     task.cancel()
     with suppress(asyncio.CancelledError):

@@ -81,7 +81,7 @@ async def test_running_requests_are_kept_and_the_weights_come_back_first(
     store: Store, bell: Doorbell
 ) -> None:
     replicas = Replica(), Replica()
-    async with fleet_of(*replicas, status=EngineStatus.open(store, bell)) as (fleet, _):
+    async with fleet_of(*replicas, status=EngineStatus(store, bell)) as (fleet, _):
         await SleepControl(fleet).sleep()
         await SleepControl(fleet).wake()
     for replica in replicas:
@@ -96,7 +96,7 @@ async def test_a_replica_that_does_not_sleep_or_wake_is_ended_and_the_others_go_
     store: Store, bell: Doorbell
 ) -> None:
     sound, restless, drowsy = Replica(), Replica(fails="/sleep"), Replica(fails="/wake_up")
-    async with fleet_of(sound, restless, drowsy, status=EngineStatus.open(store, bell)) as (
+    async with fleet_of(sound, restless, drowsy, status=EngineStatus(store, bell)) as (
         fleet,
         processes,
     ):

@@ -100,11 +100,11 @@ async def test_an_acknowledged_write_survives_the_process(store: Store, url: str
 
 
 async def test_writes_are_there_after_reopening(store: Store, url: str) -> None:
-    await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "died_after": None}))
+    await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "detail": ""}))
     await store.close()
     again = Store.open(url)
     try:
-        assert await value(again, "engine") == {"state": "ready", "died_after": None}
+        assert await value(again, "engine") == {"state": "ready", "detail": ""}
     finally:
         await again.close()
 

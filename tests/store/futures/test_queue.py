@@ -83,7 +83,6 @@ async def test_the_queue_goes_on_after_the_cursor(store: Store, model: ModelRow)
     assert await queued(store, rows[-1].id) == []
     with store.read() as conn:
         assert queue.queued_after(conn, 0, limit=2) == rows[:2]
-        assert queue.last_id(conn) == rows[-1].id
         bodies = queue.read_bodies(conn, [row.id for row in rows[1:3]])
     assert {key: len(body) for key, body in bodies.items()} == {rows[1].id: 2000, rows[2].id: 3000}
 
@@ -100,23 +99,25 @@ async def test_a_finished_request_leaves_the_queue_and_its_body(
         assert queue.read_bodies(conn, ids) == {}
 
 
-async def test_what_a_dead_engine_left_fails_at_once(
+async def test_a_new_engine_reads_from_the_first_request_that_has_not_finished(
     store: Store, model: ModelRow, sampler: SamplingSessionId
 ) -> None:
+    (creation,) = await queued(store)
     finished, pending = await step(store, model, 1), await step(store, model, 2)
     sampled = await sample(store, sampler, 1)
+    await store.write(lambda conn: finish.succeed(conn, creation.id, finish.JSON_TYPE, b"{}"))
     await succeed(store, finished, b"ok")
     with store.read() as conn:
-        died_after = queue.last_id(conn)
-    late = await step(store, model, 3)
-    count = await store.write(lambda conn: finish.fail_pending(conn, died_after, LOST))
-    assert count == 3, "create_model, the step and the sample"
-    assert (await outcome(store, finished.request_id)).body == b"ok"
+        assert queue.pending_of(conn, model.key) == [await id_of(store, pending)]
+        cursor = queue.before_pending(conn)
+    assert [row.id for row in await queued(store, cursor)] == [
+        await id_of(store, accepted) for accepted in (pending, sampled)
+    ]
     for accepted in (pending, sampled):
-        found = await outcome(store, accepted.request_id)
-        assert (found.status, found.body) == ("failed", finish.failure_body(LOST))
-    assert (await outcome(store, late.request_id)).status == "pending"
-    assert await store.write(lambda conn: finish.fail_pending(conn, None, LOST)) == 1
+        await succeed(store, accepted, b"")
+    with store.read() as conn:
+        assert queue.before_pending(conn) == await id_of(store, sampled)
+        assert queue.pending_of(conn, model.key) == []
 
 
 async def test_old_results_are_purged_and_their_requests_still_known(store: Store, model: ModelRow) -> None:
@@ -133,7 +134,7 @@ async def test_old_results_are_purged_and_their_requests_still_known(store: Stor
 
 async def test_cursors_start_at_zero(store: Store) -> None:
     with store.read() as conn:
-        assert queue.last_id(conn) == 0
+        assert queue.before_pending(conn) == 0
         assert outcomes.last_result_id(conn) == 0
 
 
