@@ -132,6 +132,12 @@ class Settings(BaseSettings):
     sample_use_retrieve_futures: bool = Field(
         False, description="Let SDKs from 0.27 on wait for all samples of a client on one connection"
     )
+    ephemeral_keep: int = Field(
+        32, ge=1, description="Newest unnamed sampler weights that each model keeps in any case"
+    )
+    ephemeral_idle_s: float = Field(
+        3600.0, gt=0, description="Time after their last sample that older unnamed sampler weights are kept"
+    )
     result_ttl_s: float = Field(86400.0, gt=0, description="Time that results are kept")
     stability_ttl_s: float = Field(
         86400.0, gt=0, description="Time that the record of a sample is kept after its last use"

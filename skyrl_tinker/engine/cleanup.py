@@ -10,6 +10,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelState, SessionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
@@ -49,9 +50,7 @@ class Cleanup:
         sampler: SamplerDriver,
         samplers: Samplers,
         tmpfs_spill: TmpfsSpill,
-        session_timeout_s: float,
-        result_ttl_s: float,
-        stability_ttl_s: float,
+        settings: Settings,
     ) -> None:
         self._store = store
         self._trainer = trainer
@@ -59,9 +58,8 @@ class Cleanup:
         self._sampler = sampler
         self._samplers = samplers
         self._tmpfs_spill = tmpfs_spill
-        self._timeout_s = session_timeout_s
-        self._result_ttl_s = result_ttl_s
-        self._stability_ttl_s = stability_ttl_s
+        self._settings = settings
+        self._timeout_s = settings.session_timeout_s
         self._listening_since = time.time()
         self._clock_offset_s = _clock_offset_s()
         self._purged = 0.0
@@ -75,6 +73,8 @@ class Cleanup:
             except (SamplerError, OperationalError, OSError) as error:
                 # The sampler is down, or a disk is full: the engine goes on all the same.
                 _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
+            except Exception:  # an unforeseen fault of a sweep must not end the engine
+                _log.exception("clean-up failed, it is tried again in %.0f s", SWEEP_S)
 
     async def sweep(self) -> None:
         for session in self._expired_sessions():
@@ -107,7 +107,10 @@ class Cleanup:
     async def _drop_versions(self) -> None:
         with self._store.read() as conn:
             versions = sampling_sessions.list_droppable_versions(conn)
-        for version in versions:
+            surplus = sampling_sessions.list_surplus_versions(conn, self._settings.ephemeral_keep)
+        idle_s = self._settings.ephemeral_idle_s
+        versions += [version for version in surplus if self._samplers.idle_s(version) > idle_s]
+        for version in dict.fromkeys(versions):
             if await self._retire(version):
                 await asyncio.to_thread(self._tmpfs_spill.remove, version)
 
@@ -161,9 +164,10 @@ class Cleanup:
             self._purged = now
             while await self._store.write(lambda conn: usage_records.roll_up(conn, COUNTED_AT_ONCE)):
                 pass
-            await self._store.write(lambda conn: finish.purge_results(conn, now - self._result_ttl_s))
-            await self._store.write(lambda conn: custom_losses.purge(conn, now - self._result_ttl_s))
-            await self._store.write(lambda conn: stability_records.purge(conn, now - self._stability_ttl_s))
+            results, stability = now - self._settings.result_ttl_s, now - self._settings.stability_ttl_s
+            await self._store.write(lambda conn: finish.purge_results(conn, results))
+            await self._store.write(lambda conn: custom_losses.purge(conn, results))
+            await self._store.write(lambda conn: stability_records.purge(conn, stability))
 
 
 def _clock_offset_s() -> float:

@@ -121,9 +121,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends, cursor:
             sampler_driver,
             samplers,
             make_tmpfs_spill(directories),
-            settings.session_timeout_s,
-            settings.result_ttl_s,
-            settings.stability_ttl_s,
+            settings,
         ),
         Deadlines(
             metrics,

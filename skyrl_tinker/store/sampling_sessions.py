@@ -5,6 +5,7 @@ the same model. It holds the versions that it samples from until it is finished,
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -204,6 +205,22 @@ def list_droppable_versions(conn: Connection) -> list[WeightVersion]:
     )
     used = or_(model_is_live, is_held(AdapterVersion.id), _followed())
     return _published(conn, AdapterVersion.durable.is_(False), or_(_superseded(), ~used))
+
+
+def list_surplus_versions(conn: Connection, keep: int) -> list[WeightVersion]:
+    """Return the ephemeral versions of each model but its `keep` newest, oldest first; none is inflight."""
+    query = (
+        select(AdapterVersion.__table__)
+        .where(AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None))
+        .where(AdapterVersion.durable.is_(False), AdapterVersion.inflight.is_(False))
+        .order_by(AdapterVersion.id.desc())
+    )
+    surplus, seen = [], Counter[int]()
+    for row in conn.execute(query):
+        seen[row.model_key] += 1
+        if seen[row.model_key] > keep:
+            surplus.append(_version(row))
+    return surplus[::-1]
 
 
 def list_ephemeral_versions(conn: Connection) -> list[WeightVersion]:

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, SessionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.cleanup import Cleanup
@@ -29,6 +30,10 @@ class Parts:
         self.used: set[int] = set()
         self.begins: set[int] = set()  # to be used, while it is being dropped
         self.dropped: list[int] = []
+        self.idle: dict[int, float] = {}
+
+    def idle_s(self, version: WeightVersion) -> float:
+        return self.idle.get(version.id, 0.0)
 
     def in_use(self, version: WeightVersion) -> bool:
         return version.id in self.used
@@ -56,7 +61,8 @@ def cleanup_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0)
     any_part = cast(Any, parts)
     spill = TmpfsSpill(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
-    return Cleanup(store, any_part, any_part, any_part, any_part, spill, timeout_s, 600.0, 600.0)
+    settings = Settings(session_timeout_s=timeout_s, ephemeral_keep=2, ephemeral_idle_s=60.0)
+    return Cleanup(store, any_part, any_part, any_part, any_part, spill, settings)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -153,6 +159,23 @@ async def test_weights_under_a_running_sample_outlive_their_session(
     assert parts.dropped == [version.id]
 
 
+async def test_all_but_the_newest_ephemeral_weights_go_once_they_are_idle(
+    store: Store, parts: Parts, tmp_path: Path
+) -> None:
+    session = await journal.new_session(store)
+    models = [await new_model(store, session), await new_model(store, await journal.new_session(store))]
+    versions = [
+        await new_version(store, model, tmp_path / "memory" / f"v{number}-{model.key}", durable=number == 0)
+        for number in range(5)
+        for model in models
+    ]
+    parts.idle = {version.id: 61.0 for version in versions}
+    parts.idle[versions[2].id] = 59.0
+    parts.used.add(versions[4].id)
+    await cleanup_of(store, parts, tmp_path).sweep()
+    assert [exists(version) for version in versions] == [True] * 3 + [False, True, False] + [True] * 4
+
+
 async def test_a_sample_that_begins_while_its_version_is_dropped_keeps_the_files(
     store: Store, parts: Parts, tmp_path: Path
 ) -> None:
@@ -220,7 +243,7 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
         ]
         spill = TmpfsSpill(Path(memory), tmp_path / "disk", spare=1.0)
         any_part = cast(Any, parts)
-        cleanup = Cleanup(store, any_part, any_part, any_part, any_part, spill, 600.0, 600.0, 600.0)
+        cleanup = Cleanup(store, any_part, any_part, any_part, any_part, spill, Settings())
         await cleanup.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
         assert all(exists(version) for version in versions)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from sqlalchemy import Connection
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
 from skyrl_tinker.engine.cleanup import Cleanup
@@ -164,5 +165,5 @@ async def test_records_that_nobody_uses_are_purged(
     nobody = cast(Any, None)
     (tmp_path / "memory").mkdir()
     overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
-    await Cleanup(store, nobody, nobody, nobody, nobody, overflow, 600.0, 600.0, ttl_s).sweep()
+    await Cleanup(store, nobody, nobody, nobody, nobody, overflow, Settings(stability_ttl_s=ttl_s)).sweep()
     assert len(await records_of(store, accepted)) == left

@@ -23,11 +23,11 @@ from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.throughput import EndRate
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import NotFoundError, StateLostError
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.protocol.stored_requests import sample_from_body
-from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store import sampling_sessions, session_records
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
@@ -163,7 +163,7 @@ class SamplerDriver:
             return failure_of(error)
 
     def _source(self, session: SamplingSessionId) -> SampleSource:
-        """Return the weights that this sampling client samples. NotFoundError once its session is over."""
+        """Return the weights that this sampling client samples. GoneError once its session is over."""
         if session not in self._sources:
             if len(self._sources) >= CACHED_SESSIONS:
                 self._sources.clear()
@@ -204,5 +204,9 @@ def _session_version(
     else:
         version = sampling_sessions.published_version(conn, row.version_id)
     if version is None:
-        raise NotFoundError(f"the weights of sampling session {session} are gone: its session is finished")
+        session_records.require_live(conn, row.session_id)
+        raise StateLostError(
+            f"the weights of sampling session {session} have expired (settings ephemeral_keep and "
+            "ephemeral_idle_s): save them again"
+        )
     return row, version

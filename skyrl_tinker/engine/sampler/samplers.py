@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ class Samplers:
         self.leases = Leases(fleet.placement, self._full_weights, self._adapters)
         self._targets = InflightTargets()
         self._users: Counter[VersionId] = Counter()
+        self._used_at: dict[VersionId, float] = {}  # monotonic time of the load and of the last sample
+        self._began_at = time.monotonic()
 
     async def sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
         """Sample, again where vLLM died meanwhile; an inflight target is followed to its newest version."""
@@ -66,6 +69,10 @@ class Samplers:
             version.id in self._users or self._adapters.in_use(version) or self._full_weights.in_use(version)
         )
 
+    def idle_s(self, version: WeightVersion) -> float:
+        """Return the seconds since a version was published or sampled last, as far as this engine knows."""
+        return time.monotonic() - self._used_at.get(version.id, self._began_at)
+
     def require_served(self, base_model: str) -> None:
         """Raise UserError for a sampling client older than a start of the server with another model."""
         if base_model not in self._facts.names:
@@ -80,6 +87,7 @@ class Samplers:
 
     async def load(self, version: WeightVersion) -> None:
         """Load it before its first sample, which then need not wait. Never raises: all comes on demand."""
+        self._used_at[version.id] = time.monotonic()
         if version.kind == "lora":
             with _on_demand(version):
                 await self._adapters.load(version)
@@ -99,6 +107,7 @@ class Samplers:
     async def unload(self, version: WeightVersion) -> None:
         """Release a version that no client samples any more."""
         self._targets.forget(version)
+        self._used_at.pop(version.id, None)
         if version.kind == "lora":
             await self._adapters.unload(version)
 
@@ -119,6 +128,7 @@ class Samplers:
             yield
         finally:
             self._users -= users  # drops zeros
+            self._used_at.update(dict.fromkeys(users, time.monotonic()))
 
     async def _sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
         call = SampleCall(

@@ -114,7 +114,15 @@ class AdapterVersion(Base):
     """Weight version. The newest published `inflight` one is the mutable target of its model."""
 
     __tablename__ = "adapter_versions"
-    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
+    __table_args__ = (
+        Index(
+            "ix_adapter_versions_kept",
+            "id",
+            sqlite_where=text("dropped_at IS NULL"),
+            postgresql_where=text("dropped_at IS NULL"),
+        ),
+        {"sqlite_autoincrement": True},
+    )
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
     model_key: Mapped[int] = mapped_column(ForeignKey(Model.key), index=True)
     kind: Mapped[str]

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import Connection, update
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine.cleanup import Cleanup
@@ -194,7 +195,7 @@ async def test_what_is_being_loaded_stays_though_it_is_replaced_and_swept(
     nobody: Any = None
     overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
     (tmp_path / "memory").mkdir()
-    keeper = Cleanup(world.store, world.driver, world.creation, nobody, nobody, overflow, 600.0, 600.0, 600.0)
+    keeper = Cleanup(world.store, world.driver, world.creation, nobody, nobody, overflow, Settings())
     await keeper.sweep()
     assert len(_directories(world)) == 2
     world.workers.go_on.set()

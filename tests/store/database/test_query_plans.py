@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import OwnerId, RequestId, SamplingSessionId
 from skyrl_tinker.domain.values import Failure, Usage
-from skyrl_tinker.store import usage_records
+from skyrl_tinker.store import sampling_sessions, usage_records
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.futures import cancellation, completions, finish, outcomes, queue
 from skyrl_tinker.store.reports import timeline
@@ -65,6 +65,21 @@ async def test_no_query_goes_through_all_futures(store: Store, sampler: Sampling
     plans = [line for statement in executed for line in await plan_of(store, statement)]
     assert any("futures" in line for line in plans)
     assert not [line for line in plans if line.startswith("SCAN futures")]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        sampling_sessions.list_droppable_versions,
+        lambda conn: sampling_sessions.list_surplus_versions(conn, 2),
+    ],
+)
+async def test_sweeps_read_only_the_versions_that_are_kept(store: Store, query: Query) -> None:
+    executed = await statements_of(store, query)
+    plans = [line for statement in executed for line in await plan_of(store, statement)]
+    read = [line for line in plans if "adapter_versions" in line]
+    assert read
+    assert not [line for line in read if line.startswith("SCAN") and "ix_adapter_versions_kept" not in line]
 
 
 async def test_rolling_up_takes_as_many_statements_for_many_sessions_as_for_one(store: Store) -> None:
