@@ -21,7 +21,8 @@ class Directories:
         self.log_dir = self.home / "logs"
         self.models_dir = self.home / "models"
         self.settings_file = self.run_dir / "settings.json"
-        self.lock_file = self.run_dir / "serve.lock"
+        self.server_lock = self.run_dir / "serve.lock"
+        self.engine_lock = self.run_dir / "engine.lock"
         self.pid_file = self.run_dir / "processes.json"
         self.bell_dir = user_directory(Path("/tmp"), self.home)
         self.engine_socket = self.bell_dir / "engine.http"

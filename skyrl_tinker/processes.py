@@ -63,6 +63,11 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def list_stopped() -> list[psutil.Process]:
+    """Return the descendants that stand still after SIGSTOP; those under a debugger are not among them."""
+    return [process for process in descendants() if _is_stopped(process)]
+
+
 def reap_orphans(known: Collection[int] = ()) -> None:
     """Reap dead children except `known`, whose owners wait for them."""
     for child in psutil.Process().children():
@@ -126,6 +131,13 @@ def _is_zombie(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _reap(pid: int) -> None:

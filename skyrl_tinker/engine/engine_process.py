@@ -18,6 +18,8 @@ import uvloop
 from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
@@ -39,7 +41,10 @@ def run(settings_file: Path) -> int:
     if settings.ray_address is None:
         os.environ.update(_ray_environment())
     try:
-        failure = _run(settings, directories)
+        with process_lock(directories.engine_lock, "engine"):
+            failure = _run(settings, directories)
+    except StartupError as error:  # another engine runs here
+        failure = str(error)
     finally:
         processes.kill_descendants(1.0)
     if failure is not None:

@@ -1,15 +1,11 @@
 """Checks of `serve` before it starts any process. Each raises a StartupError that says what to change."""
 
-import fcntl
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import write_once
@@ -91,25 +87,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-@contextmanager
-def home_lock(directories: Directories) -> Iterator[None]:
-    """Lock the home for this process; the kernel releases it however the process ends."""
-    with directories.lock_file.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StartupError(_locked(directories)) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-
-
-def _locked(directories: Directories) -> str:
-    pid = directories.lock_file.read_text() or "?"
-    return f"another server (pid {pid}) runs with --home {directories.home}; stop it or choose another home"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -21,6 +21,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import base_model, preflight
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.migrate import migrate
@@ -29,6 +30,8 @@ from skyrl_tinker.store.store import Store
 _STOP_S = 10.0  # children that have not ended by then are killed; the whole server ends within 15 s
 _KILL_GRACE_S = 2.0
 _RECORD_S = 2.0
+_STOPPED_ROUNDS = 3  # of _RECORD_S, after which a process that stands still is killed
+_BACK_OFF_S = 5.0  # before an API that keeps dying is started again
 _READY_POLL_S = 0.1
 _MOST_DEATHS, _DEATHS_WITHIN_S = 5, 120.0
 
@@ -45,7 +48,7 @@ def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> 
     preflight.check_settings(settings)
     directories = Directories(settings)
     directories.make()
-    with preflight.home_lock(directories):
+    with process_lock(directories.server_lock, "server"):
         processes.become_subreaper()
         processes.raise_open_files_limit()
         if left := processes.end_leftovers(directories.pid_file, _KILL_GRACE_S):
@@ -130,6 +133,7 @@ class _Supervisor:
         self._warn = warn
         self._api = _Child("api", "skyrl_tinker.api.api_process", directories, listener)
         self._engine = _Child("engine", "skyrl_tinker.engine.engine_process", directories)
+        self._was_ready = False
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
 
@@ -161,6 +165,7 @@ class _Supervisor:
                 tasks.create_task(self._keep_engine(store)),
                 tasks.create_task(self._announce_ready()),
                 tasks.create_task(self._record_processes()),
+                tasks.create_task(self._kill_stopped()),
                 tasks.create_task(self._report_warnings(store)),
             ]
             await self._stop.wait()
@@ -168,8 +173,15 @@ class _Supervisor:
                 task.cancel()
 
     async def _keep_api(self) -> None:
+        """Restart the API for ever once it has been ready: the engine and its models need no API."""
         while True:
-            self._report_death(self._api, await self._api.run())
+            code = await self._api.run()
+            try:
+                self._report_death(self._api, code)
+            except StartupError:
+                if not self._was_ready:
+                    raise
+                await asyncio.sleep(_BACK_OFF_S)
 
     async def _keep_engine(self, store: Store) -> None:
         while True:
@@ -208,6 +220,7 @@ class _Supervisor:
                     self._progress(detail)
                 reported = detail
                 await asyncio.sleep(_READY_POLL_S)
+        self._was_ready = True
         self._ready(url)
 
     async def _record_processes(self) -> None:
@@ -220,6 +233,17 @@ class _Supervisor:
                 with suppress(OSError):  # a full disk: tried again
                     processes.write_pid_file(self._directories.pid_file, running)
                     recorded = running
+            await asyncio.sleep(_RECORD_S)
+
+    async def _kill_stopped(self) -> None:
+        """Kill what stands still: its peers take it for busy, but replace it once it is dead."""
+        rounds: Counter[psutil.Process] = Counter()
+        while True:
+            rounds = Counter({process: rounds[process] + 1 for process in processes.list_stopped()})
+            for process in [process for process, seen in rounds.items() if seen == _STOPPED_ROUNDS]:
+                self._progress(f"process {process.pid} stands still (SIGSTOP), killing it")
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             await asyncio.sleep(_RECORD_S)
 
     async def _report_warnings(self, store: Store) -> None:

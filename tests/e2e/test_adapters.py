@@ -9,7 +9,7 @@ import tinker
 
 from tests.e2e.support.client import Array, Client, logprobs_of, prompt
 from tests.e2e.support.policies import ATOL, TOKENS, roll, step
-from tests.support.processes import below, command
+from tests.support.processes import below, title
 from tests.support.serve import Serve, serving
 
 SETTINGS = {"MAX_LORAS": "2", "MAX_CPU_LORAS": "3", "REPLICAS": "2", "CANARY": "false"}
@@ -74,7 +74,7 @@ def test_a_stream_of_requests_for_three_versions_does_not_starve_a_fourth(
 def test_a_replica_that_was_started_again_has_what_the_others_have(
     small: Serve, samplers: dict[tinker.SamplingClient, Array]
 ) -> None:
-    victim = next(each for each in below(small.process.pid) if "VLLM::EngineCore" in " ".join(command(each)))
+    victim = next(each for each in below(small.process.pid) if "VLLM::EngineCo" in title(each))
     rollouts = [roll(sampler, 200, samples=2) for sampler in samplers]
     victim.kill()
     for rollout in rollouts:

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,14 @@ from tests.e2e.test_exactness import TOKENS, hugging_face_logprobs, sampled_and_
 from tests.e2e.test_metrics import gap_of_next_step
 from tests.e2e.test_order import Model
 from tests.support.serve import Serve, serving
+
+SETTINGS = """
+logprob_gap_bound = 1e-12
+canary = false
+long_poll_s = 2
+ephemeral_keep = 1
+ephemeral_idle_s = 1
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def running(client: Client, untied_model: Path, tmp_path_factory: pytest.TempPat
     """`client` is asked for so that both servers run at the same time."""
     directory = tmp_path_factory.mktemp("second")
     config = directory / "settings.toml"
-    config.write_text("logprob_gap_bound = 1e-12\ncanary = false\nlong_poll_s = 2\n")
+    config.write_text(SETTINGS)
     options = ["--base-model", str(untied_model), "--model-name", "mine", "--trainer-ranks", "2"]
     with serving(directory / "home", "--config", str(config), *options) as server:
         yield server
@@ -124,3 +133,13 @@ def test_a_long_poll_is_held_and_then_says_why_it_waits(second: Client) -> None:
     assert answer.status_code == 408
     assert answer.json()["type"] == "try_again"
     assert answer.elapsed.total_seconds() > 1.9
+
+
+def test_older_unnamed_weights_expire_and_say_so(second: Client) -> None:
+    """This server keeps one save for sampling of each model, older ones for a second."""
+    training = second.new_lora()
+    older, newer = (training.save_weights_and_get_sampling_client().result() for _ in range(2))
+    time.sleep(8)  # a second that it is kept, and the sweeps that come every three
+    with pytest.raises(tinker.RequestFailedError, match=r"have expired .* save them again"):
+        older.compute_logprobs(prompt(TOKENS)).result()
+    assert newer.compute_logprobs(prompt(TOKENS)).result()[1:]

@@ -49,7 +49,9 @@ def test_samples_and_creations_go_on_when_the_engine_is_killed(server: Serve) ->
         expected = [future.result().sequences[0].tokens for future in ask()]
         in_flight = ask()
         kill_engine(server)
-        assert not any(future.done() for future in in_flight[-8:]), "they had ended before the engine"
+        assert not any(future.future().done() for future in in_flight[-8:]), (
+            "they had ended before the engine"
+        )
         created = client.service.create_lora_training_client(base_model=client.model, rank=4)
         assert [future.result(HEAL_S).sequences[0].tokens for future in in_flight] == expected
         train(created.result(HEAL_S), TOKENS)

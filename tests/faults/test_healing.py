@@ -1,13 +1,15 @@
 """`serve` replaces whatever dies under it, and is alone in its home."""
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.serve import HEAL_S, KINDS, Serve, serving, wait_until
+from tests.support.serve import HEAL_S, Serve, serving, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +19,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         yield healing
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "router"])
-def test_it_heals_when_one_is_killed(server: Serve, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("API", signal.SIGKILL),
+        ("API", signal.SIGSTOP),
+        ("engine", signal.SIGSTOP),
+        ("trainer", signal.SIGSTOP),
+        ("raylet", signal.SIGKILL),
+        ("GCS", signal.SIGKILL),
+        ("vLLM server", signal.SIGKILL),
+        ("vLLM engine core", signal.SIGSTOP),
+    ],
+)
+def test_it_heals_when_one_is_killed_or_stopped(server: Serve, kind: str, how: signal.Signals) -> None:
+    """All kinds of processes; tests/faults/test_engine_death.py and test_trainer_death.py kill the others."""
     victim = server.find(kind)
     assert victim is not None
-    victim.kill()
+    victim.send_signal(how)
 
     def healed() -> bool:
         found = server.find(kind)
@@ -40,9 +55,31 @@ def test_a_pid_file_that_cannot_be_written_ends_nothing(server: Serve) -> None:
     pid_file = server.home / "run" / "processes.json"
     pid_file.unlink()
     pid_file.mkdir()
-    test_it_heals_when_one_is_killed(server, "vLLM engine core")
+    test_it_heals_when_one_is_killed_or_stopped(server, "vLLM engine core", signal.SIGKILL)
     pid_file.rmdir()
     assert wait_until(pid_file.is_file, HEAL_S)
+
+
+def test_an_api_that_keeps_dying_ends_neither_the_server_nor_the_engine(server: Serve) -> None:
+    engine, killed = server.find("engine"), set[int]()
+    while len(killed) < 6:
+        api = server.find("API")
+        if api is not None and api.pid not in killed:
+            api.kill()
+            killed.add(api.pid)
+        time.sleep(0.05)
+    assert wait_until(server.ready, HEAL_S)
+    assert server.find("engine") == engine
+
+
+def test_a_second_engine_is_refused_and_the_first_goes_on(server: Serve) -> None:
+    command = [sys.executable, "-m", "skyrl_tinker", "engine", str(server.home / "run" / "settings.json")]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    engine = server.find("engine")
+    assert engine is not None
+    assert f"another engine (pid {engine.pid}) runs with --home {server.home}" in refused.stderr
+    assert server.ready()
 
 
 def test_a_home_that_is_in_use_and_a_port_that_is_taken_are_refused_in_one_line(

@@ -8,6 +8,7 @@ import pytest
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import preflight
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.migrate import migrate
@@ -77,12 +78,12 @@ def test_a_home_has_one_server_at_a_time(tmp_path: Path) -> None:
     directories = Directories(config.load(home=tmp_path))
     directories.make()
     with (
-        preflight.home_lock(directories),
+        process_lock(directories.server_lock, "server"),
         pytest.raises(StartupError, match=r"another server \(pid \d+\)"),
-        preflight.home_lock(directories),
+        process_lock(directories.server_lock, "server"),
     ):
         pass
-    with preflight.home_lock(directories):
+    with process_lock(directories.server_lock, "server"):
         pass
 
 

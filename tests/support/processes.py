@@ -11,6 +11,14 @@ def command(process: psutil.Process) -> list[str]:
         return []
 
 
+def title(process: psutil.Process) -> str:
+    """Its name and its command line: a process that names itself may not get room for it in the latter."""
+    try:
+        return " ".join((process.name(), *process.cmdline()))
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def below(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.processes import command
+from tests.support.processes import command, title
 
 STOP_S, HEAL_S, START_S = 15, 120, 120
-KINDS = {  # part of the command line
+KINDS = {  # part of the title
     "API": "skyrl_tinker.api.api_process",
     "engine": "skyrl_tinker.engine.engine_process",
     "trainer": "ray::RankProcess",
     "raylet": "raylet/raylet",
     "GCS": "gcs/gcs_server",
     "vLLM server": "vllm.entrypoints",
-    "vLLM engine core": "VLLM::EngineCore",
+    "vLLM engine core": "VLLM::EngineCo",
     "router": "vllm::router",
 }
 
@@ -58,7 +58,7 @@ class Serve:
         return found
 
     def find(self, kind: str) -> psutil.Process | None:
-        return next((each for each in self.tree() if KINDS[kind] in " ".join(command(each))), None)
+        return next((each for each in self.tree() if KINDS[kind] in title(each)), None)
 
     def ready(self) -> bool:
         try:

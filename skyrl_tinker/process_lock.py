@@ -1,0 +1,26 @@
+"""Lock by which one process at a time does a job; the kernel releases it however the process ends."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from skyrl_tinker.errors import StartupError
+
+
+@contextmanager
+def process_lock(file: Path, job: str) -> Iterator[None]:
+    """Hold the lock. Raises StartupError, naming `job` and the process that does it, if it is taken."""
+    with file.open("a+") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartupError(
+                f"another {job} (pid {file.read_text() or '?'}) runs with --home {file.parents[1]}; "
+                "stop it or choose another home"
+            ) from None
+        opened.truncate(0)
+        opened.write(str(os.getpid()))
+        opened.flush()
+        yield
