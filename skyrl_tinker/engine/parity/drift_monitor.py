@@ -85,12 +85,15 @@ class DriftMonitor:
         target = self._samplers.target(scored.key, version) if inflight else version
         try:
             sampled, served = await sampler_logprobs(self._samplers, target, self._tokens)
+            gap = largest_difference(sampled, scored.logprobs)
         except SkyrlTinkerError as error:  # dropped meanwhile, samplers down, or NaN logprobs
             _log.info("the logprobs of %s were not compared: %s", version.name, error)
             return
+        except Exception:  # an unforeseen answer, as of an external sampler: it must not end the engine
+            _log.exception("the logprobs of %s were not compared", version.name)
+            return
         if inflight and served != version.name:  # the target has moved on, and is compared again
             return
-        gap = largest_difference(sampled, scored.logprobs)
         self._metrics.compared(gap)
         self._gaps[scored.key] = _worse(gap, self._gaps.get(scored.key, 0.0))
         await self._judge(scored, gap)

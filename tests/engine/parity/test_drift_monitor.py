@@ -86,6 +86,7 @@ async def test_the_largest_difference_is_told_once(store: Store) -> None:
         UserError("Out of range float values are not JSON compliant"),  # vLLM's answer when they are NaN
         StateLostError("the weights are gone"),
         SamplerError("down"),
+        ValueError("an answer that nobody foresaw"),
     ],
 )
 async def test_what_the_samplers_cannot_score_ends_nothing(store: Store, error: Exception) -> None:
