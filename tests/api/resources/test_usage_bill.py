@@ -16,8 +16,13 @@ from tests.api.support.passes import old_json
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, sample
 
-NOW = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+NOW = datetime.min  # the hour in which a test begins
 SEQ = count(1)
+
+
+@pytest.fixture(autouse=True)
+def this_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "NOW", datetime.now(UTC).replace(minute=0, second=0, microsecond=0))
 
 
 def hour(offset: int) -> datetime:
