@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.processes import command, title
+from tests.support.processes import below, command, title, vllm_servers
 
 STOP_S, HEAL_S, START_S = 15, 120, 120
 KINDS = {  # part of the title
@@ -58,7 +58,11 @@ class Serve:
         return found
 
     def find(self, kind: str) -> psutil.Process | None:
-        return next((each for each in self.tree() if KINDS[kind] in title(each)), None)
+        found = [each for each in self.tree() if KINDS[kind] in title(each)]
+        if not found and kind == "vLLM engine core":  # it may have failed to name itself
+            children = [each for server in vllm_servers(self.process.pid) for each in below(server.pid)]
+            found = [each for each in children if "resource_tracker" not in title(each)]
+        return found[0] if found else None
 
     def ready(self) -> bool:
         try:
