@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 def test_it_heals_when_one_is_killed_or_stopped(server: Serve, kind: str, how: signal.Signals) -> None:
     """All kinds of processes; tests/faults/test_engine_death.py and test_trainer_death.py kill the others."""
     victim = server.find(kind)
-    replaced = "vLLM server" if kind == "vLLM engine core" else kind  # with the core, its server is replaced
+    replaced = "vLLM server" if kind == "vLLM engine core" else kind  # its title is not always found
     before = server.find(replaced)
     assert victim is not None
     victim.send_signal(how)

@@ -12,7 +12,7 @@ def command(process: psutil.Process) -> list[str]:
 
 
 def title(process: psutil.Process) -> str:
-    """Its name and its command line: a process that names itself may not get room for it in the latter."""
+    """Its name and its command line, empty once it has ended."""
     try:
         return " ".join((process.name(), *process.cmdline()))
     except psutil.NoSuchProcess:
