@@ -59,7 +59,7 @@ class Serve:
 
     def find(self, kind: str) -> psutil.Process | None:
         found = [each for each in self.tree() if KINDS[kind] in title(each)]
-        if not found and kind == "vLLM engine core":  # missed by its title in two whole runs; why is not known
+        if not found and kind == "vLLM engine core":  # twice not found by its title; why is not known
             children = [each for server in vllm_servers(self.process.pid) for each in below(server.pid)]
             found = [each for each in children if "resource_tracker" not in title(each)]
         return found[0] if found else None
