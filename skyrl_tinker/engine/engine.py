@@ -5,12 +5,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import psutil
+
 from skyrl_tinker.engine.compose import Backends, Environment, Parts, compose
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.start_up import StartUp, read_base_model
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.processes import freeze_gc
+from skyrl_tinker.processes import freeze_gc, reap_orphans
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 PING_S, PING_TIMEOUT_S = 2.0, 30.0
@@ -97,9 +99,11 @@ async def _watch_trainer(trainer: TrainerGroup) -> None:
 
 
 async def _watch_ray(ray: RayCluster) -> None:
-    """Raise TrainerError once the cluster is gone: the models are gone with it."""
+    """Raise TrainerError once the cluster is gone: the models are gone with it. Reap its orphans."""
+    own = [child.pid for child in psutil.Process().children()]
     while True:
         ray.require_alive()
+        reap_orphans(known=own)
         await asyncio.sleep(PING_S)
 
 

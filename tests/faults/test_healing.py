@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.serve import HEAL_S, Serve, serving, wait_until
+from tests.support.serve import CORE, HEAL_S, Serve, serving, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +29,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         ("raylet", signal.SIGKILL),
         ("GCS", signal.SIGKILL),
         ("vLLM server", signal.SIGKILL),
-        ("vLLM engine core", signal.SIGSTOP),
+        (CORE, signal.SIGSTOP),
     ],
 )
 def test_it_heals_when_one_is_killed_or_stopped(server: Serve, kind: str, how: signal.Signals) -> None:
     """All kinds of processes; tests/faults/test_engine_death.py and test_trainer_death.py kill the others."""
     victim = server.find(kind)
-    replaced = "vLLM server" if kind == "vLLM engine core" else kind  # its title is not always found
-    before = server.find(replaced)
     assert victim is not None
     victim.send_signal(how)
 
     def healed() -> bool:
-        found = server.find(replaced)
-        return found is not None and found != before and server.ready()
+        found = server.find(kind)
+        return found is not None and found != victim and server.ready()
 
     assert wait_until(healed, HEAL_S)
+    assert wait_until(lambda: not server.unreaped(), 10)
     current = server.tree()
     assert wait_until(
         lambda: not [each for each in server.seen if each not in current and each.is_running()], 10
@@ -57,7 +56,7 @@ def test_a_pid_file_that_cannot_be_written_ends_nothing(server: Serve) -> None:
     pid_file = server.home / "run" / "processes.json"
     pid_file.unlink()
     pid_file.mkdir()
-    test_it_heals_when_one_is_killed_or_stopped(server, "vLLM engine core", signal.SIGKILL)
+    test_it_heals_when_one_is_killed_or_stopped(server, CORE, signal.SIGKILL)
     pid_file.rmdir()
     assert wait_until(pid_file.is_file, HEAL_S)
 

@@ -8,7 +8,7 @@ import tinker
 
 from tests.e2e.support.client import Client, logprobs_of, prompt
 from tests.e2e.support.policies import ATOL, TOKENS, policy, roll, scores, step
-from tests.support.serve import HEAL_S, Serve, wait_until
+from tests.support.serve import CORE, HEAL_S, Serve, wait_until
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_an_update_while_the_sampler_restarts_reaches_what_waited_for_it(
     training = policy(client, rank=rank, steps=1)
     sampler = publish(training)
     rollout = roll(sampler, 200)
-    kill(server, "vLLM engine core")
+    kill(server, CORE)
     step(training)
     publish(training)
     (sequence,) = rollout.result().sequences

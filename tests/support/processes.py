@@ -19,8 +19,19 @@ def title(process: psutil.Process) -> str:
         return ""
 
 
+def is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def below(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
+    """Its descendants, none once it has ended."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def vllm_servers(pid: int) -> list[psutil.Process]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.processes import below, command, title, vllm_servers
+from tests.support.processes import below, command, is_zombie, title, vllm_servers
 
 STOP_S, HEAL_S, START_S = 15, 120, 120
 KINDS = {  # part of the title
@@ -21,9 +21,11 @@ KINDS = {  # part of the title
     "raylet": "raylet/raylet",
     "GCS": "gcs/gcs_server",
     "vLLM server": "vllm.entrypoints",
-    "vLLM engine core": "VLLM::EngineCo",
     "router": "vllm::router",
 }
+CORE = "vLLM engine core"
+"""Child of vLLM's server. Now and then without its title: setproctitle gives none where the first variable of
+the environment was changed, and Ray's workers have the variables in random order."""
 
 
 class Serve:
@@ -58,11 +60,16 @@ class Serve:
         return found
 
     def find(self, kind: str) -> psutil.Process | None:
-        found = [each for each in self.tree() if KINDS[kind] in title(each)]
-        if not found and kind == "vLLM engine core":  # twice not found by its title; why is not known
-            children = [each for server in vllm_servers(self.process.pid) for each in below(server.pid)]
-            found = [each for each in children if "resource_tracker" not in title(each)]
+        if kind == CORE:
+            found = [each for server in vllm_servers(self.process.pid) for each in below(server.pid)]
+            found = [each for each in found if "resource_tracker" not in title(each)]
+        else:
+            found = [each for each in self.tree() if KINDS[kind] in title(each)]
         return found[0] if found else None
+
+    def unreaped(self) -> list[psutil.Process]:
+        """Dead processes whose parents have not asked how they ended."""
+        return [each for each in self.tree() if is_zombie(each)]
 
     def ready(self) -> bool:
         try:
