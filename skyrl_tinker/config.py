@@ -138,6 +138,12 @@ class Settings(BaseSettings):
     ephemeral_idle_s: float = Field(
         3600.0, gt=0, description="Time after their last sample that older unnamed sampler weights are kept"
     )
+    replay_s: float = Field(
+        30.0, gt=0, description="Trainer time that all models may take to come back after a crash"
+    )
+    snapshot_share: float = Field(
+        0.02, gt=0, lt=1, description="Share of the trainer's time that snapshots for such a return may take"
+    )
     result_ttl_s: float = Field(86400.0, gt=0, description="Time that results are kept")
     stability_ttl_s: float = Field(
         86400.0, gt=0, description="Time that the record of a sample is kept after its last use"

@@ -20,6 +20,7 @@ class Directories:
         self.run_dir = self.home / "run"
         self.log_dir = self.home / "logs"
         self.models_dir = self.home / "models"
+        self.snapshot_dir = self.home / "snapshots"
         self.settings_file = self.run_dir / "settings.json"
         self.server_lock = self.run_dir / "serve.lock"
         self.engine_lock = self.run_dir / "engine.lock"
@@ -30,7 +31,8 @@ class Directories:
 
     def make(self) -> None:
         """Create every directory. Raises StartupError when one cannot be ours alone."""
-        for directory in (self.home, self.run_dir, self.log_dir, self.models_dir, self.checkpoint_root):
+        below = (self.run_dir, self.log_dir, self.models_dir, self.snapshot_dir, self.checkpoint_root)
+        for directory in (self.home, *below):
             _make(directory)
         for directory in (self.bell_dir, self.ephemeral_dir):
             if directory.parent.name.startswith("skyrl-tinker-"):

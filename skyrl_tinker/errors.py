@@ -10,10 +10,10 @@ SkyrlTinkerError              500  server
 │   ├── TooLargeError         413  user     body over the cap
 │   ├── TooSlowError          408  user     the body did not arrive in time
 │   └── NotSupportedError     400  user     part of the protocol that is not implemented yet
-├── StateLostError            500  server   the model's state died with a process
-├── TrainerError              500  server   the workers are broken for good, with all their models
-│   └── RankDiedError         500  server   a worker's process ended
-├── UnitFailedError           500  server   a worker died and was replaced; its unit changed nothing
+├── StateLostError            500  server   weights or a model's state that no record can rebuild
+├── TrainerError              500  server   the ranks are broken: fresh ones must replay every model
+│   └── RankDiedError         500  server   a rank's process ended
+├── TrainerLostError          500  server   fresh ranks do not help, or Ray is gone: only a new engine does
 ├── SamplerError              500  server   the inference plane failed
 ├── StorageError              500  server   a disk is full or broken; models and weights are as before
 ├── OverloadedError           429  server   too many requests wait; says when to try again
@@ -79,7 +79,7 @@ class RankDiedError(TrainerError):
     pass
 
 
-class UnitFailedError(SkyrlTinkerError):
+class TrainerLostError(SkyrlTinkerError):
     pass
 
 

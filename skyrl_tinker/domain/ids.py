@@ -50,6 +50,15 @@ class FutureStatus(StrEnum):
     FAILED = "failed"
 
 
+class Effect(StrEnum):
+    """What a training request did to its model's state; those that did nothing have none."""
+
+    GRADIENTS = "gradients"  # added to
+    STEP = "step"  # an optimizer step was taken
+    CLEARED = "cleared"  # the gradients were dropped, by a step that was refused
+    LOADED = "loaded"  # a checkpoint replaced everything
+
+
 class ModelState(StrEnum):
     CREATING = "creating"
     READY = "ready"

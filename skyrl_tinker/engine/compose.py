@@ -1,10 +1,12 @@
 """Composition root of the engine: makes every part from the settings and hands it to those that use it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine.cleanup import Cleanup
@@ -17,6 +19,7 @@ from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import BOUNDS, DriftMonitor
 from skyrl_tinker.engine.ray_cluster import RayCluster
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -32,7 +35,9 @@ from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
+from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.trainer_driver import Executors, TrainerDriver
+from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store.doorbell import Doorbell
@@ -78,8 +83,7 @@ class Parts:
     http_server: EngineHttpServer
 
 
-def compose(env: Environment, facts: BaseModelFacts, backends: Backends, cursor: int) -> Parts:
-    """`cursor`: requests up to this id in the journal have finished."""
+def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Parts:
     settings, store, directories = env.settings, env.store, env.directories
     trainer, fleet, samplers = backends.trainer, backends.fleet, backends.samplers
     root, ephemeral = directories.checkpoint_root, directories.ephemeral_dir
@@ -89,10 +93,19 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends, cursor:
     drift_monitor = DriftMonitor(
         store, trainer, samplers, facts, metrics, tokens=settings.gap_probe_tokens, bound=bound
     )
-    saver = Saver(store, trainer, outbox, root)
-    exporter = Exporter(store, trainer, outbox, facts, root)
-    publisher = Publisher(store, trainer, samplers, outbox, facts, ephemeral, root, drift_monitor, metrics)
-    creation = ModelCreation(store, trainer, facts, saver, settings.max_lora_rank)
+    commits = UnitCommits(outbox)
+    snapshots = SnapshotKeeper(
+        store,
+        trainer,
+        commits,
+        directories.snapshot_dir,
+        replay_s=settings.replay_s,
+        share=settings.snapshot_share,
+    )
+    saver = Saver(store, trainer, commits, root)
+    exporter = Exporter(store, trainer, commits, facts, root)
+    publisher = Publisher(store, trainer, samplers, commits, facts, ephemeral, root, drift_monitor, metrics)
+    creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank)
     trainer_driver = make_trainer_driver(
         store,
         trainer,
@@ -101,6 +114,8 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends, cursor:
         exporter,
         publisher,
         outbox,
+        commits,
+        snapshots,
         settings.unit_tokens,
         drift_monitor,
         metrics,
@@ -108,12 +123,12 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends, cursor:
     )
     sampler_driver = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
     openai = OpenAIServer(store, samplers, fleet, facts, metrics)
-    _register_gauges(metrics, backends, trainer_driver, sampler_driver)
+    _register_gauges(metrics, backends, trainer_driver, sampler_driver, snapshots)
     return Parts(
         drift_monitor,
         trainer_driver,
         sampler_driver,
-        Intake(store, env.bell, trainer_driver, sampler_driver, cursor, metrics),
+        Intake(store, env.bell, trainer_driver, sampler_driver, metrics),
         Cleanup(
             store,
             trainer_driver,
@@ -149,21 +164,43 @@ def make_trainer_driver(
     exporter: Exporter,
     publisher: Publisher,
     outbox: Outbox,
+    commits: UnitCommits,
+    snapshots: SnapshotKeeper,
     unit_tokens: int,
     drift_monitor: DriftMonitor,
     metrics: Metrics,
     placement: Placement = SEPARATE,
 ) -> TrainerDriver:
     lanes = Lanes()
-    models = ModelLifecycle(store, trainer, lanes, drift_monitor, outbox)
+    models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox)
+    passes = PassCoordinator(store, trainer)
+    replay = Replay(store, trainer, passes, snapshots)
+
+    def more_metrics(model: ModelKey) -> Mapping[str, float]:
+        return {**drift_monitor.pop_gap(model), **replay.pop_difference(model)}
+
     executors = Executors(
-        PassCoordinator(store, trainer),
-        OptimSteps(store, trainer, lanes, drift_monitor, outbox),
+        passes,
+        OptimSteps(store, trainer, lanes, more_metrics),
         publisher,
-        ModelBarriers(store, lanes, models, creation, saver, exporter, outbox),
+        ModelBarriers(store, lanes, models, creation, saver, exporter),
     )
-    planner = Planner(lanes, unit_tokens)
-    return TrainerDriver(store, trainer, lanes, planner, models, executors, outbox, metrics, placement)
+    metrics.watch("replayed_units", "Units of work replayed after a crash", lambda: float(replay.units))
+    metrics.watch("replay_differences", "Replayed losses that differ", lambda: float(replay.differences))
+    return TrainerDriver(
+        store,
+        trainer,
+        lanes,
+        Planner(lanes, unit_tokens),
+        models,
+        executors,
+        outbox,
+        commits,
+        snapshots,
+        replay,
+        metrics,
+        placement,
+    )
 
 
 def make_samplers(settings: Settings, facts: BaseModelFacts, trainer: TrainerGroup, fleet: Fleet) -> Samplers:
@@ -186,7 +223,6 @@ def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelF
         resident_models=settings.resident_models,
         memory_gb=settings.trainer_memory_gb,
         gradient_checkpointing=settings.gradient_checkpointing,
-        state_dir=str(directories.ephemeral_dir / "trainer"),
     )
 
 
@@ -217,7 +253,11 @@ def _transport_name(settings: Settings) -> TransportName:
 
 
 def _register_gauges(
-    metrics: Metrics, backends: Backends, training: TrainerDriver, sampler: SamplerDriver
+    metrics: Metrics,
+    backends: Backends,
+    training: TrainerDriver,
+    sampler: SamplerDriver,
+    snapshots: SnapshotKeeper,
 ) -> None:
     watch, trainer = metrics.watch, backends.trainer
     watch("training_backlog_tokens", "Estimated tokens of waiting passes", training.backlog)
@@ -225,6 +265,9 @@ def _register_gauges(
     watch("samples_in_flight", "Samples that the samplers have", sampler.in_flight)
     watch("replicas", "Sampler replicas that serve", lambda: backends.fleet.size)
     watch("retried_passes", "Passes that ran out of memory", lambda: float(trainer.retried_passes))
+    watch("replay_seconds", "Trainer time that a replay would take now", lambda: snapshots.replay_seconds)
+    watch("snapshots", "Snapshots of models taken", lambda: float(snapshots.taken))
+    watch("snapshot_seconds", "Trainer time taken by snapshots", lambda: snapshots.spent_s)
     watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))
     for phase, totals in backends.placement.totals.items():
         watch(f"turns_{phase}", f"Colocated: times of {phase}", partial(getattr, totals, "count"))

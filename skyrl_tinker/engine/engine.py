@@ -11,6 +11,7 @@ from skyrl_tinker.engine.compose import Backends, Environment, Parts, compose
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.start_up import StartUp, read_base_model
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.processes import freeze_gc, reap_orphans
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -45,27 +46,35 @@ class Engine:
         facts = read_base_model(self._env.store)
         start_up = StartUp(self._env, facts, self._shutdowns)
         backends = await start_up.bring_up()
-        cursor = await start_up.recover()
-        await self._serve(compose(self._env, facts, backends, cursor), backends)
+        await start_up.tidy_up()
+        await self._serve(compose(self._env, facts, backends), backends)
 
     async def _serve(self, parts: Parts, backends: Backends) -> None:
         await parts.drift_monitor.clear_warning()
         self._shutdowns.append(parts.http_server.close)
         await parts.http_server.start()
         freeze_gc()
-        await self._env.status.report("ready", "")
-        self._ready = True
-        _log.info("ready")
+        cursor = await parts.trainer_driver.resume()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(parts.trainer_driver.run())
+            tasks.create_task(parts.trainer_driver.run(self._report_rebuild))
             tasks.create_task(parts.sampler_driver.run())
-            tasks.create_task(parts.intake.run())
+            tasks.create_task(parts.intake.run(cursor))
             tasks.create_task(parts.cleanup.run())
             tasks.create_task(parts.deadlines.run())
             tasks.create_task(backends.fleet.supervise(self._env.status, backends.samplers.equip))
             tasks.create_task(backends.placement.run(SleepControl(backends.fleet)))
-            tasks.create_task(_watch_trainer(backends.trainer))
+            tasks.create_task(_watch_trainer(backends.trainer, parts.trainer_driver))
             tasks.create_task(_watch_ray(self._env.ray))
+
+    async def _report_rebuild(self, detail: str) -> None:
+        """Report how far the models are back; empty: all are."""
+        if detail:
+            await self._env.status.report("restarting" if self._ready else "starting", detail)
+            return
+        await self._env.status.report("ready", "")
+        if not self._ready:
+            self._ready = True
+            _log.info("ready")
 
     async def _report_failure(self, error: BaseException, stop: asyncio.Event) -> None:
         """Report the cause; a failed start stays visible for FAILED_S before the supervisor's next try."""
@@ -91,15 +100,17 @@ async def _end(shutdown: Callable[[], Awaitable[None]]) -> None:
         _log.info("while ending: %s", error)
 
 
-async def _watch_trainer(trainer: TrainerGroup) -> None:
-    """Replace workers that die while nothing runs. Raises TrainerError when replacing them does not help."""
+async def _watch_trainer(trainer: TrainerGroup, driver: TrainerDriver) -> None:
+    """Notice ranks that die or hang, also while nothing runs."""
     while True:
         await trainer.watch(PING_TIMEOUT_S)
+        if trainer.broken is not None:
+            driver.wake()
         await asyncio.sleep(PING_S)
 
 
 async def _watch_ray(ray: RayCluster) -> None:
-    """Raise TrainerError once the cluster is gone: the models are gone with it. Reap its orphans."""
+    """Raise TrainerLostError once the cluster is gone. Reap its orphans."""
     own = [child.pid for child in psutil.Process().children()]
     while True:
         ray.require_alive()

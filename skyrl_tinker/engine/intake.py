@@ -25,19 +25,18 @@ class Intake:
         bell: Doorbell,
         trainer: TrainerDriver,
         sampler: SamplerDriver,
-        cursor: int,
         metrics: Metrics,
     ) -> None:
-        """`cursor`: requests up to this id have finished."""
         self._store = store
         self._bell = bell
         self._trainer = trainer
         self._sampler = sampler
-        self._cursor = cursor
+        self._cursor = 0
         self._metrics = metrics
 
-    async def run(self) -> None:
-        """Read requests indefinitely."""
+    async def run(self, cursor: int) -> None:
+        """Read requests indefinitely. `cursor`: those up to this id have finished."""
+        self._cursor = cursor
         while True:
             try:
                 while await self._read_page():

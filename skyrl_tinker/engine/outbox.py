@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,21 +60,28 @@ class Outbox:
         self._waiting: dict[int, FutureOutcome] = {}  # by future id
         self._sending: asyncio.Task[None] | None = None
 
-    async def commit(self, op: Op[T], *done: int) -> T:
-        """Commit an op that completes these futures without error, then ring the API."""
-        value = await self._store.write(op, partial(self._bell.ring, "api"))
-        for future_id in done:
-            self._metrics.answered(future_id, "ok")
-        return value
+    async def commit(self, op: Op[T]) -> T:
+        """Commit an op that completes futures, then ring the API."""
+        return await self._store.write(op, partial(self._bell.ring, "api"))
 
-    async def send(self, outcomes: Iterable[tuple[int, FutureOutcome]], *also: Op[Any]) -> None:
-        """Finish futures (by id), in one commit with the ops `also`.
+    def note_answered(self, future_ids: Iterable[int]) -> None:
+        """Count futures that an op has completed without error."""
+        for future_id in future_ids:
+            self._metrics.answered(future_id, "ok")
+
+    async def send(
+        self,
+        outcomes: Iterable[tuple[int, FutureOutcome]],
+        *also: Op[Any],
+        replayed: Collection[int] = (),
+    ) -> None:
+        """Finish futures (by id), in one commit with the ops `also`; keep the bodies of those in `replayed`.
 
         Waits while the database fails.
         """
         finished = dict(outcomes)
-        if also:
-            await persistently(lambda: self._send(finished, also))
+        if also or replayed:
+            await persistently(lambda: self._send(finished, also, replayed))
         elif finished:
             self._waiting |= finished
             if self._sending is None:
@@ -87,11 +94,16 @@ class Outbox:
         self._sending, finished, self._waiting = None, self._waiting, {}
         await persistently(lambda: self._send(finished, ()))
 
-    async def _send(self, finished: Mapping[int, FutureOutcome], also: Sequence[Op[Any]]) -> None:
+    async def _send(
+        self,
+        finished: Mapping[int, FutureOutcome],
+        also: Sequence[Op[Any]],
+        replayed: Collection[int] = (),
+    ) -> None:
         def op(conn: Connection) -> None:
             for effect in also:
                 effect(conn)
-            finish_all(conn, finished)
+            finish_all(conn, finished, replayed)
 
         await self.commit(op)
         for future_id, outcome in finished.items():
@@ -118,21 +130,23 @@ async def read_persistently(store: Store, op: Op[T]) -> T:
     return await persistently(read)
 
 
-def finish_all(conn: Connection, outcomes: Mapping[int, FutureOutcome]) -> None:
-    """Finish futures, by id."""
+def finish_all(
+    conn: Connection, outcomes: Mapping[int, FutureOutcome], replayed: Collection[int] = ()
+) -> None:
+    """Finish futures, by id. The bodies of those in `replayed` stay."""
     results: dict[int, FutureResult] = {}
     for future_id, outcome in outcomes.items():
         if isinstance(outcome, Failure):
-            finish.fail(conn, future_id, outcome)
+            finish.fail(conn, future_id, outcome, keep_body=future_id in replayed)
         else:
             results[future_id] = outcome
     if results:
-        _succeed(conn, results)
+        _succeed(conn, results, replayed)
 
 
-def _succeed(conn: Connection, results: Mapping[int, FutureResult]) -> None:
+def _succeed(conn: Connection, results: Mapping[int, FutureResult], replayed: Collection[int]) -> None:
     stored = {id_: (result.content_type, result.body, result.usage) for id_, result in results.items()}
-    ended = finish.succeed_all(conn, stored)
+    ended = finish.succeed_all(conn, stored, replayed)
     records = {future_id: results[future_id].records for future_id in ended if results[future_id].records}
     if records:
         stability_records.add(conn, records)

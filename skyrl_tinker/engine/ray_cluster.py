@@ -8,7 +8,7 @@ import psutil
 import ray
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.errors import StartupError, TrainerError
+from skyrl_tinker.errors import StartupError, TrainerLostError
 
 OBJECT_STORE_BYTES = 256 << 20
 DAEMONS = ("gcs_server", "raylet")
@@ -30,10 +30,10 @@ class RayCluster:
         self._daemons = [child for child in psutil.Process().children() if child.name() in DAEMONS]
 
     def require_alive(self) -> None:
-        """Raise TrainerError when a local daemon died: calls to actors would hang before they fail."""
+        """Raise TrainerLostError when a local daemon died: calls to actors would hang before they fail."""
         for daemon in self._daemons:
             if not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE:
-                raise TrainerError(f"a process of Ray died (pid {daemon.pid})")
+                raise TrainerLostError(f"a process of Ray died (pid {daemon.pid})")
 
     def require_gpus(self, trainer: int, samplers: int) -> None:
         """Raise StartupError when there are fewer: actors would wait for them indefinitely."""

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Awaitable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
-from skyrl_tinker.engine import recovery
 from skyrl_tinker.engine.colocation.placement import make_placement
 from skyrl_tinker.engine.compose import (
     Backends,
@@ -17,6 +18,7 @@ from skyrl_tinker.engine.compose import (
     trainer_spec,
 )
 from skyrl_tinker.engine.parity import startup_check
+from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, sampler_gpus
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import StartupError
@@ -70,20 +72,21 @@ class StartUp:
             await self._compare(probed, samplers)
         return Backends(trainer, fleet, samplers, placement)
 
-    async def recover(self) -> int:
-        """Tidy up after an earlier engine: partial files, and models that died with it.
-
-        Returns the id after which the journal has every request that still has to run.
-        """
+    async def tidy_up(self) -> None:
+        """Remove what an earlier engine had half written, and give up models of another base model."""
         root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
-        await asyncio.to_thread(recovery.sweep_partial, [ephemeral, root, *root.glob("*/*")])
+        snapshots = self._directories.snapshot_dir.glob("*")
+        partial_in = [ephemeral, root, *root.glob("*/*"), *snapshots]
+        await asyncio.to_thread(leftovers.sweep_partial, partial_in)
+        await self._env.store.write(sampling_sessions.drop_unpublished)
         with self._env.store.read() as conn:
             versions = sampling_sessions.list_ephemeral_versions(conn)
         spill = make_tmpfs_spill(self._directories)
         await asyncio.to_thread(spill.sweep, {version.name for version in versions})
-        if lost := await recovery.give_up_models(self._env.store):
-            _log.warning("%d models of an earlier engine are lost", lost)
-        return await recovery.first_unread(self._env.store)
+        fingerprint = await asyncio.to_thread(leftovers.fingerprint, Path(self._facts.directory))
+        lost = await self._env.store.write(partial(leftovers.give_up_foreign_models, fingerprint=fingerprint))
+        if lost:
+            _log.warning("%d models of another base model are lost", lost)
 
     async def _start_trainer(self, trainer: TrainerGroup) -> startup_check.Probe | None:
         await self._await_ready("trainer", trainer.ready())

@@ -162,13 +162,15 @@ def insert_version(
     *,
     durable: bool,
     inflight: bool = False,
+    future_id: int | None = None,
 ) -> VersionId:
-    """Insert a version that is not published yet: it has no directory."""
+    """Insert a version, of the save `future_id`, that is not published yet: it has no directory."""
     values = {
         "model_key": model_key,
         "kind": kind,
         "durable": durable,
         "inflight": inflight,
+        "future_id": future_id,
         "created_at": time.time(),
     }
     return VersionId(insert_id(conn, insert(AdapterVersion), values))
@@ -183,6 +185,19 @@ def published_version(conn: Connection, version_id: VersionId) -> WeightVersion 
     """Return a version, None if it is unknown, not published or dropped."""
     versions = _published(conn, AdapterVersion.id == version_id)
     return versions[0] if versions else None
+
+
+def version_of_save(conn: Connection, model_key: ModelKey, future_id: int) -> WeightVersion | None:
+    """Return the version that a save made, None if it is not published or dropped."""
+    versions = _published(conn, AdapterVersion.model_key == model_key, AdapterVersion.future_id == future_id)
+    return versions[0] if versions else None
+
+
+def drop_unpublished(conn: Connection) -> None:
+    """Drop the versions whose saves had not ended when an engine died; they are saved again as others."""
+    kept = AdapterVersion.dropped_at.is_(None)
+    query = update(AdapterVersion).where(kept, AdapterVersion.directory.is_(None))
+    conn.execute(query.values(dropped_at=time.time()))
 
 
 def newest_inflight(conn: Connection, model_key: ModelKey) -> WeightVersion | None:

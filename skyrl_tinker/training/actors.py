@@ -21,7 +21,6 @@ from skyrl_tinker.errors import (
     TrainerError,
     UserError,
 )
-from skyrl_tinker.training.state_ledger import Changes
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 STRAGGLERS_S = 2.0
@@ -31,14 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class RankReply(NamedTuple):
-    """Reply of one rank to one call.
-
-    `seconds`: time that the call took. `changes`: the part of its changes that outlives the process.
-    """
+    """Reply of one rank to one call, which took `seconds`."""
 
     value: Any
     seconds: float
-    changes: Changes
 
 
 class RankProcess:
@@ -56,10 +51,8 @@ class RankProcess:
 
     def call(self, method: str, *args: Any) -> RankReply:
         started = time.perf_counter()
-        self._worker.mirror.begin()
         value = getattr(self._worker, method)(*args)
-        changes = self._worker.mirror.finish()
-        return RankReply(value, time.perf_counter() - started, changes)
+        return RankReply(value, time.perf_counter() - started)
 
     def disk_call(self, method: str, *args: Any) -> Any:
         return getattr(self._worker, method)(*args)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
-from skyrl_tinker.errors import SkyrlTinkerError, TrainerError, UnitFailedError
+from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.training.actors import Actors
 
 
@@ -22,7 +22,7 @@ class CapturedState:
     async def persist(self, directory: str) -> int:
         """Write the checkpoint directory, atomically, while units of work go on; returns its bytes.
 
-        Nothing is left on the disk after StorageError, which names the rank, nor after UnitFailedError: the
+        Nothing is left on the disk after StorageError, which names the rank, nor after TrainerError: the
         captured state died with a rank.
         """
         target = Path(directory)
@@ -33,9 +33,7 @@ class CapturedState:
             size: int = await self.ranks.disk_call(
                 0, "commit_state", self.contents, files, str(scratch), directory
             )
-        except SkyrlTinkerError as error:
+        except SkyrlTinkerError:
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
-            if isinstance(error, TrainerError):
-                raise UnitFailedError(f"{error}, before the checkpoint was written: save again") from error
             raise
         return size

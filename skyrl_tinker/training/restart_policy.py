@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.errors import TrainerError, TrainerLostError
 
 QUICK_S = 60.0
 """Ranks that live longer have not died quickly."""
@@ -31,10 +31,10 @@ class RestartPolicy:
         self._quick = 0
 
     def died(self, cause: TrainerError) -> None:
-        """Record a death; raise its cause if there were too many."""
+        """Record a death. Raises TrainerLostError if there were too many."""
         quick = self._clock() - self._born < QUICK_S
         self._quick = self._quick + 1 if quick else 1
         if self._quick >= QUICK_DEATHS:
-            raise TrainerError(
+            raise TrainerLostError(
                 f"{cause}; that was the {QUICK_DEATHS}rd time, less than {QUICK_S:.0f} s after the start"
             ) from cause

@@ -10,8 +10,6 @@ class TrainerSpec:
     `token_budget`: tokens per packed row. `timeout_s`: time that a collective waits for its peers.
     `resident_models`: LoRA models whose state is on the device at once, 0 = all. `memory_gb`: memory of
     models per rank, None = the machine's. `gradient_checkpointing`: layers run twice to keep less.
-    `state_dir`: directory of this trainer only, best in memory (tmpfs), with a copy of the models' state that
-    outlives a rank that dies; None: models die with it.
     """
 
     directory: str  # of the base model, Hugging Face layout
@@ -24,7 +22,6 @@ class TrainerSpec:
     resident_models: int = 0
     memory_gb: float | None = None
     gradient_checkpointing: bool = False
-    state_dir: str | None = None
 
 
 def retry_budget(token_budget: int) -> int:

@@ -21,16 +21,13 @@ from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory import allocator, memory_budget
 from skyrl_tinker.training.memory.device_cache import DeviceCache
 from skyrl_tinker.training.memory.offload import OffloadBuffer
-from skyrl_tinker.training.memory.state_mirror import StateMirror
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 from skyrl_tinker.training.optimizers.step import optim_step
-from skyrl_tinker.training.passes.out_of_memory import is_out_of_memory, run_with_retry
+from skyrl_tinker.training.passes.out_of_memory import run_with_retry
 from skyrl_tinker.training.passes.pass_runner import PassRunner
-from skyrl_tinker.training.rendezvous import Rendezvous
-from skyrl_tinker.training.state_ledger import ModelShare
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 
@@ -45,14 +42,12 @@ class Worker:
         allocator.keep_freed()
         self.spec = spec
         self.rank = rank
-        self.mirror = StateMirror(spec, rank)
         self._models: dict[ModelKey, TrainableModel] = {}
         self._device_cache = DeviceCache(self._models, spec.resident_models)
         self._base_buffer = OffloadBuffer()
         self._captured: dict[int, Captured] = {}
         self._offloaded = False
         self._store: TCPStore | None = None
-        self._rendezvous: Rendezvous | None = None
 
     def open_store(self) -> int:
         """Open the rendezvous, on rank 0 only; returns its port."""
@@ -61,8 +56,8 @@ class Worker:
 
     def join(self, port: int) -> None:
         store = self._store or distributed.connect_store(port, self.spec.timeout_s)
-        self._rendezvous = Rendezvous(store, self.rank, self.spec)
-        self.attach(self._rendezvous.join())
+        spec = self.spec
+        self.attach(distributed.join(store, self.rank, spec.ranks, spec.device, spec.timeout_s))
 
     def attach(self, ranks: Ranks) -> None:
         """Load the base model, sharded over `ranks`."""
@@ -84,53 +79,30 @@ class Worker:
                 self.spec.memory_gb,
                 self._ranks,
             )
-        self._models[key] = model = self._make_model(key, spec, optimizer)
+        self._models[key] = self._make_model(key, spec, optimizer)
         self._device_cache.add(key)
-        self.mirror.keep(key, model)
-
-    def restore(self, shares: Mapping[ModelKey, Sequence[ModelShare]]) -> None:
-        """Restore, on a fresh worker, the state after the last unit that all ranks finished."""
-        self.mirror.open(shares)
-        for key, by_rank in shares.items():
-            self._models[key] = model = self._make_model(key, by_rank[0].spec, by_rank[0].optimizer)
-            self.mirror.fill(model, by_rank)
-            self._device_cache.add(key)
 
     def run_pass(self, batch: TrainingInputBatch, token_budget: int | None = None) -> RankOutput:
         """Run a pass in rows of `token_budget` tokens, by default that of the spec."""
         self._require_onloaded()
-        changed = dict.fromkeys(info.model for info in batch.requests if info.backward)
         self._device_cache.load(info.model for info in batch.requests)
-        self._device_cache.mark_changed(changed)
-        output = run_with_retry(
-            batch,
-            token_budget or self.spec.token_budget,
-            lambda tokens: self._runner.execute_pass(batch, tokens),
-            self._ran_out,
-            self._recover,
-        )
-        for key in changed:
-            if key in self._models:
-                self.mirror.keep(key, self._models[key], (Part.GRADIENT,))
-        return output
+        self._device_cache.mark_changed({info.model for info in batch.requests if info.backward})
+        budget = token_budget or self.spec.token_budget
+
+        def run(tokens: int) -> RankOutput:
+            return self._runner.execute_pass(batch, tokens)
+
+        # Of several ranks the others wait in a collective, and only fresh ones get on.
+        return run_with_retry(batch, budget, run, self._recover) if self.spec.ranks == 1 else run(budget)
 
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         for item in steps:
             self._require_known(item.model)  # if one is lost, no model steps
-        return [self._optim_step(item) for item in steps]
-
-    def _optim_step(self, item: StepItem) -> StepOutput:
-        model = self._model_to_change(item.model)
-        before = model.step
-        output = optim_step(model, item, self._ranks)
-        self.mirror.keep(item.model, model, model.parts if model.step > before else (Part.GRADIENT,))
-        return output
+        return [optim_step(self._model_to_change(item.model), item, self._ranks) for item in steps]
 
     def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         for key in models:
-            model = self._model_to_change(key)
-            model.clear_gradients()
-            self.mirror.keep(key, model, (Part.GRADIENT,))
+            self._model_to_change(key).clear_gradients()
 
     def capture_adapters(self, keys: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
         return {key: self.capture_adapter(key) for key in keys}
@@ -185,12 +157,10 @@ class Worker:
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
         model = self._model_to_change(key)
         checkpoint_load.load(model, Path(directory), optimizer=optimizer, ranks=self._ranks)
-        self.mirror.keep(key, model, model.parts)
 
     def release(self, key: ModelKey) -> None:
         """Release a model, also while offloaded. Idempotent. Frees a full copy's memory at once."""
         self._device_cache.remove(key)
-        self.mirror.drop(key)
         if isinstance(self._models.pop(key, None), FullModel):
             allocator.give_back()
 
@@ -214,48 +184,18 @@ class Worker:
             self._device_cache.onload()
             self._offloaded = False
 
-    def _ran_out(self, error: Exception) -> bool:
-        """Return True if this rank or a peer ran out of memory in the pass that raised `error`."""
-        short = is_out_of_memory(error)
-        if self.spec.ranks == 1 or self._rendezvous is None:
-            return short
-        if self.spec.device == "cuda":
-            return False  # NCCL's peers hang: see Rendezvous
-        if short:
-            self._rendezvous.give_up()
-        elif self._rendezvous.given_up():
-            self._rendezvous.leave()
-            return True
-        return short
-
     def _recover(self) -> None:
-        """Recover from a pass that was aborted anywhere. Every rank must call it."""
-        if self.spec.ranks > 1:
-            self._rejoin()
-        else:
-            for network in (self._base, *(model.network for model in self._full_models().values())):
-                network.reset()
+        """Recover from a pass that was aborted anywhere, on a single rank."""
+        models = (model for model in self._models.values() if isinstance(model, FullModel))
+        for network in (self._base, *(model.network for model in models)):
+            network.reset()
         allocator.give_back()
-
-    def _rejoin(self) -> None:
-        """Load all networks again: they are bound to the process group over which they were sharded."""
-        assert self._rendezvous is not None
-        self._base_buffer = OffloadBuffer()
-        del self._base, self._runner
-        allocator.give_back()
-        self.attach(self._rendezvous.join())
-        for key, model in self._full_models().items():
-            self._device_cache.mark_changed([key])
-            model.move(trainable_network(self.spec, self._ranks.mesh), self._ranks)
 
     def _make_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> TrainableModel:
         if spec.rank == 0:
             network = trainable_network(self.spec, self._ranks.mesh)
             return FullModel(key, spec, network, self._ranks, optimizer)
         return LoraModel(spec, self._base.targets, self._ranks.device, optimizer)
-
-    def _full_models(self) -> dict[ModelKey, FullModel]:
-        return {key: model for key, model in self._models.items() if isinstance(model, FullModel)}
 
     def _require_onloaded(self) -> None:
         if self._offloaded:

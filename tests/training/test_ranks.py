@@ -44,7 +44,7 @@ async def _train(group: TrainerGroup) -> Trained:
     metrics: list[dict[str, float]] = []
     for turn in range(2):
         for items in _units(turn):
-            found = await group.run_pass(group.prepare(items))
+            found = (await group.run_pass(group.prepare(items))).outputs
             assert all(isinstance(output, PassOutput) for output in found), found
             outputs += [output for output in found if isinstance(output, PassOutput)]
         steps = await group.optim_step([StepItem(RequestId("s"), model, ADAM) for model in SPECS])

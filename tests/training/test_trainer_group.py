@@ -56,7 +56,7 @@ async def _release_all(group: TrainerGroup) -> None:
 
 
 async def _pass(group: TrainerGroup, *items: PassItem) -> list[PassOutput]:
-    outputs = await group.run_pass(group.prepare(items))
+    outputs = (await group.run_pass(group.prepare(items))).outputs
     assert all(isinstance(output, PassOutput) for output in outputs), outputs
     return [output for output in outputs if isinstance(output, PassOutput)]
 
@@ -127,7 +127,7 @@ async def test_a_request_failing_on_one_rank_is_dropped_on_all(two: TrainerGroup
     for model, items in ((A, [make_item(A, data, "importance_sampling")]), (B, [])):
         await two.create_model(model, LoraSpec(8, 1))
         prepared = two.prepare([make_item(model, make_data((40, 30), 2)), *items])
-        outputs = await two.run_pass(prepared)
+        outputs = (await two.run_pass(prepared)).outputs
         assert [isinstance(output, PassOutput) for output in outputs] == [True, *(False for _ in items)]
         await two.optim_step([StepItem(RequestId("s"), model, AdamParams(1e-2))])
         adapters.append((await two.capture_adapters([model]))[model].tensors)
@@ -202,7 +202,7 @@ async def test_a_failing_sender_leaves_the_group_whole(two: TrainerGroup) -> Non
 async def test_a_released_model_has_no_state(one: TrainerGroup) -> None:
     await one.create_model(A, SPECS[A])
     await one.release(A)
-    (output,) = await one.run_pass(one.prepare([make_item(A, make_data((30,), 1))]))
+    (output,) = (await one.run_pass(one.prepare([make_item(A, make_data((30,), 1))]))).outputs
     assert not isinstance(output, PassOutput)
     assert output.category == "server"
 

@@ -87,7 +87,7 @@ def _item(model: ModelKey, seed: int) -> PassItem:
 
 
 async def _pass(group: TrainerGroup, *items: PassItem) -> list[PassOutput | Failure]:
-    return await group.run_pass(group.prepare(items))
+    return (await group.run_pass(group.prepare(items))).outputs
 
 
 async def _step(group: TrainerGroup) -> list[StepOutput | Failure]:

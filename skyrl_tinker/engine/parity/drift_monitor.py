@@ -16,7 +16,7 @@ from skyrl_tinker.engine.parity.probe import (
     trainer_logprobs,
 )
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -68,7 +68,11 @@ class DriftMonitor:
         """Score the probe of all models in one pass; failed ones are left out, so that their saves go on."""
         if len(self._tokens) < 2 or not models:
             return []
-        outputs = await trainer_logprobs(self._trainer, list(models), self._tokens)
+        try:
+            outputs = await trainer_logprobs(self._trainer, list(models), self._tokens)
+        except TrainerError as error:  # the next unit finds the ranks broken, too
+            _log.info("the probe was not scored: %s", error)
+            return []
         scored = []
         for (key, model_id), output in zip(models.items(), outputs, strict=True):
             if isinstance(output, Failure):

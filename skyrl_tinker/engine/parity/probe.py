@@ -42,7 +42,7 @@ async def trainer_logprobs(
         PassItem(RequestId(f"probe-{model}"), model, (datum,), "cross_entropy", {}, backward)
         for model in models
     ]
-    outputs = await trainer.run_pass(trainer.prepare(items))
+    outputs = (await trainer.run_pass(trainer.prepare(items))).outputs
     return [_logprobs(output, len(tokens) - 1) for output in outputs]
 
 

@@ -15,9 +15,9 @@ from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.saves.export_files import Export, finish_export
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
+from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -42,11 +42,11 @@ class Exporter(SaveFlow[ExternalExport]):
         self,
         store: Store,
         trainer: TrainerGroup,
-        outbox: Outbox,
+        commits: UnitCommits,
         facts: BaseModelFacts,
         checkpoint_root: Path,
     ) -> None:
-        super().__init__(store, outbox, checkpoint_root)
+        super().__init__(store, commits, checkpoint_root)
         self._trainer = trainer
         self._facts = facts
 

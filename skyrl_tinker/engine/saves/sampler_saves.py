@@ -6,7 +6,7 @@ Publishing (write, load on the samplers, record, answer) needs no trainer and ru
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +21,12 @@ from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.outbox import Outbox, failure_of, persistently, read_persistently
+from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
@@ -37,6 +38,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.adapter_files import write_adapter
 
 T = TypeVar("T")
+Start = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
+"""Start work in the background."""
 
 
 class SamplerSaveRequest(NamedTuple):
@@ -64,14 +67,14 @@ class Publisher(SaveFlow[SamplerSave]):
         store: Store,
         trainer: TrainerGroup,
         samplers: Samplers,
-        outbox: Outbox,
+        commits: UnitCommits,
         facts: BaseModelFacts,
         ephemeral_dir: Path,
         checkpoint_root: Path,
         gaps: DriftMonitor,
         metrics: Metrics,
     ) -> None:
-        super().__init__(store, outbox, checkpoint_root)
+        super().__init__(store, commits, checkpoint_root)
         self._trainer = trainer
         self._samplers = samplers
         self._facts = facts
@@ -79,37 +82,53 @@ class Publisher(SaveFlow[SamplerSave]):
         self._gaps = gaps
         self._metrics = metrics
 
-    async def save(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
-        """Capture and probe on the trainer; publish and compare in `background`. Raises TrainerError."""
+    async def capture_rows(self, rows: Sequence[QueuedRow]) -> dict[int, SamplerSave | Failure]:
+        """Capture the weights of each request, by future id, as `capture` does."""
         requests = await read_persistently(self._store, partial(_requests, rows=rows))
         saves = await self.capture(requests)
-        await self._outbox.send(
-            (request.row.id, save)
-            for request, save in zip(requests, saves, strict=True)
-            if isinstance(save, Failure)
-        )
-        publishing = {
-            save.model.key: (save, background.create_task(self.persist(save)))
-            for save in saves
-            if isinstance(save, SamplerSave)
-        }
+        return {request.row.id: save for request, save in zip(requests, saves, strict=True)}
+
+    async def publish(self, saves: Sequence[SamplerSave], start: Start) -> None:
+        """Publish and compare in the background; probe on the trainer, with the same weights."""
+        publishing = {save.model.key: (save, start(self.persist(save))) for save in saves}
         names = {key: save.model.model_id for key, (save, _) in publishing.items()}
-        for scored in await self._gaps.score(names):  # with the same weights
-            background.create_task(self._compare(scored, *publishing[scored.key]))
+        for scored in await self._gaps.score(names):
+            start(self._compare(scored, *publishing[scored.key]))
 
     async def capture(self, requests: Sequence[SamplerSaveRequest]) -> list[SamplerSave | Failure]:
         """Capture each request's weights, adapters in one call; `persist` must follow.
 
-        A request that fails does so alone. Raises TrainerError: the workers are broken.
+        A request that fails does so alone. Raises TrainerError: the ranks are broken, and nothing is left.
         """
         begun = [await _or_failure(self._begin(*request)) for request in requests]
         saves = [save for save in begun if isinstance(save, SamplerSave)]
         lora = [save.model.key for save in saves if save.version.kind == "lora"]
-        adapters = await _or_failure(self._trainer.capture_adapters(lora)) if lora else {}
-        return [
-            await self._with_weights(save, adapters) if isinstance(save, SamplerSave) else save
-            for save in begun
-        ]
+        try:
+            adapters = await _or_failure(self._trainer.capture_adapters(lora)) if lora else {}
+            return [
+                await self._with_weights(save, adapters) if isinstance(save, SamplerSave) else save
+                for save in begun
+            ]
+        except TrainerError:
+            for save in saves:
+                await self._discard(save)
+                self._reserved.discard(save.path)
+            raise
+
+    async def restore(self, row: QueuedRow, model: ModelRow) -> None:
+        """Write the files of a published version again if they are gone, as after a reboot.
+
+        The model must be as it was at this save. Raises TrainerError: the ranks are broken.
+        """
+        with self._store.read() as conn:
+            version = sampling_sessions.version_of_save(conn, model.key, row.id)
+        if version is None or await asyncio.to_thread(Path(version.directory).exists):
+            return
+        save = SamplerSave(row, model, SaveSamplerBody(), None, Path(version.directory), version)
+        adapters = await self._trainer.capture_adapters([model.key]) if version.kind == "lora" else {}
+        captured = await self._with_weights(save, adapters)
+        if isinstance(captured, SamplerSave):
+            await asyncio.to_thread(_write_files, captured, self._facts.directory)
 
     async def persist(self, save: SamplerSave) -> bool:
         started = time.monotonic()
@@ -126,7 +145,12 @@ class Publisher(SaveFlow[SamplerSave]):
         async with self._reserving(path):
             number = await self._store.write(
                 lambda conn: sampling_sessions.insert_version(
-                    conn, model.key, kind, durable=path is not None, inflight=body.kind == "inflight"
+                    conn,
+                    model.key,
+                    kind,
+                    durable=path is not None,
+                    inflight=body.kind == "inflight",
+                    future_id=row.id,
                 )
             )
             version = WeightVersion(number, kind, "")

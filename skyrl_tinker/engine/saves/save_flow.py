@@ -20,8 +20,9 @@ from sqlalchemy import Connection
 from skyrl_tinker.atomic_directory import staging_of
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.engine.outbox import Outbox, failure_of, finish_all, json_answer, persistently
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.engine.outbox import failure_of, finish_all, json_answer
+from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
@@ -62,9 +63,9 @@ S = TypeVar("S", bound=Save)
 
 
 class SaveFlow(ABC, Generic[S]):
-    def __init__(self, store: Store, outbox: Outbox, checkpoint_root: Path) -> None:
+    def __init__(self, store: Store, commits: UnitCommits, checkpoint_root: Path) -> None:
         self._store = store
-        self._outbox = outbox
+        self._commits = commits
         self._root = checkpoint_root
         self._reserved: set[TinkerPath | None] = set()
 
@@ -73,13 +74,19 @@ class SaveFlow(ABC, Generic[S]):
         return path in self._reserved
 
     async def persist(self, save: S) -> bool:
-        """Write, record and answer; answer a failure as well. Returns whether the save succeeded."""
+        """Write, record and answer; answer a failure as well. Returns whether the save succeeded.
+
+        If a rank dies with the weights it stays unanswered: replay repeats it.
+        """
         try:
             size = await self._write(save)
             await self._commit(save, size)
+        except TrainerError:
+            await self._discard(save)
+            return False
         except Exception as error:  # becomes the result of this request
             await self._discard(save)
-            await self._outbox.send([(save.row.id, failure_of(error))])
+            await self._commits.add(UnitEnd({save.row.id: failure_of(error)}))
             return False
         finally:
             self._reserved.discard(save.path)
@@ -127,7 +134,7 @@ class SaveFlow(ABC, Generic[S]):
             fields = self._record(conn, save, size)
             finish_all(conn, {save.row.id: json_answer({**fields, "type": save.row.kind})})
 
-        await persistently(lambda: self._outbox.commit(op, save.row.id))
+        await self._commits.add(UnitEnd({}, (op,), answered=(save.row.id,)))
 
     async def _discard(self, save: S) -> None:
         """Delete the files of a failed save."""

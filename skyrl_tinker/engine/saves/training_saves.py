@@ -9,8 +9,8 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
+from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.protocol.stored_requests import SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -31,8 +31,10 @@ class Saver(SaveFlow[TrainingSave]):
     Its saves therefore end in their order, and one at a time is in host memory. It may be released meanwhile.
     """
 
-    def __init__(self, store: Store, trainer: TrainerGroup, outbox: Outbox, checkpoint_root: Path) -> None:
-        super().__init__(store, outbox, checkpoint_root)
+    def __init__(
+        self, store: Store, trainer: TrainerGroup, commits: UnitCommits, checkpoint_root: Path
+    ) -> None:
+        super().__init__(store, commits, checkpoint_root)
         self._trainer = trainer
 
     async def capture(self, row: QueuedRow, model: ModelRow, body: SaveWeightsBody) -> TrainingSave:

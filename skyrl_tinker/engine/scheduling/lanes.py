@@ -8,6 +8,9 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 PASSES = frozenset({RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD})
+SAVES = frozenset(
+    {RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER}
+)
 STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})
 _BYTES_PER_TOKEN = 16  # a stored token: id 4, target 8, one float 4 (RL losses have two)
 
@@ -58,8 +61,9 @@ class Lanes:
         self._open: dict[ModelKey, _Lane] = {}
         self._closed: dict[ModelKey, Failure] = {}
 
-    def open(self, model: ModelKey) -> None:
-        self._open[model] = _Lane()
+    def open(self, model: ModelKey, next_seq: int = 0, window_error: str | None = None) -> None:
+        """Open a lane whose requests before `next_seq` have run."""
+        self._open[model] = _Lane(next_seq, window_error=window_error)
 
     def close(self, model: ModelKey, failure: Failure) -> list[QueuedRow]:
         """End a model; returns its pending rows that were waiting."""

@@ -8,9 +8,10 @@ from typing import Any
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain import tinker_path
-from skyrl_tinker.domain.ids import ModelState
+from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.domain.values import BaseModelFacts, OptimizerFamily
 from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, json_answer
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
@@ -24,10 +25,11 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Result of a creation, and the ops that must be committed with it."""
+    """Result of a creation or a load, and the ops that must be committed with it."""
 
     outcome: FutureOutcome
-    also: tuple[Op[Any], ...]
+    also: tuple[Op[Any], ...] = ()
+    effect: Effect | None = None
 
 
 class ModelCreation:
@@ -39,12 +41,14 @@ class ModelCreation:
         trainer: TrainerGroup,
         facts: BaseModelFacts,
         saver: Saver,
+        snapshots: SnapshotKeeper,
         max_lora_rank: int,
     ) -> None:
         self._store = store
         self._trainer = trainer
         self._facts = facts
         self._saver = saver
+        self._snapshots = snapshots
         self._max_lora_rank = max_lora_rank
         self._loading: str | None = None
 
@@ -53,7 +57,7 @@ class ModelCreation:
         return directory == self._loading
 
     async def create(self, model: ModelRow) -> Finished:
-        await self._trainer.create_model(model.key, model.spec, _family(model.optimizer_config))
+        await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
         answer = json_answer({"model_id": model.model_id, "type": "create_model"})
         return Finished(answer, (_set_ready(model),))
 
@@ -62,19 +66,30 @@ class ModelCreation:
         self._require_served(body.base_model)
         async with self._training_state(model, body.path, body.optimizer) as checkpoint:
             config = checkpoint.optimizer_config if body.optimizer else body.optimizer_config
-            await self._trainer.create_model(model.key, checkpoint.spec, _family(config))
+            await self._trainer.create_model(model.key, checkpoint.spec, optimizer_family(config))
             try:
-                await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)
+                keep = await self._load(model.key, 0, checkpoint.directory, optimizer=body.optimizer)
             except Exception:  # whatever it was: without its weights the new model is of no use
                 await self._trainer.release(model.key)
                 raise
-        return Finished(_loaded(model, body.path), (_set_spec(model, checkpoint, config), _set_ready(model)))
+        ready = (_set_spec(model, checkpoint, config), _set_ready(model), keep)
+        return Finished(_loaded(model, body.path), ready, Effect.LOADED)
 
-    async def load(self, model: ModelRow, body: LoadWeightsBody) -> FutureOutcome:
+    async def load(self, model: ModelRow, seq_id: int, body: LoadWeightsBody) -> Finished:
         """Load a checkpoint in place; the gradients accumulated so far are dropped."""
         async with self._training_state(model, body.path, body.optimizer) as checkpoint:
-            await self._trainer.load_state(model.key, checkpoint.directory, optimizer=body.optimizer)
-        return _loaded(model, body.path)
+            keep = await self._load(model.key, seq_id, checkpoint.directory, optimizer=body.optimizer)
+        return Finished(_loaded(model, body.path), (keep,), Effect.LOADED)
+
+    async def _load(self, model: ModelKey, seq_id: int, directory: str, *, optimizer: bool) -> Op[Any]:
+        """Load a checkpoint and keep its files; the op returned makes them the model's snapshot."""
+        kept = await self._snapshots.link(model, seq_id, directory, optimizer=optimizer)
+        try:
+            await self._trainer.load_state(model, directory, optimizer=optimizer)
+        except Exception:
+            await self._snapshots.discard(kept)
+            raise
+        return self._snapshots.loaded(model, kept)
 
     @asynccontextmanager
     async def _training_state(
@@ -115,7 +130,8 @@ def _loaded(model: ModelRow, path: str) -> FutureResult:
     return json_answer({"path": path, "model_id": model.model_id, "type": "load_weights"})
 
 
-def _family(config: Mapping[str, Any]) -> OptimizerFamily:
+def optimizer_family(config: Mapping[str, Any]) -> OptimizerFamily:
+    """Return the optimizer of a model with this optimizer_config."""
     family: OptimizerFamily = config["type"]
     return family
 

@@ -1,4 +1,4 @@
-"""Life of the models on the workers: opened, created, then released, unloaded or lost."""
+"""Life of the models in training: opened, created, then released, unloaded or lost."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,36 +7,57 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine import recovery
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, read_persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
+from skyrl_tinker.engine.recovery.leftovers import why_lost
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
-from skyrl_tinker.engine.trainer.model_creation import Finished
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 SESSION_OVER = Failure("the session of this model is finished; its training state is released", "user")
+GONE = Failure("the server was restarted before these weights were published: save them again", "server")
 UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")
 
 
 class ModelLifecycle:
-    """Opens and closes the lanes of models, and knows which models the workers have."""
+    """Opens and closes the lanes of models, and ends models."""
 
     def __init__(
-        self, store: Store, trainer: TrainerGroup, lanes: Lanes, drift_monitor: DriftMonitor, outbox: Outbox
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        lanes: Lanes,
+        drift_monitor: DriftMonitor,
+        snapshots: SnapshotKeeper,
+        outbox: Outbox,
     ) -> None:
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
         self._drift_monitor = drift_monitor
+        self._snapshots = snapshots
         self._outbox = outbox
-        self._on_workers: set[ModelKey] = set()
         self._releasing: set[ModelKey] = set()  # their sessions are over
         self._unloading: dict[ModelKey, QueuedRow] = {}  # by model, its unload_model request
+
+    async def open_ready(self) -> int:
+        """Open the lanes of the models that an earlier engine had in training, each where it stopped.
+
+        Fails saves that nothing can repeat. Returns the id after which the journal has all that must run.
+        """
+        states, gone = await read_persistently(self._store, _resumed)
+        for model, (next_seq, window_error) in states.items():
+            self._lanes.open(model, next_seq, window_error)
+        await self._outbox.send((future_id, GONE) for future_id in gone)
+        next_seqs = {model: next_seq for model, (next_seq, _) in states.items()}
+        return await read_persistently(self._store, lambda conn: queue.before_waiting(conn, next_seqs))
 
     async def row(self, model: ModelKey) -> ModelRow:
         return await read_persistently(self._store, lambda conn: _row(conn, model))
@@ -51,10 +72,6 @@ class ModelLifecycle:
             else:
                 self._lanes.close(model, _failure_of(row))
         return self._lanes.closed_by(model)
-
-    async def finish_creation(self, row: QueuedRow, finished: Finished) -> None:
-        self._on_workers.add(model_of(row))
-        await self._outbox.send([(row.id, finished.outcome)], *finished.also)
 
     async def fail_creation(self, row: QueuedRow, model: ModelRow, failure: Failure) -> None:
         """Fail a creation and every request that waits for it."""
@@ -77,9 +94,7 @@ class ModelLifecycle:
         self._releasing.add(model)
 
     async def retire(self) -> None:
-        """Mark lost models, and release those that are to go and have nothing left that can run."""
-        for model in self._trainer.take_lost() & self._on_workers:
-            await self._mark_lost(model)
+        """Release the models that are to go and have nothing left that can run."""
         if self._releasing:
             busy, blocked = self._lanes.runnable(1), self._lanes.storage_blocked
             for model in [model for model in self._releasing if model not in busy and not blocked(model)]:
@@ -89,30 +104,40 @@ class ModelLifecycle:
             if self._lanes.drained(model) and not self._lanes.storage_blocked(model):
                 await self._release(model, UNLOADED)
 
-    async def _mark_lost(self, model: ModelKey) -> None:
-        """Close a model whose state died with a worker."""
-        self._on_workers.discard(model)
+    async def lose(self, model: ModelKey, cause: str) -> None:
+        """Close a model that cannot be brought back."""
         await self._drift_monitor.forget(model)
-        reason = await read_persistently(
-            self._store,
-            lambda conn: recovery.why_lost(conn, _row(conn, model), "a trainer process died"),
-        )
+        await self._trainer.release(model)
+        reason = await read_persistently(self._store, lambda conn: why_lost(conn, _row(conn, model), cause))
         failures = self._close(model, Failure(reason, "server"))
         await self._outbox.send(failures, _set_state(model, ModelState.LOST, reason))
+        await self._snapshots.forget(model)
 
     async def _release(self, model: ModelKey, failure: Failure) -> None:
-        if model in self._on_workers:
-            self._on_workers.discard(model)
-            await self._drift_monitor.forget(model)
-            await self._trainer.release(model)
+        await self._drift_monitor.forget(model)
+        await self._trainer.release(model)
         outcomes = self._close(model, failure)
         if request := self._unloading.pop(model, None):
             outcomes.append((request.id, json_answer({"model_id": (await self.row(model)).model_id})))
         await self._outbox.send(outcomes, _set_state(model, ModelState.RELEASED, failure.message))
+        await self._snapshots.forget(model)
 
     def _close(self, model: ModelKey, failure: Failure) -> list[tuple[int, FutureOutcome]]:
         """Close a lane; returns the failures of the requests that waited in it, by future id."""
         return [(row.id, failure) for row in self._lanes.close(model, failure)]
+
+
+def _resumed(conn: Connection) -> tuple[dict[ModelKey, tuple[int, str | None]], list[int]]:
+    """Return next seq_id and window error of each model in training, and saves that its snapshot is past."""
+    states: dict[ModelKey, tuple[int, str | None]] = {}
+    gone: list[int] = []
+    for model in model_records.list_in_states(conn, ModelState.READY):
+        next_seq = unit_records.next_seq(conn, model.key)
+        states[model.key] = (next_seq, unit_records.window_error(conn, model.key))
+        snapshot = snapshot_records.find(conn, model.key)
+        if snapshot is not None:
+            gone += unit_records.unfinished_until(conn, model.key, snapshot.seq_id)
+    return states, gone
 
 
 def _row(conn: Connection, model: ModelKey) -> ModelRow:

@@ -1,12 +1,12 @@
 """optim_step of several models in one call of the workers. Windows with a failed request are cleared."""
 
-import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from skyrl_tinker.domain.ids import Effect, ModelKey
 from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, read_persistently
-from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
+from skyrl_tinker.engine.outbox import FutureOutcome, json_answer, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
 from skyrl_tinker.store.futures import queue
@@ -15,17 +15,29 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 
+@dataclass(frozen=True, slots=True)
+class StepsResult:
+    """Outcomes of the steps that are not answered yet, and effects of all, by future id."""
+
+    outcomes: Mapping[int, FutureOutcome]
+    effects: Mapping[int, Effect]
+
+
 class OptimSteps:
     def __init__(
-        self, store: Store, trainer: TrainerGroup, lanes: Lanes, drift_monitor: DriftMonitor, outbox: Outbox
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        lanes: Lanes,
+        more_metrics: Callable[[ModelKey], Mapping[str, float]],
     ) -> None:
+        """`more_metrics`: those to report with a model's next step, beside the trainer's."""
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
-        self._drift_monitor = drift_monitor
-        self._outbox = outbox
+        self._more_metrics = more_metrics
 
-    async def apply(self, rows: Sequence[QueuedRow], background: asyncio.TaskGroup) -> None:
+    async def apply(self, rows: Sequence[QueuedRow]) -> StepsResult:
         """Apply the steps of valid windows together, and clear the other windows. Raises TrainerError."""
         ids = [row.id for row in rows]  # steps that were refused or have expired have no body
         bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, ids))
@@ -34,25 +46,32 @@ class OptimSteps:
         invalid = [model_of(row) for row in rows if row not in valid]
         if invalid:
             await self._trainer.zero_gradients(invalid)
-        steps = [_item(row, bodies[row.id]) for row in valid]
+        steps = [step_item(row, bodies[row.id]) for row in valid]
         outputs = await self._trainer.optim_step(steps) if steps else []
         for row in rows:
             self._lanes.reset_window(model_of(row))
-        results = [
-            (row.id, _result(output, self._drift_monitor.pop_gap(model_of(row))))
+        outcomes = {
+            row.id: _result(output, self._more_metrics(model_of(row)))
             for row, output in zip(valid, outputs, strict=True)
-        ]
-        failures = [(row.id, _window_failure(row, why)) for row in rows if (why := errors[row.id])]
-        background.create_task(self._outbox.send([*results, *failures]))
+        }
+        taken = {row.id for row, output in zip(valid, outputs, strict=True) if output.error is None}
+        failures = {row.id: _window_failure(row, why) for row in rows if (why := errors[row.id])}
+        effects = {row.id: Effect.STEP if row.id in taken else Effect.CLEARED for row in rows}
+        return StepsResult(outcomes | failures, effects)
+
+    async def fail(self, row: QueuedRow, failure: Failure) -> StepsResult:
+        """Fail a step that cannot be run, and clear its window. Raises TrainerError."""
+        await self._trainer.zero_gradients([model_of(row)])
+        self._lanes.reset_window(model_of(row))
+        return StepsResult({row.id: failure}, {row.id: Effect.CLEARED})
 
 
-def _item(row: QueuedRow, body: bytes) -> StepItem:
+def step_item(row: QueuedRow, body: bytes) -> StepItem:
+    """Return the item for the ranks, of a step with this stored body."""
     return StepItem(row.request_id, model_of(row), OptimStepBody.from_bytes(body).params)
 
 
-def _result(output: StepOutput | Failure, more: Mapping[str, float]) -> FutureOutcome:
-    if isinstance(output, Failure):
-        return output
+def _result(output: StepOutput, more: Mapping[str, float]) -> FutureOutcome:
     if output.error is not None:
         return Failure(output.error, "user")
     values = [*output.metrics.items(), *more.items()]

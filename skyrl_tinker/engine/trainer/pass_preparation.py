@@ -16,7 +16,7 @@ from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import PreparedPass, TrainerGroup
+from skyrl_tinker.training.trainer_group import PassResult, PreparedPass, TrainerGroup
 
 T = TypeVar("T")
 
@@ -47,10 +47,15 @@ class PassCoordinator:
         used = (row.sequences for row_id, row in read.items() if row_id not in refused)
         return ReadyPass(unit.rows, unread | refused, batch, frozenset().union(*used))
 
-    async def execute(self, ready: ReadyPass) -> list[PassOutput | Failure]:
-        """Return one output per row, in order. Raises TrainerError when the workers are broken."""
-        outputs = iter([] if ready.batch is None else await self._trainer.run_pass(ready.batch))
-        return [ready.refused.get(row.id) or next(outputs) for row in ready.rows]
+    async def execute(self, ready: ReadyPass, row_budget: int | None = None) -> PassResult:
+        """Return one output per row, in order. Raises TrainerError when the ranks are broken."""
+        if ready.batch is None:
+            return PassResult([ready.refused[row.id] for row in ready.rows], 0)
+        result = await self._trainer.run_pass(ready.batch, row_budget)
+        outputs = iter(result.outputs)
+        return PassResult(
+            [ready.refused.get(row.id) or next(outputs) for row in ready.rows], result.row_budget
+        )
 
     async def renew_records(self, ready: ReadyPass) -> None:
         """Postpone the expiry of the sequence records that the pass used."""

@@ -32,6 +32,11 @@ def encode_forward_backward_output(output: PassOutput) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
+def metrics_of(body: bytes) -> dict[str, float]:
+    """Return the metrics of an encoded output."""
+    return dict(pb.ForwardBackwardOutput.FromString(body).metrics)
+
+
 def _batched(arrays: tuple[Float32, ...], trailing: tuple[int, ...]) -> pb.BatchedTensor:
     offsets = np.cumsum([0, *(4 * array.size for array in arrays)], dtype="<i8")
     return pb.BatchedTensor(

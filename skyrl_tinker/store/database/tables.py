@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelState, RequestKind
+from skyrl_tinker.domain.ids import CheckpointKind, Effect, FutureStatus, ModelState, RequestKind
 
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -54,6 +54,7 @@ class Base(DeclarativeBase):
         FutureStatus: closed_set(FutureStatus),
         RequestKind: closed_set(RequestKind),
         CheckpointKind: closed_set(CheckpointKind),
+        Effect: closed_set(Effect),
     }
 
 
@@ -131,6 +132,7 @@ class AdapterVersion(Base):
     inflight: Mapped[bool] = mapped_column(server_default=false())
     created_at: Mapped[float]
     dropped_at: Mapped[float | None]
+    future_id: Mapped[int | None] = mapped_column(BigInteger)  # of the save, which replay may repeat
 
 
 class SamplingSession(Base):
@@ -147,12 +149,22 @@ class SamplingSession(Base):
 
 
 class Future(Base):
-    """Journal of requests. `id` is the engine's cursor."""
+    """Journal of requests. `id` is the engine's cursor.
+
+    `unit`: number of the unit of work that a training request ran in, and `row_budget` the tokens per row in
+    which it succeeded: with both, and the `effect`, replay computes the same again.
+    """
 
     __tablename__ = "futures"
     __table_args__ = (
         UniqueConstraint("model_key", "seq_id"),
         UniqueConstraint("sampling_session_id", "seq_id"),
+        Index(
+            "ix_futures_pending",
+            "id",
+            sqlite_where=text("status = 'pending'"),
+            postgresql_where=text("status = 'pending'"),
+        ),
         {"sqlite_autoincrement": True},
     )
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
@@ -169,10 +181,13 @@ class Future(Base):
     error: Mapped[str | None]
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
+    unit: Mapped[int | None] = mapped_column(BigInteger)
+    effect: Mapped[Effect | None]
+    row_budget: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class Request(Base):
-    """Body of a request that has not finished."""
+    """Body of a request that has not finished, or that replay needs: no snapshot holds its effect yet."""
 
     __tablename__ = "requests"
     future_id: Mapped[int] = mapped_column(ForeignKey(Future.id), primary_key=True, autoincrement=False)
@@ -288,7 +303,7 @@ class SavedCheckpoint(Base):
 
 
 class Snapshot(Base):
-    """State of a model after `seq_id`, from which recovery will replay."""
+    """State of a model after `seq_id`, without gradients; replay begins there. `optimizer`: load that too."""
 
     __tablename__ = "snapshots"
     __table_args__ = (UniqueConstraint("model_key", "seq_id"), {"sqlite_autoincrement": True})
@@ -296,4 +311,5 @@ class Snapshot(Base):
     model_key: Mapped[int] = mapped_column(ForeignKey(Model.key))
     seq_id: Mapped[int] = mapped_column(BigInteger)
     directory: Mapped[str]
+    optimizer: Mapped[bool]
     created_at: Mapped[float]

@@ -1,7 +1,7 @@
 """End of futures: once, with bytes that stay fetchable."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
@@ -24,7 +24,6 @@ _END = Prepared(
 _RESULT = Prepared(
     insert(Result), ("future_id", "content_type", "body", "input_tokens", "cached_tokens", "output_tokens")
 )
-# Until there are snapshots to replay from, nothing needs the body of a finished request.
 _DROP_BODY = Prepared(delete(Request).where(Request.future_id == bindparam("future_id")))
 
 
@@ -35,18 +34,25 @@ def succeed(
     succeed_all(conn, {future_id: (content_type, body, usage)})
 
 
-def succeed_all(conn: Connection, results: Mapping[int, tuple[str, bytes, Usage]]) -> list[int]:
-    """Finish futures, given content type, body and tokens by future id.
+def succeed_all(
+    conn: Connection, results: Mapping[int, tuple[str, bytes, Usage]], replayed: Collection[int] = ()
+) -> list[int]:
+    """Finish futures, given content type, body and tokens by future id; keep the bodies of those `replayed`.
 
     Skips futures that have finished already; returns the ids of the others.
     """
     end = _end(FutureStatus.DONE, None)
-    return [future_id for future_id, result in results.items() if _finish(conn, future_id, end, *result)]
+    return [
+        future_id
+        for future_id, result in results.items()
+        if _finish(conn, future_id, end, *result, keep_body=future_id in replayed)
+    ]
 
 
-def fail(conn: Connection, future_id: int, failure: Failure) -> None:
+def fail(conn: Connection, future_id: int, failure: Failure, *, keep_body: bool = False) -> None:
     """Finish with an error. Does nothing if the future has finished already."""
-    _finish(conn, future_id, _end(FutureStatus.FAILED, failure), JSON_TYPE, failure_body(failure), NO_USAGE)
+    end, body = _end(FutureStatus.FAILED, failure), failure_body(failure)
+    _finish(conn, future_id, end, JSON_TYPE, body, NO_USAGE, keep_body=keep_body)
 
 
 def purge_results(conn: Connection, older_than: float) -> int:
@@ -73,6 +79,8 @@ def _finish(
     content_type: str,
     body: bytes,
     usage: Usage,
+    *,
+    keep_body: bool = False,
 ) -> bool:
     """Finish a future. Returns False if it has finished already."""
     key = {"future_id": future_id}
@@ -80,7 +88,8 @@ def _finish(
         return False
     tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
     _RESULT.change(conn, {**key, **tokens, "content_type": content_type, "body": body})
-    _DROP_BODY.change(conn, key)
+    if not keep_body:
+        _DROP_BODY.change(conn, key)
     return True
 
 

@@ -1,9 +1,9 @@
 """Queue of accepted requests, as the engine reads it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, and_, bindparam, case, func, literal, or_, select
+from sqlalchemy import Connection, and_, bindparam, case, func, literal, literal_column, or_, select
 
 from skyrl_tinker.domain.ids import (
     FutureStatus,
@@ -75,6 +75,12 @@ _QUEUED = Prepared(
     .order_by(Future.id)
     .limit(bindparam("most"))
 )
+_FIRST_PENDING = (
+    select(Future.id)
+    .where(Future.status == literal_column("'pending'"))  # a bound value would not use the partial index
+    .order_by(Future.id)
+    .limit(1)
+)
 _BODIES = select(Request.future_id, Request.body).where(
     Request.future_id.in_(bindparam("future_ids", expanding=True))
 )
@@ -86,17 +92,26 @@ def queued_after(conn: Connection, cursor: int, limit: int = 1000) -> list[Queue
 
 
 def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
-    """Return bodies by future id; requests that finished meanwhile are left out."""
+    """Return bodies by future id; of requests that finished before they ran there is none."""
     return {row.future_id: row.body for row in conn.execute(_BODIES, {"future_ids": ids})}
 
 
 def pending_of(conn: Connection, model: ModelKey) -> list[int]:
-    """Return the ids of a model's requests that have not finished, in order of arrival."""
-    query = select(Future.id).join(Request, Request.future_id == Future.id)
-    return list(conn.scalars(query.where(Future.model_key == model).order_by(Future.id)))
+    """Return the ids of a model's requests that have not finished."""
+    query = select(Future.id).where(Future.model_key == model, Future.status == FutureStatus.PENDING)
+    return list(conn.scalars(query))
 
 
-def before_pending(conn: Connection) -> int:
-    """Return the id before the first request that has not finished; the newest id if all have."""
-    first = conn.scalar(select(func.min(Request.future_id)))
-    return (conn.scalar(select(func.max(Future.id))) or 0) if first is None else first - 1
+def before_waiting(conn: Connection, next_seqs: Mapping[ModelKey, int]) -> int:
+    """Return the id before the first request that waits; the newest id if none does.
+
+    `next_seqs`: of the models in training, the next seq_id. Failed requests from there on wait, too.
+    """
+    firsts = [conn.scalar(_FIRST_PENDING), *(_first_from(conn, *each) for each in next_seqs.items())]
+    waiting = [first for first in firsts if first is not None]
+    return min(waiting) - 1 if waiting else conn.scalar(select(func.max(Future.id))) or 0
+
+
+def _first_from(conn: Connection, model: ModelKey, seq_id: int) -> int | None:
+    query = select(func.min(Future.id)).where(Future.model_key == model, Future.seq_id >= seq_id)
+    return conn.scalar(query)

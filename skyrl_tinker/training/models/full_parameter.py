@@ -23,10 +23,7 @@ class FullModel(TrainableModel):
     ) -> None:
         super().__init__(spec, optimizer)
         self.network_key = key
-        self._attach(network, ranks)
         self._saved: list[torch.Tensor | None] = []
-
-    def _attach(self, network: Network, ranks: Ranks) -> None:
         self.network = network
         self._ranks = ranks
         self._parameters = {
@@ -35,16 +32,6 @@ class FullModel(TrainableModel):
         self._index = {name: index for index, name in enumerate(self._parameters)}
         tables = [module for module in network.modules() if isinstance(module, nn.Embedding)]
         self._tables = {id(module.weight) for module in tables}
-
-    def move(self, network: Network, ranks: Ranks) -> None:
-        """Move the shards, outside of a pass, into a fresh network over a fresh process group."""
-        old = self._parameters
-        self._attach(network, ranks)
-        for name, parameter in self._parameters.items():
-            _local(parameter.detach()).copy_(_local(old[name].detach()))
-            gradient = old[name].grad
-            if gradient is not None:
-                parameter.grad = self._as_dtensor(name, _local(gradient))
 
     def _weights(self) -> list[torch.Tensor]:
         return [_local(parameter.detach()) for parameter in self._parameters.values()]
@@ -75,10 +62,6 @@ class FullModel(TrainableModel):
     def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
-
-    def _make_gradients(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.grad = self._as_dtensor(name, torch.empty_like(_local(parameter.detach())))
 
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
         gradients = [_local(parameter.grad) for parameter in self._parameters.values()]

@@ -147,9 +147,6 @@ class LoraModel(TrainableModel):
     def _drop_gradients(self) -> None:
         self._gradients.zero_()
 
-    def _make_gradients(self) -> None:
-        """No-op: they always exist."""
-
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
         ranks.sum_(self._gradients)
         return [self._gradients], torch.linalg.vector_norm(self._gradients, dtype=torch.float64)

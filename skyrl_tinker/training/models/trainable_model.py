@@ -9,7 +9,6 @@ import torch
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.state_ledger import GRADIENT
 
 
 class Part(StrEnum):
@@ -19,7 +18,6 @@ class Part(StrEnum):
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     MOMENTUM = "momentum"
-    GRADIENT = GRADIENT
 
 
 MOMENTS: Mapping[OptimizerFamily, tuple[Part, ...]] = {
@@ -55,31 +53,13 @@ class TrainableModel(ABC):
     def moments(self) -> tuple[Part, ...]:
         return MOMENTS[self.optimizer]
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """Parts that a pass or a step changes."""
-        return (Part.WEIGHT, *self.moments, Part.GRADIENT)
-
     def local(self, part: Part) -> list[torch.Tensor]:
         """Return this rank's tensors; moments are created on first use."""
         if part is Part.WEIGHT:
             return self._weights()
-        if part is Part.GRADIENT:
-            return self._local_gradients()
         if part not in self._moments:
             self._moments[part] = [torch.zeros_like(weight) for weight in self._weights()]
         return self._moments[part]
-
-    def has_values(self, part: Part) -> bool:
-        """Return False for zeros that are created on first use."""
-        if part is Part.GRADIENT:
-            return self.has_gradients
-        return part is Part.WEIGHT or part in self._moments
-
-    def make_gradients(self) -> None:
-        """Create gradients, for the caller to fill with accumulated ones."""
-        self._make_gradients()
-        self.has_gradients = True
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that this rank keeps between passes."""
@@ -149,10 +129,6 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def _drop_gradients(self) -> None: ...
-
-    @abstractmethod
-    def _make_gradients(self) -> None:
-        """Allocate `_local_gradients` of all parameters, with undefined contents."""
 
     @abstractmethod
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -1,7 +1,7 @@
 """Retry of a pass that does not fit into memory, in rows of half the size.
 
-Errors of the allocators are caught here. A process that the kernel kills reports nothing: then TrainerGroup
-does the same with a fresh one.
+Errors of the allocators are caught here. A process that the kernel kills reports nothing, and of several
+ranks the others wait in a collective: then the engine does the same with fresh ranks.
 """
 
 import logging
@@ -31,20 +31,18 @@ def run_with_retry(
     batch: TrainingInputBatch,
     budget: int,
     run: Callable[[int], RankOutput],
-    ran_out: Callable[[Exception], bool],
     recover: Callable[[], None],
 ) -> RankOutput:
     """Call `run(tokens per row)`, which undoes itself on errors; if memory runs out twice, all requests fail.
 
-    `ran_out`: whether an error means that memory ran out, here or on a peer. `recover` makes the worker fit
-    to run again.
+    `recover` makes the worker fit to run again.
     """
     budgets = (budget, retry_budget(budget))
     for tokens in budgets:
         try:
             return replace(run(tokens), retried=tokens != budget)
-        except Exception as error:  # also a connection that a peer broke
-            if not ran_out(error):
+        except Exception as error:
+            if not is_out_of_memory(error):
                 raise
             reason = (str(error).splitlines() or [repr(error)])[0]
             _log.warning("out of memory in rows of %d tokens: %s", tokens, reason)

@@ -9,10 +9,9 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import (
     AdapterWeights,
-    Failure,
     LoraSpec,
+    OptimizerFamily,
     PassItem,
-    PassOutput,
     SampledSequence,
     SampleOutput,
     SampleRequest,
@@ -24,15 +23,18 @@ from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
+from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import PassResult
 from tests.api.support.world import FACTS, World, running
-from tests.engine.support.world import Workers
+from tests.engine.support.world import CapturedSteps, Workers
 
 Ran = tuple[str, Any]
 
@@ -47,16 +49,17 @@ class Trainer(Workers):
     def _note(self, model: ModelKey, what: str, value: Any = None) -> None:
         self.ran.setdefault(model, []).append((what, value))
 
-    async def create_model(self, model: ModelKey, spec: LoraSpec, *_: object) -> None:
+    async def create_model(self, model: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> None:
         self._note(model, "create", spec.rank)
+        await super().create_model(model, spec, optimizer)
 
-    async def run_pass(self, items: Sequence[PassItem]) -> list[PassOutput | Failure]:
+    async def run_pass(self, items: Sequence[PassItem], row_budget: int | None = None) -> PassResult:
         for item in items:
             tokens = [datum.tokens.tolist() for datum in item.data]
             self._note(item.model, "pass", (item.seq_id, item.backward, tokens))
-        return await super().run_pass(items)
+        return await super().run_pass(items, row_budget)
 
-    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput | Failure]:
+    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         """Noted by the learning rate, in thousandths."""
         for step in steps:
             self._note(step.model, "step", round(step.params.learning_rate * 1000))
@@ -65,10 +68,11 @@ class Trainer(Workers):
     async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         for model in models:
             self._note(model, "zero")
+        await super().zero_gradients(models)
 
-    async def capture_state(self, model: ModelKey, *, optimizer: bool) -> ModelKey:
+    async def capture_state(self, model: ModelKey, *, optimizer: bool) -> CapturedSteps:
         self._note(model, "save")
-        return model
+        return await super().capture_state(model, optimizer=optimizer)
 
     async def capture_export(self, model: ModelKey, shard_bytes: int) -> str:
         self._note(model, "export")
@@ -76,6 +80,7 @@ class Trainer(Workers):
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         self._note(model, "load", optimizer)
+        await super().load_state(model, directory, optimizer=optimizer)
 
     async def capture_adapters(self, models: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
         for model in models:
@@ -120,19 +125,38 @@ class Engine:
         outbox = Outbox(store, bell, metrics)
         root, ephemeral = settings.checkpoint_root, settings.root / "ephemeral"
         ephemeral.mkdir()
-        saver = Saver(store, trainer, outbox, root)
+        commits = UnitCommits(outbox)
+        snapshots = SnapshotKeeper(
+            store, trainer, commits, settings.root / "snapshots", replay_s=1e9, share=1.0
+        )
+        saver = Saver(store, trainer, commits, root)
         gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
-        publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, gaps, metrics)
-        creation = ModelCreation(store, trainer, FACTS, saver, settings.max_lora_rank)
-        exporter = Exporter(store, trainer, outbox, FACTS, root)
+        publisher = Publisher(store, trainer, samplers, commits, FACTS, ephemeral, root, gaps, metrics)
+        creation = ModelCreation(store, trainer, FACTS, saver, snapshots, settings.max_lora_rank)
+        exporter = Exporter(store, trainer, commits, FACTS, root)
         self.driver = make_trainer_driver(
-            store, trainer, creation, saver, exporter, publisher, outbox, settings.unit_tokens, gaps, metrics
+            store,
+            trainer,
+            creation,
+            saver,
+            exporter,
+            publisher,
+            outbox,
+            commits,
+            snapshots,
+            settings.unit_tokens,
+            gaps,
+            metrics,
         )
         self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
-        self.intake = Intake(store, bell, self.driver, self.sampler, 0, metrics)
+        self.intake = Intake(store, bell, self.driver, self.sampler, metrics)
 
     async def run(self) -> None:
-        await asyncio.gather(self.driver.run(), self.sampler.run(), self.intake.run())
+        async def report(detail: str) -> None:
+            """Nobody reads it."""
+
+        cursor = await self.driver.resume()
+        await asyncio.gather(self.driver.run(report), self.sampler.run(), self.intake.run(cursor))
 
 
 class Whole:

@@ -1,7 +1,10 @@
 """A trainer driver on a real store. The workers are scripted: what they compute does not matter."""
 
 import asyncio
+import copy
+import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,31 +29,56 @@ from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
+from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import TrainerGroup
+from skyrl_tinker.training.trainer_group import PassResult, TrainerGroup
 from tests.engine.support import journal
 
+STEPS_FILE = "steps.json"
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 
 
+@dataclass
+class Trained:
+    """State of a model: its steps, each with the seq_ids of its passes, and the passes since the last one."""
+
+    steps: list[list[int]] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)
+
+
+@dataclass
+class CapturedSteps:
+    model: ModelKey
+    steps: list[list[int]]
+
+
 class Workers:
-    """Records its calls; fails what `failing` holds."""
+    """Records its calls; fails what `failing` holds, and dies of passes of `deadly` models.
+
+    `trained`: what each model has been through, which files can hold as well.
+    """
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
         self.failing: dict[str, Exception] = {}
         self.bad_models: set[ModelKey] = set()
-        self.step_failure: Failure | None = None
+        self.deadly: set[ModelKey] = set()
+        self.trained: dict[ModelKey, Trained] = {}
+        self.drift = 0.0  # of losses
+        self.unreadable: set[str] = set()  # directories of checkpoints
         self.busy_s = 0.0
-        self.lost: set[ModelKey] = set()
-        self.spec = SimpleNamespace(dtype="float32")
+        self.broken: TrainerError | None = None
+        self.restarts = 0
+        self.spec = SimpleNamespace(dtype="float32", token_budget=2048)
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.disk = asyncio.Event()  # what is persisted waits for it
@@ -59,52 +87,79 @@ class Workers:
     async def _tell(self, what: str, value: Any) -> None:
         self.told.append((what, value))
         await self.go_on.wait()
-        if what in self.failing:
-            raise self.failing[what]
+        if self.broken is None and what in self.failing:
+            error = self.failing[what]
+            self.broken = error if isinstance(error, TrainerError) else None
+            raise error
+        if self.broken is not None:
+            raise self.broken
+
+    async def restart(self) -> None:
+        self.told.append(("restart", None))
+        self.restarts += 1
+        self.broken = None
+        self.trained.clear()
+
+    def note_work(self) -> None:
+        """Forget no deaths: here none counts."""
 
     async def create_model(self, model: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> None:
         await self._tell("create", model)
+        self.trained[model] = Trained()
 
     async def release(self, model: ModelKey) -> None:
         await self._tell("release", model)
+        self.trained.pop(model, None)
 
     async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         await self._tell("zero", tuple(models))
+        for model in models:
+            self.trained[model].gradients.clear()
 
     def prepare(self, items: Sequence[PassItem]) -> Sequence[PassItem]:
         return items
 
-    async def run_pass(self, items: Sequence[PassItem]) -> list[PassOutput | Failure]:
+    async def run_pass(self, items: Sequence[PassItem], row_budget: int | None = None) -> PassResult:
         await self._tell("pass", [(item.model, item.backward) for item in items])
-        return [self._output(item) for item in items]
+        if self.deadly & {item.model for item in items}:
+            self.broken = TrainerError("rank 0 died in run_pass")
+            raise self.broken
+        return PassResult([self._output(item) for item in items], row_budget or 2048)
 
     def _output(self, item: PassItem) -> PassOutput | Failure:
         if item.model in self.bad_models:
             return Failure("loss is not finite", "user")
-        return PassOutput(item.request_id, (np.zeros(3, np.float32),), {"loss:sum": 1.0})
+        trained = self.trained[item.model]
+        if item.backward:
+            trained.gradients.append(item.seq_id)
+        loss = float(len(trained.steps)) + self.drift
+        return PassOutput(item.request_id, (np.zeros(3, np.float32),), {"loss:sum": loss})
 
-    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput | Failure]:
+    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         await self._tell("step", [step.model for step in steps])
-        if self.step_failure is not None:
-            return [self.step_failure] * len(steps)
+        for step in steps:
+            trained = self.trained[step.model]
+            trained.steps.append(trained.gradients)
+            trained.gradients = []
         return [StepOutput(step.request_id, {"grad_norm": 1.0, "bad": float("nan")}) for step in steps]
 
-    def take_lost(self) -> set[ModelKey]:
-        lost, self.lost = self.lost, set()
-        return lost
-
-    async def capture_state(self, model: ModelKey, *, optimizer: bool) -> ModelKey:
+    async def capture_state(self, model: ModelKey, *, optimizer: bool) -> CapturedSteps:
         await self._tell("capture", model)
-        return model
+        return CapturedSteps(model, copy.deepcopy(self.trained[model].steps))
 
-    async def persist_state(self, captured: ModelKey | str, directory: str) -> int:
+    async def persist_state(self, captured: CapturedSteps | str, directory: str) -> int:
         self.told.append(("persist", captured))
+        restarts = self.restarts
         await self.disk.wait()
+        if self.restarts != restarts or self.broken is not None:
+            raise TrainerError("rank 0 died in persist_state")
         if "persist" in self.failing:
             raise self.failing["persist"]
         Path(directory).mkdir(parents=True)  # noqa: ASYNC240
         if isinstance(captured, str):
             _write_adapter(Path(directory))
+        else:
+            (Path(directory) / STEPS_FILE).write_text(json.dumps(captured.steps))
         return 1
 
     async def capture_export(self, model: ModelKey, shard_bytes: int) -> str:
@@ -113,6 +168,11 @@ class Workers:
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         await self._tell("load", (model, Path(directory).name))
+        if directory in self.unreadable:
+            raise UserError(f"checkpoint {directory} is damaged")
+        file = Path(directory) / STEPS_FILE
+        if file.exists():
+            self.trained[model] = Trained(json.loads(file.read_text()))
 
     def names(self) -> list[str]:
         return [what for what, _ in self.told]
@@ -127,6 +187,8 @@ def _write_adapter(directory: Path) -> None:
 
 
 class World:
+    """A journal, the trainer's side of an engine, and its workers."""
+
     def __init__(
         self,
         store: Store,
@@ -142,18 +204,41 @@ class World:
         trainer = trainer or cast(TrainerGroup, self.workers)
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
-        saver = Saver(store, trainer, outbox, root)
-        self.creation = ModelCreation(store, trainer, FACTS, saver, 64)
+        commits = UnitCommits(outbox)
+        self.snapshots = SnapshotKeeper(
+            store, trainer, commits, root.with_name("snapshots"), replay_s=1e9, share=1.0
+        )
+        saver = Saver(store, trainer, commits, root)
+        self.creation = ModelCreation(store, trainer, FACTS, saver, self.snapshots, 64)
         nobody: Any = cast(Any, None)
         gaps = DriftMonitor(store, trainer, nobody, FACTS, metrics, tokens=0, bound=1e-3)
-        exporter = Exporter(store, trainer, outbox, FACTS, root)
+        exporter = Exporter(store, trainer, commits, FACTS, root)
         self.driver = make_trainer_driver(
-            store, trainer, self.creation, saver, exporter, nobody, outbox, unit_tokens, gaps, metrics
+            store,
+            trainer,
+            self.creation,
+            saver,
+            exporter,
+            nobody,
+            outbox,
+            commits,
+            self.snapshots,
+            unit_tokens,
+            gaps,
+            metrics,
         )
         sampler = SamplerDriver(store, cast(Any, None), outbox, 8, metrics)
         self.bell = bell
-        self.intake = Intake(store, bell, self.driver, sampler, 0, metrics)
-        self.running = asyncio.gather(self.driver.run(), self.intake.run())
+        self.intake = Intake(store, bell, self.driver, sampler, metrics)
+        self.running = asyncio.ensure_future(self._run())
+        self.reports: list[str] = []
+
+    async def _run(self) -> None:
+        async def report(detail: str) -> None:
+            self.reports.append(detail)
+
+        cursor = await self.driver.resume()
+        await asyncio.gather(self.driver.run(report), self.intake.run(cursor))
 
     async def model(self) -> ModelId:
         accepted = await journal.submit_create(self.store, await journal.new_session(self.store))

@@ -18,7 +18,7 @@ from skyrl_tinker.server.tiny_model import make_model
 from skyrl_tinker.store.database.tables import StabilityRecord
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import PreparedPass, TrainerGroup, TrainerSpec
+from skyrl_tinker.training.trainer_group import PassResult, PreparedPass, TrainerGroup, TrainerSpec
 from tests.engine.support import journal, recorded
 from tests.engine.support.recorded import Example
 from tests.training.losses.support.uploads import upload
@@ -267,8 +267,8 @@ class Choosy(TrainerGroup):
             raise MemoryError("too large")
         return self._group.prepare(items)
 
-    async def run_pass(self, prepared: PreparedPass) -> list[PassOutput | Failure]:
-        return await self._group.run_pass(prepared)
+    async def run_pass(self, prepared: PreparedPass, row_budget: int | None = None) -> PassResult:
+        return await self._group.run_pass(prepared, row_budget)
 
 
 async def test_what_does_not_fit_into_a_batch_is_found_and_the_others_run(

@@ -67,7 +67,8 @@ async def _train(
     group: TrainerGroup, optimizer: OptimizerFamily, seed: int, model: ModelKey = KEY
 ) -> list[np.ndarray]:
     """One step; the logprobs before it."""
-    (output,) = await group.run_pass(group.prepare([make_item(model, make_data((40, 30, 9, 50), seed))]))
+    item = make_item(model, make_data((40, 30, 9, 50), seed))
+    (output,) = (await group.run_pass(group.prepare([item]))).outputs
     assert isinstance(output, PassOutput), output
     (step,) = await group.optim_step([StepItem(RequestId("s"), model, PARAMS[optimizer])])
     assert step.error is None

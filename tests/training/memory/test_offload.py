@@ -156,7 +156,7 @@ async def _train_group(group: TrainerGroup, *, aside: bool) -> list[PassOutput]:
 
 async def _pass(group: TrainerGroup, seed: int, *, backward: bool) -> list[PassOutput]:
     prepared = group.prepare([_item(model, seed, backward=backward) for model in SPECS])
-    outputs = await group.run_pass(prepared)
+    outputs = (await group.run_pass(prepared)).outputs
     return [output for output in outputs if isinstance(output, PassOutput)]
 
 

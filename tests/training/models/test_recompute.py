@@ -134,13 +134,13 @@ async def _trained(group: TrainerGroup, directory: Path) -> tuple[list[PassOutpu
         await group.create_model(ModelKey(model), spec)
     for _ in range(2):
         items = [*_mixed(), make_item(FULL, make_data((40, 30), 5))]
-        found = await group.run_pass(group.prepare(items))
+        found = (await group.run_pass(group.prepare(items))).outputs
         outputs += [output for output in found if isinstance(output, PassOutput)]
         params = AdamParams(1e-2, eps=1e-3)
         steps = [StepItem(RequestId("s"), ModelKey(model), params) for model in (*LORA, FULL)]
         await group.optim_step(steps)
     probe = make_item(FULL, make_data((30,), 6), backward=False)
-    (last,) = await group.run_pass(group.prepare([probe]))
+    (last,) = (await group.run_pass(group.prepare([probe]))).outputs
     assert isinstance(last, PassOutput)
     adapters = [await group.capture_adapters([ModelKey(model)]) for model in LORA]
     weights = {

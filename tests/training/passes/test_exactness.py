@@ -12,7 +12,6 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, Datum, Failure, LoraSpec, PassItem, PassOutput
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
 from skyrl_tinker.training.models.lora import AdaptedLayer, LoraModel
-from skyrl_tinker.training.models.trainable_model import Part
 from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
 from tests.training.support import reference
@@ -213,7 +212,7 @@ def test_gradients_that_overflow_fail_their_request_and_leave_the_others_bit_equ
 def test_gradients_whose_sum_overflows_are_finite() -> None:
     target = AdaptedLayer("model.layers.0.mlp.up_proj", 8, 8, is_head=False)
     model = LoraModel(LoraSpec(4, 1), [target], torch.device("cpu"))
-    (gradients,) = model.local(Part.GRADIENT)
+    (gradients,) = model._local_gradients()
     gradients.fill_(3e38)
     assert not gradients.sum().isfinite()
     assert model.gradients_finite()

@@ -92,7 +92,7 @@ async def _room(group: TrainerGroup, size: int) -> AsyncIterator[None]:
 
 
 async def _run(group: TrainerGroup, *items: PassItem) -> list[PassOutput | Failure]:
-    return await group.run_pass(group.prepare(items))
+    return (await group.run_pass(group.prepare(items))).outputs
 
 
 def _share(group: TrainerGroup, model: int, tokens: int, seed: int = 1) -> PassItem:

@@ -1,0 +1,62 @@
+"""What a dead engine leaves: half-written directories, files that no row names, models that cannot return."""
+
+import hashlib
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import CheckpointKind, ModelState
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.store import checkpoint_records, model_records, server_state
+from skyrl_tinker.store.futures import finish, queue
+from skyrl_tinker.store.model_records import ModelRow
+
+_TRAINED = "trained_base_model"
+_HEAD_BYTES = 1 << 20
+PARTIAL = (".*.partial", ".*.tmp")  # directories that were being written
+
+
+def sweep_partial(directories: Iterable[Path]) -> None:
+    """Remove what was half written."""
+    for directory in directories:
+        for path in (path for pattern in PARTIAL for path in directory.glob(pattern)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def fingerprint(base_model: Path) -> str:
+    """Return what tells base models apart: the configuration, and names and heads of the weights."""
+    digest = hashlib.sha256((base_model / "config.json").read_bytes())
+    for path in sorted(base_model.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HEAD_BYTES))
+    return digest.hexdigest()
+
+
+def give_up_foreign_models(conn: Connection, fingerprint: str) -> int:
+    """Mark models that were trained on another base model as lost. Returns how many."""
+    before = server_state.get(conn, _TRAINED)
+    server_state.put(conn, _TRAINED, fingerprint)
+    if before in (None, fingerprint):
+        return 0
+    foreign = model_records.list_in_states(conn, ModelState.READY)
+    for model in foreign:
+        reason = why_lost(conn, model, "the server was started with another base model")
+        model_records.set_state(conn, model.key, ModelState.LOST, reason)
+        for future_id in queue.pending_of(conn, model.key):
+            finish.fail(conn, future_id, Failure(reason, "server"))
+    return len(foreign)
+
+
+def why_lost(conn: Connection, model: ModelRow, cause: str) -> str:
+    """Return why a model is lost, and which checkpoint to resume from."""
+    last = checkpoint_records.latest_for_model(conn, model.key, CheckpointKind.WEIGHTS)
+    advice = "it had no checkpoint: create the model again"
+    if last is not None:
+        advice = (
+            f"its last checkpoint is {TinkerPath(model.model_id, last.kind, last.name)}: resume from there"
+        )
+    return f"the training state of model {model.model_id} is lost: {cause}; {advice}"

@@ -1,0 +1,230 @@
+"""Snapshots of models in training, taken so often that replay stays short and so seldom that it costs little.
+
+A snapshot is a checkpoint that the server makes for itself, right after a step or a load: then there are no
+gradients. Its files are written beside training; its row is committed behind the units that it holds.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import shutil
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.atomic_directory import atomic_directory, storage_errors
+from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
+from skyrl_tinker.engine.outbox import persistently
+from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.replay import snapshot_records, unit_records
+from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
+
+GRACE_S = 0.5
+"""Trainer time that snapshots may take before their share counts: the first ones come early."""
+ALL = 1 << 62
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a model ran since its snapshot. `clean_at`: the seq_id of its last step, 0 with gradients."""
+
+    replay_s: float = 0.0
+    clean_at: int = 0
+
+
+class SnapshotKeeper:
+    def __init__(
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        commits: UnitCommits,
+        root: Path,
+        *,
+        replay_s: float,
+        share: float,
+    ) -> None:
+        """`replay_s`: trainer time that a replay may take. `share`: of its time that snapshots may take."""
+        self._store = store
+        self._trainer = trainer
+        self._commits = commits
+        self._root = root
+        self._replay_s = replay_s
+        self._share = share
+        self._progress: dict[ModelKey, _Progress] = {}
+        self._numbers = itertools.count()
+        self._writing: asyncio.Task[None] | None = None
+        self.taken = 0
+        self.spent_s = 0.0  # of the trainer's time, so far
+
+    @property
+    def replay_seconds(self) -> float:
+        """Trainer time that a replay of all models would take now."""
+        return sum(progress.replay_s for progress in self._progress.values())
+
+    @property
+    def would_help(self) -> bool:
+        """True if a snapshot would make a replay shorter."""
+        return bool(self._ready()) and (self._writing is None or self._writing.done())
+
+    def _ready(self) -> dict[ModelKey, _Progress]:
+        """Return the models that have run something, and have no gradients now."""
+        return {key: each for key, each in self._progress.items() if each.replay_s and each.clean_at}
+
+    def reset(self) -> None:
+        """Forget what models ran: a replay notes it again."""
+        self._progress.clear()
+
+    def note(self, rows: Sequence[QueuedRow], effects: Mapping[int, Effect | None], seconds: float) -> None:
+        """Note what a unit did, which took `seconds`."""
+        ran = [(row, effect) for row in rows if (effect := effects.get(row.id)) is not None]
+        for row, effect in ran:
+            progress = self._progress.setdefault(model_of(row), _Progress())
+            progress.replay_s += seconds / len(ran)
+            progress.clean_at = 0 if effect is Effect.GRADIENTS else row.seq_id or 0
+
+    async def take_due(self) -> None:
+        """Take a snapshot if a replay would take long. Raises TrainerError: the ranks are broken."""
+        budget_s = GRACE_S + self._share * self._trainer.busy_s
+        if self.replay_seconds > self._replay_s / 2 and self.spent_s < budget_s:
+            await self._take_largest()
+
+    async def take_idle(self) -> None:
+        """Take one while the trainer has nothing to do. Raises TrainerError: the ranks are broken."""
+        await self._take_largest()
+
+    async def _take_largest(self) -> None:
+        """Take one of the model whose replay would take longest, if no other is being written."""
+        if not self.would_help:
+            return
+        ready = self._ready()
+        model = max(ready, key=lambda key: ready[key].replay_s)
+        progress = ready[model]
+        started = time.monotonic()
+        try:
+            captured = await self._trainer.capture_state(model, optimizer=True)
+        except TrainerError:
+            raise
+        except SkyrlTinkerError as error:
+            _log.warning("no snapshot of model %s: %s", model, error)
+            return
+        finally:
+            self.spent_s += time.monotonic() - started
+        covered, progress.replay_s = progress.replay_s, 0.0
+        self._writing = asyncio.create_task(self._write(model, captured, progress.clean_at, covered))
+
+    async def _write(self, model: ModelKey, captured: CapturedState, seq_id: int, covered: float) -> None:
+        """Write, record, and remove the one before; if that fails, all is replayed as before."""
+        directory = self._new_directory(model, seq_id)
+        row = SnapshotRow(seq_id, str(directory), optimizer=True)
+        try:
+            await asyncio.to_thread(directory.parent.mkdir, parents=True, exist_ok=True)
+            await self._trainer.persist_state(captured, row.directory)
+            await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
+        except Exception as error:  # whatever it was, training goes on
+            _log.warning("the snapshot of model %s was not kept: %s", model, error)
+            await self.discard(row)
+            if model in self._progress:
+                self._progress[model].replay_s += covered
+            return
+        self.taken += 1
+        await self._forget_before(model, row)
+
+    async def link(self, model: ModelKey, seq_id: int, source: str, *, optimizer: bool) -> SnapshotRow:
+        """Keep a checkpoint that was loaded, by hard links: it may be deleted. Raises StorageError."""
+        directory = self._new_directory(model, seq_id)
+        with storage_errors("the checkpoint could not be kept for a later replay"):
+            await asyncio.to_thread(_link_files, Path(source), directory)
+        return SnapshotRow(seq_id, str(directory), optimizer)
+
+    async def discard(self, row: SnapshotRow) -> None:
+        """Remove the files of a linked checkpoint that could not be loaded."""
+        await asyncio.to_thread(shutil.rmtree, row.directory, ignore_errors=True)
+
+    def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
+        """Return the op that makes a linked checkpoint the model's snapshot."""
+        self._progress[model] = _Progress(clean_at=row.seq_id)
+        return partial(snapshot_records.put, model=model, snapshot=row)
+
+    async def sweep(self) -> None:
+        """Remove what an earlier engine left: files without a row, and all of models not in training."""
+
+        def kept(conn: Connection) -> tuple[set[ModelKey], dict[ModelKey, str]]:
+            snapshots = snapshot_records.all_directories(conn)
+            live = {row.key for row in model_records.list_in_states(conn, ModelState.READY)}
+            return {*snapshots, *unit_records.models_with_bodies(conn)} - live, snapshots
+
+        dead, snapshots = await self._store.fetch(kept)
+        for model in dead:
+            await self.forget(model)
+        await asyncio.to_thread(_remove_others, self._root, {Path(each) for each in snapshots.values()})
+
+    async def remove_replaced(self, model: ModelKey) -> None:
+        """Remove what the model's snapshot, which was committed, has made superfluous."""
+        with self._store.read() as conn:
+            row = snapshot_records.find(conn, model)
+        if row is not None:
+            await self._forget_before(model, row)
+
+    async def forget(self, model: ModelKey) -> None:
+        """Remove all that was kept of a model that is no longer in training."""
+        await self._commits.drain()
+        self._progress.pop(model, None)
+        await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
+        await self._drop_bodies(model, ALL)
+        await asyncio.to_thread(shutil.rmtree, self._root / str(model), ignore_errors=True)
+
+    async def _forget_before(self, model: ModelKey, row: SnapshotRow) -> None:
+        await self._drop_bodies(model, row.seq_id)
+        for path in list((self._root / str(model)).iterdir()):
+            if str(path) != row.directory:
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+    async def _drop_bodies(self, model: ModelKey, until: int) -> None:
+        def op(conn: Connection) -> bool:
+            return unit_records.drop_bodies(conn, model, until)
+
+        while await persistently(lambda: self._store.write(op)):
+            pass
+
+    def _new_directory(self, model: ModelKey, seq_id: int) -> Path:
+        """Return a directory never used before: sweeps remove those of earlier engines."""
+        return self._root / str(model) / f"{seq_id}.{os.getpid()}.{next(self._numbers)}"
+
+
+def _remove_others(root: Path, kept: Collection[Path]) -> None:
+    for path in root.glob("*/*"):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _put(conn: Connection, model: ModelKey, row: SnapshotRow) -> None:
+    if unit_records.unfinished_until(conn, model, row.seq_id):
+        raise SkyrlTinkerError("a save from before it is still being written, and may have to be repeated")
+    snapshot_records.put(conn, model, row)
+
+
+def _link_files(source: Path, directory: Path) -> None:
+    """Copy where there is no hard link between the two, as between file systems."""
+    with atomic_directory(directory) as staging:
+        for path in source.iterdir():
+            linked = False
+            with suppress(OSError):
+                os.link(path, staging / path.name)
+                linked = True
+            if not linked:
+                shutil.copy2(path, staging / path.name)

@@ -1,0 +1,165 @@
+"""Replay: brings every model back on fresh ranks, from its snapshot and the units that it ran since.
+
+Units are those that were committed, composed as they were then and in rows of the same size, through the
+ordinary passes and steps; their outcomes are dropped, since their clients have them. On one CPU rank the
+models are then the same to the last bit; on several ranks, and on GPUs, to about 1e-5.
+"""
+
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, ModelState
+from skyrl_tinker.domain.values import Failure, PassOutput
+from skyrl_tinker.engine.outbox import persistently, read_persistently
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.scheduling.lanes import SAVES, model_of
+from skyrl_tinker.engine.scheduling.planner import Pass
+from skyrl_tinker.engine.trainer.model_creation import optimizer_family
+from skyrl_tinker.engine.trainer.optim_steps import step_item
+from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
+from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
+from skyrl_tinker.protocol.protobuf import pass_results
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.futures import outcomes, queue
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.replay import snapshot_records, unit_records
+from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
+from skyrl_tinker.store.replay.unit_records import RanRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import TrainerGroup
+
+METRIC = "replay_differed"
+REPORT_S = 0.5
+TOLERANCE = 1e-4
+"""Relative difference of a loss from the one that was delivered, from which its model says so."""
+_log = logging.getLogger(__name__)
+
+RepeatSaves = Callable[[Sequence[QueuedRow]], Awaitable[None]]
+"""Run saves again that had been captured when the ranks died, and were not answered."""
+Progress = Callable[[int, int], Awaitable[None]]
+"""Called with the units done and all units."""
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    model: ModelRow
+    snapshot: SnapshotRow | None
+    rows: Sequence[RanRow]  # that ran after it, in order
+
+    @classmethod
+    def read(cls, conn: Connection, model: ModelRow) -> "_History":
+        snapshot = snapshot_records.find(conn, model.key)
+        after = 0 if snapshot is None else snapshot.seq_id
+        return cls(model, snapshot, unit_records.ran_after(conn, model.key, after))
+
+
+class Replay:
+    def __init__(
+        self, store: Store, trainer: TrainerGroup, passes: PassCoordinator, snapshots: SnapshotKeeper
+    ) -> None:
+        self._store = store
+        self._trainer = trainer
+        self._passes = passes
+        self._snapshots = snapshots
+        self._differed: set[ModelKey] = set()
+        self._lost: dict[ModelKey, str] = {}
+        self.units = 0  # replayed so far
+        self.differences = 0  # losses that were not those delivered
+
+    async def run(self, repeat_saves: RepeatSaves, progress: Progress) -> dict[ModelKey, str]:
+        """Bring back all models that are ready, on ranks without models.
+
+        Returns the models that cannot be, with reasons. Raises TrainerError when the ranks die meanwhile.
+        """
+        self._lost = {}
+        self._snapshots.reset()
+        histories = await read_persistently(self._store, _histories)
+        for history in histories:
+            await self._begin(history)
+        units: dict[int, list[RanRow]] = defaultdict(list)
+        for row in (row for history in histories for row in history.rows):
+            units[row.unit].append(row)
+        reported = -math.inf
+        for done, unit in enumerate(sorted(units)):
+            if time.monotonic() - reported > REPORT_S:
+                reported = time.monotonic()
+                await progress(done, len(units))
+            rows = [row for row in units[unit] if model_of(row.row) not in self._lost]
+            await self._replay(rows, repeat_saves)
+            self.units += 1
+        return self._lost
+
+    def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
+        """Return, once, a metric for a model whose replay gave other losses than were delivered."""
+        if model not in self._differed:
+            return {}
+        self._differed.discard(model)
+        return {METRIC: 1.0}
+
+    async def _begin(self, history: _History) -> None:
+        """Make the model as it was created, or as its snapshot has it."""
+        model, snapshot = history.model, history.snapshot
+        try:
+            await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
+            if snapshot is not None:
+                await self._trainer.load_state(model.key, snapshot.directory, optimizer=snapshot.optimizer)
+        except TrainerError:
+            raise
+        except SkyrlTinkerError as error:
+            self._lost[model.key] = str(error)
+
+    async def _replay(self, rows: Sequence[RanRow], repeat_saves: RepeatSaves) -> None:
+        """Replay one unit: requests of one kind, each with its effect."""
+        busy_s = self._trainer.busy_s
+        await self._replay_pass([row for row in rows if row.effect is Effect.GRADIENTS])
+        await self._replay_steps([row.row for row in rows if row.effect is Effect.STEP])
+        if cleared := [model_of(row.row) for row in rows if row.effect is Effect.CLEARED]:
+            await self._trainer.zero_gradients(cleared)
+        if saves := [row.row for row in rows if row.row.kind in SAVES]:
+            await repeat_saves(saves)
+        effects = {row.row.id: row.effect for row in rows}
+        self._snapshots.note([row.row for row in rows], effects, self._trainer.busy_s - busy_s)
+
+    async def _replay_pass(self, rows: Sequence[RanRow]) -> None:
+        if not rows:
+            return
+        ready = await self._passes.prepare(Pass(tuple(row.row for row in rows), full=False))
+        result = await self._passes.execute(ready, rows[0].row_budget)
+        for row, output in zip(rows, result.outputs, strict=True):
+            model = model_of(row.row)
+            if isinstance(output, Failure):
+                self._lost[model] = f"request {row.row.seq_id} could not be replayed: {output.message}"
+            else:
+                await self._compare(row.row, output)
+
+    async def _compare(self, row: QueuedRow, output: PassOutput) -> None:
+        """Compare the loss with the one that was delivered, if that is still stored."""
+        read = partial(outcomes.find, request_id=row.request_id)
+        outcome = await persistently(lambda: self._store.fetch(read))
+        if outcome is None or outcome.body is None or outcome.status is not FutureStatus.DONE:
+            return
+        delivered = pass_results.metrics_of(outcome.body).get("loss:sum", math.nan)
+        found = output.metrics.get("loss:sum", math.nan)
+        if math.isfinite(delivered) and not math.isclose(found, delivered, rel_tol=TOLERANCE):
+            _log.error("model %s: the replayed loss is %r, delivered %r", row.model_key, found, delivered)
+            self.differences += 1
+            self._differed.add(model_of(row))
+
+    async def _replay_steps(self, rows: Sequence[QueuedRow]) -> None:
+        if not rows:
+            return
+        ids = [row.id for row in rows]
+        bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, ids))
+        await self._trainer.optim_step([step_item(row, bodies[row.id]) for row in rows])
+
+
+def _histories(conn: Connection) -> list[_History]:
+    return [_History.read(conn, model) for model in model_records.list_in_states(conn, ModelState.READY)]

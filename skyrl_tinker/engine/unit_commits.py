@@ -1,0 +1,128 @@
+"""Commits of what units of work did, in the order in which they ran.
+
+What was not committed did not happen: after a crash it runs again, and nobody has seen its results. So a
+unit must never be in the database before those that ran before it.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import Effect
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
+from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.replay import unit_records
+
+MOST = 64
+"""Most units in one transaction."""
+REPLAYED = frozenset({Effect.GRADIENTS, Effect.STEP})
+"""Effects for which replay needs the body of the request."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEnd:
+    """What is committed together. All keys are ids of futures.
+
+    `effects`: of the requests that ran in unit number `unit`. `outcomes`: of those that are answered;
+    `answered`: of those that `ops` answer. `row_budget`: tokens per row of a pass.
+    """
+
+    outcomes: Mapping[int, FutureOutcome]
+    ops: tuple[Op[Any], ...] = ()
+    unit: int | None = None
+    effects: Mapping[int, Effect | None] = field(default_factory=dict)
+    row_budget: int | None = None
+    answered: tuple[int, ...] = ()
+
+    @property
+    def replayed(self) -> set[int]:
+        """Requests whose bodies must stay."""
+        return {future_id for future_id, effect in self.effects.items() if effect in REPLAYED}
+
+    def write(self, conn: Connection) -> None:
+        for op in self.ops:
+            op(conn)
+        if self.unit is not None:
+            for future_id, effect in self.effects.items():
+                unit_records.record(conn, future_id, self.unit, effect, self.row_budget)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    end: "asyncio.Future[UnitEnd]"
+    committed: "asyncio.Future[None]"
+
+
+class UnitCommits:
+    """Queue of ends of units. Use it from one event loop; `run` must be running for anything to happen."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._queue: deque[_Entry] = deque()
+        self._more = asyncio.Event()
+
+    def add(self, end: UnitEnd | Awaitable[UnitEnd]) -> "asyncio.Future[None]":
+        """Queue the end of a unit, which may still be encoded; the future returned is done once committed.
+
+        It raises what an op raises; then nothing of this end is committed, and the others are.
+        """
+        loop = asyncio.get_running_loop()
+        if isinstance(end, UnitEnd):
+            known: asyncio.Future[UnitEnd] = loop.create_future()
+            known.set_result(end)
+        else:
+            known = asyncio.ensure_future(end)
+        entry = _Entry(known, loop.create_future())
+        entry.committed.add_done_callback(_log_failure)
+        self._queue.append(entry)
+        self._more.set()
+        return entry.committed
+
+    async def run(self) -> None:
+        """Commit indefinitely."""
+        while True:
+            self._more.clear()
+            while self._queue:
+                await asyncio.wait([self._queue[0].end])
+                ready = itertools.takewhile(lambda entry: entry.end.done(), self._queue)
+                await self._commit(list(itertools.islice(ready, MOST)))
+            await self._more.wait()
+
+    async def drain(self) -> None:
+        """Wait until all that was added so far is committed."""
+        if self._queue:
+            await asyncio.wait([entry.committed for entry in self._queue])
+
+    async def _commit(self, entries: list[_Entry]) -> None:
+        """Commit several ends together; if that fails, each by itself."""
+        try:
+            await self._send([entry.end.result() for entry in entries])
+        except Exception as error:
+            if len(entries) > 1:
+                for entry in entries:
+                    await self._commit([entry])
+                return
+            self._queue.popleft()
+            entries[0].committed.set_exception(error)
+            return
+        for entry in entries:
+            self._queue.popleft()
+            self._outbox.note_answered(entry.end.result().answered)
+            entry.committed.set_result(None)
+
+    async def _send(self, ends: list[UnitEnd]) -> None:
+        outcomes = [item for end in ends for item in end.outcomes.items()]
+        replayed = set[int]().union(*(end.replayed for end in ends))
+        await self._outbox.send(outcomes, *(end.write for end in ends), replayed=replayed)
+
+
+def _log_failure(committed: "asyncio.Future[None]") -> None:
+    if not committed.cancelled() and (error := committed.exception()):
+        _log.warning("the end of a unit was not committed: %s", error)

@@ -1,0 +1,49 @@
+"""Snapshots of models in training: the newest one of each, from which replay begins."""
+
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, delete, insert, select
+
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.store.database.tables import Snapshot
+
+_DIRECTORIES = select(Snapshot.model_key, Snapshot.directory)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRow:
+    """State after `seq_id`, in the files of a checkpoint. `optimizer`: load its optimizer state as well."""
+
+    seq_id: int
+    directory: str
+    optimizer: bool
+
+
+def put(conn: Connection, model: ModelKey, snapshot: SnapshotRow) -> None:
+    """Replace a model's snapshot. The caller then removes the older one's files."""
+    drop(conn, model)
+    values = {
+        "model_key": model,
+        "seq_id": snapshot.seq_id,
+        "directory": snapshot.directory,
+        "optimizer": snapshot.optimizer,
+        "created_at": time.time(),
+    }
+    conn.execute(insert(Snapshot), values)
+
+
+def find(conn: Connection, model: ModelKey) -> SnapshotRow | None:
+    """Return a model's snapshot; None: it begins as it was created."""
+    columns = select(Snapshot.seq_id, Snapshot.directory, Snapshot.optimizer)
+    row = conn.execute(columns.where(Snapshot.model_key == model)).one_or_none()
+    return None if row is None else SnapshotRow(*row)
+
+
+def all_directories(conn: Connection) -> dict[ModelKey, str]:
+    """Return the directory of each model's snapshot."""
+    return {ModelKey(row.model_key): row.directory for row in conn.execute(_DIRECTORIES)}
+
+
+def drop(conn: Connection, model: ModelKey) -> None:
+    conn.execute(delete(Snapshot).where(Snapshot.model_key == model))

@@ -1,0 +1,154 @@
+"""Units of work that training requests ran in: recorded with their results, read again by replay."""
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, bindparam, delete, func, literal_column, select, update
+
+from skyrl_tinker.domain.ids import (
+    Effect,
+    FutureStatus,
+    ModelKey,
+    ModelState,
+    RequestId,
+    RequestKind,
+    SessionId,
+)
+from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.tables import Future, Model, Request
+from skyrl_tinker.store.futures.queue import QueuedRow
+
+SLICE = 200
+"""Bodies deleted in one transaction: other writers wait meanwhile."""
+_RESETS = (Effect.STEP, Effect.CLEARED, Effect.LOADED)  # after them there are no gradients
+
+
+@dataclass(frozen=True, slots=True)
+class RanRow:
+    """Training request that ran in `unit`, in rows of `row_budget` tokens if it is a pass."""
+
+    row: QueuedRow
+    unit: int
+    effect: Effect | None
+    row_budget: int | None
+
+
+_RECORD = Prepared(
+    update(Future)
+    .where(Future.id == bindparam("future_id"))
+    .values({name: bindparam(name) for name in ("unit", "effect", "row_budget")})
+)
+_RAN = (
+    select(
+        Future.id,
+        Future.request_id,
+        Future.kind,
+        Future.session_id,
+        Future.seq_id,
+        Future.status,
+        Future.created_at,
+        Future.unit,
+        Future.effect,
+        Future.row_budget,
+    )
+    .where(Future.model_key == bindparam("model_key"), Future.seq_id > bindparam("after"))
+    .where(Future.unit.is_not(None))
+    .order_by(Future.seq_id)
+)
+
+
+def record(
+    conn: Connection, future_id: int, unit: int, effect: Effect | None, row_budget: int | None = None
+) -> None:
+    """Record that a request ran, whether or not it has its result already."""
+    values = {"future_id": future_id, "unit": unit, "effect": effect, "row_budget": row_budget}
+    _RECORD.change(conn, values)
+
+
+def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:
+    """Return what this model ran after `seq_id`, in order."""
+    found = conn.execute(_RAN, {"model_key": model, "after": seq_id})
+    return [
+        RanRow(
+            QueuedRow(
+                id=row.id,
+                request_id=RequestId(row.request_id),
+                kind=row.kind,
+                session_id=SessionId(row.session_id),
+                model_key=model,
+                sampling_session_id=None,
+                seq_id=row.seq_id,
+                status=row.status,
+                body_bytes=0,
+                created_at=row.created_at,
+            ),
+            row.unit,
+            row.effect,
+            row.row_budget,
+        )
+        for row in found
+    ]
+
+
+def next_seq(conn: Connection, model: ModelKey) -> int:
+    """Return the seq_id behind the last request that ran."""
+    query = select(func.max(Future.seq_id)).where(Future.model_key == model, Future.unit.is_not(None))
+    last = conn.scalar(query)
+    return 0 if last is None else last + 1
+
+
+def next_unit(conn: Connection) -> int:
+    """Return a number above those of all units of models in training."""
+    live = select(Model.key).where(Model.state == ModelState.READY)
+    last = conn.scalar(select(func.max(Future.unit)).where(Future.model_key.in_(live)))
+    return 0 if last is None else last + 1
+
+
+def window_error(conn: Connection, model: ModelKey) -> str | None:
+    """Return why the gradients since the last step are invalid: the first forward_backward that failed."""
+    own = Future.model_key == model
+    reset = select(func.max(Future.seq_id)).where(own, Future.effect.in_(_RESETS)).scalar_subquery()
+    query = (
+        select(Future.seq_id, Future.error, Future.unit)
+        .where(own, Future.kind == RequestKind.FORWARD_BACKWARD, Future.status == FutureStatus.FAILED)
+        .where(Future.seq_id > func.coalesce(reset, 0), Future.seq_id < next_seq(conn, model))
+        .order_by(Future.seq_id)
+        .limit(1)
+    )
+    row = conn.execute(query).one_or_none()
+    if row is None:
+        return None
+    how = "was refused" if row.unit is None else "failed"
+    return f"forward_backward with seq_id {row.seq_id} {how}: {row.error}"
+
+
+def unfinished_until(conn: Connection, model: ModelKey, seq_id: int) -> list[int]:
+    """Return the ids of the requests up to `seq_id` that ran, and still wait for their results: saves."""
+    query = select(Future.id).where(
+        Future.model_key == model,
+        Future.seq_id <= seq_id,
+        Future.unit.is_not(None),
+        Future.status == literal_column("'pending'"),
+    )
+    return list(conn.scalars(query))
+
+
+def drop_bodies(conn: Connection, model: ModelKey, until: int) -> bool:
+    """Delete some bodies of finished requests up to seq_id `until`; returns True if more are left."""
+    some = (
+        select(Future.id)
+        .join(Request, Request.future_id == Future.id)
+        .where(Future.model_key == model, Future.seq_id <= until, Future.status != FutureStatus.PENDING)
+        .limit(SLICE)
+    )
+    return conn.execute(delete(Request).where(Request.future_id.in_(some))).rowcount == SLICE
+
+
+def models_with_bodies(conn: Connection) -> list[ModelKey]:
+    """Return the models of which finished requests have bodies."""
+    query = (
+        select(Future.model_key)
+        .join(Request, Request.future_id == Future.id)
+        .where(Future.status != FutureStatus.PENDING, Future.model_key.is_not(None))
+        .distinct()
+    )
+    return [ModelKey(key) for key in conn.scalars(query) if key is not None]

@@ -1,0 +1,308 @@
+"""Deaths of ranks and engines: what was acknowledged runs once, models are as if nobody had died."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import orjson
+import pytest
+
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine.trainer import trainer_driver
+from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.replay import snapshot_records, unit_records
+from skyrl_tinker.store.store import Store
+from tests.engine.support import journal
+from tests.engine.support.world import World
+
+DEAD = TrainerError("rank 0 died")
+NewEngine = Callable[[World], World]
+
+
+@pytest.fixture
+async def new_engine(store: Store, bell: Doorbell) -> AsyncIterator[Callable[[World], World]]:
+    """Kill an engine and start another on its journal and its disk."""
+    made: list[World] = []
+
+    def start(before: World) -> World:
+        before.running.cancel()
+        made.append(World(store, bell, before.root))
+        return made[-1]
+
+    yield start
+    for world in made:
+        world.running.cancel()
+        with suppress(asyncio.CancelledError, ExceptionGroup):
+            await world.running
+
+
+async def steps_of(world: World, model: ModelId) -> list[list[int]]:
+    return world.workers.trained[await journal.key_of(world.store, model)].steps
+
+
+async def all_done(world: World, *accepted: Accepted) -> None:
+    for each in accepted:
+        assert (await world.done(each)).status is FutureStatus.DONE
+
+
+async def train(world: World, model: ModelId, first: int, steps: int) -> int:
+    """Two passes and a step, so many times; returns the next seq_id."""
+    for seq_id in range(first, first + 3 * steps, 3):
+        passes = [await journal.submit_pass(world.store, model, seq_id + part) for part in range(2)]
+        await all_done(world, *passes, await journal.submit_step(world.store, model, seq_id + 2))
+    return first + 3 * steps
+
+
+def expected(first: int, steps: int) -> list[list[int]]:
+    return [[seq_id, seq_id + 1] for seq_id in range(first, first + 3 * steps, 3)]
+
+
+async def test_a_pass_that_dies_with_the_ranks_runs_once_more_and_nothing_twice(world: World) -> None:
+    model = await world.model()
+    await all_done(world, await journal.submit_pass(world.store, model, 1))
+    world.workers.broken = DEAD  # before the next unit
+    second = await journal.submit_pass(world.store, model, 2)
+    step = await journal.submit_step(world.store, model, 3)
+    await all_done(world, second, step)
+    assert await steps_of(world, model) == [[1, 2]]
+    assert world.workers.restarts == 1
+    assert world.reports == ["", "the trainer was restarted", "replaying 0 of 1 units", ""]
+
+
+async def test_idle_ranks_that_die_are_replaced_and_everything_replayed(world: World) -> None:
+    model = await world.model()
+    await train(world, model, 1, 3)
+    world.workers.broken = DEAD
+    world.driver.wake()
+    await world.until(lambda: asyncio.sleep(0, world.workers.restarts), bool)
+    await train(world, model, 10, 1)
+    assert await steps_of(world, model) == expected(1, 4)
+
+
+async def test_a_new_engine_brings_back_models_and_runs_what_was_pending(
+    world: World, new_engine: NewEngine
+) -> None:
+    model, neighbour = await world.model(), await world.model()
+    following = await train(world, model, 1, 2)
+    await train(world, neighbour, 1, 1)
+    world.workers.go_on.clear()
+    pending = await journal.submit_pass(world.store, model, following)
+    parked = await journal.submit_step(world.store, model, following + 1)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    after = new_engine(world)
+    await all_done(after, pending, parked)
+    assert await steps_of(after, model) == [*expected(1, 2), [following]]
+    assert await steps_of(after, neighbour) == expected(1, 1)
+    assert (await journal.model_of(world.store, model)).state is ModelState.READY
+
+
+async def test_a_poisoned_window_is_poisoned_still(world: World, new_engine: NewEngine) -> None:
+    model = await world.model()
+    key = await journal.key_of(world.store, model)
+    await all_done(world, await journal.submit_pass(world.store, model, 1))
+    world.workers.bad_models.add(key)
+    await world.done(await journal.submit_pass(world.store, model, 2))
+    after = new_engine(world)
+    step = await journal.submit_step(world.store, model, 3)
+    await after.done(step)
+    why = "forward_backward with seq_id 2 failed: loss is not finite"
+    assert why in (await journal.error_of(world.store, step)).message
+    await train(after, model, 4, 1)
+    assert await steps_of(after, model) == [[4, 5]]
+
+
+async def test_refused_requests_keep_their_places(world: World, new_engine: NewEngine) -> None:
+    """The pass that the API refused is older than all that is pending, and its turn had not come."""
+    model = await world.model()
+    await all_done(world, await journal.submit_pass(world.store, model, 1))
+    why = Failure("datum 2: weights has length 3, expected 4", "user")
+    await journal.submit(world.store, model, 3, RequestKind.FORWARD_BACKWARD, failure=why)
+    after = new_engine(world)
+    late = await journal.submit_pass(world.store, model, 2)
+    step = await journal.submit_step(world.store, model, 4)
+    await all_done(after, late)
+    await after.done(step)
+    assert why.message in (await journal.error_of(world.store, step)).message
+
+
+async def test_a_cleared_window_is_not_trained_on_again(world: World, new_engine: NewEngine) -> None:
+    model = await world.model()
+    await all_done(world, await journal.submit_pass(world.store, model, 1))
+    await journal.submit(world.store, model, 2, RequestKind.OPTIM_STEP, failure=Failure("lr", "user"))
+    await all_done(world, await journal.submit_pass(world.store, model, 3))
+    after = new_engine(world)
+    await all_done(after, await journal.submit_step(world.store, model, 4))
+    assert await steps_of(after, model) == [[3]]
+
+
+async def test_a_request_that_kills_the_ranks_fails_alone(world: World) -> None:
+    """It is tried with its neighbours twice, then each by itself."""
+    model, deadly = await world.model(), await world.model()
+    world.workers.deadly = {await journal.key_of(world.store, deadly)}
+    world.workers.go_on.clear()
+    blocker = await journal.submit_pass(world.store, model, 1)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    fine = await journal.submit_pass(world.store, model, 2)
+    bad = await journal.submit_pass(world.store, deadly, 1)
+    step = await journal.submit_step(world.store, deadly, 2)
+    world.bell.ring("engine")
+    await asyncio.sleep(0.1)  # all of it is taken in before the workers go on
+    world.workers.go_on.set()
+    await all_done(world, blocker, fine)
+    await world.done(bad)
+    failure = await journal.error_of(world.store, bad)
+    assert failure.category == "server"
+    assert failure.message.startswith("rank 0 died in run_pass, also when it was run alone; it changed no")
+    assert "in rows of 2048 tokens (token_budget) and of 1024" in failure.message
+    await world.done(step)
+    assert "rank 0 died in run_pass" in (await journal.error_of(world.store, step)).message
+    assert world.workers.restarts == trainer_driver.TOGETHER + 1
+    await all_done(world, await journal.submit_step(world.store, model, 3))
+    assert await steps_of(world, model) == [[1, 2]]
+
+
+async def test_a_step_that_kills_the_ranks_clears_its_window_and_says_so(world: World) -> None:
+    model = await world.model()
+    await all_done(world, await journal.submit_pass(world.store, model, 1))
+    world.workers.failing["step"] = DEAD
+    step = await journal.submit_step(world.store, model, 2)
+    await world.done(step)
+    assert "rank 0 died, also when it was run alone" in (await journal.error_of(world.store, step)).message
+    world.workers.failing.clear()
+    await train(world, model, 3, 1)
+    assert await steps_of(world, model) == [[3, 4]]
+
+
+def save(store: Store, model: ModelId, seq_id: int, name: str) -> "asyncio.Future[Accepted]":
+    body = SaveWeightsBody(name).to_bytes()
+    return asyncio.ensure_future(journal.submit(store, model, seq_id, RequestKind.SAVE_WEIGHTS, body))
+
+
+@pytest.mark.parametrize("how", ["the ranks die", "the engine dies"])
+async def test_a_save_that_was_being_written_has_the_weights_of_its_turn(
+    world: World, new_engine: NewEngine, how: str
+) -> None:
+    model = await world.model()
+    await train(world, model, 1, 1)
+    world.workers.disk.clear()
+    saving = await save(world.store, model, 4, "0001")
+    await train(world, model, 5, 1)
+    after = world
+    if how == "the engine dies":
+        after = new_engine(world)
+    else:
+        world.workers.broken = DEAD
+        world.workers.disk.set()
+    await all_done(after, saving)
+    with world.store.read() as conn:
+        row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "0001")
+    assert row is not None
+    assert orjson.loads((Path(row.directory) / "steps.json").read_bytes()) == expected(1, 1)
+    await train(after, model, 8, 1)
+    assert await steps_of(after, model) == [[1, 2], [5, 6], [8, 9]]
+
+
+async def snapshot_of(world: World, model: ModelId) -> snapshot_records.SnapshotRow | None:
+    key = await journal.key_of(world.store, model)
+    with world.store.read() as conn:
+        return snapshot_records.find(conn, key)
+
+
+async def bodies_of(world: World, model: ModelId) -> int:
+    """How many requests of the model could be replayed."""
+    key = await journal.key_of(world.store, model)
+    with world.store.read() as conn:
+        ids = [row.row.id for row in unit_records.ran_after(conn, key, 0)]
+        return len(queue.read_bodies(conn, ids))
+
+
+async def test_idle_models_are_kept_and_only_what_came_later_is_replayed(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    model = await world.model()
+    world.workers.busy_s = 0.0
+    await train_busily(world, model, 1, 2)
+    await world.until(lambda: snapshot_of(world, model), lambda row: row is not None and row.seq_id == 6)
+    await world.until(lambda: bodies_of(world, model), lambda left: left == 0)
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 60.0)
+    await train_busily(world, model, 7, 1)
+    after = new_engine(world)
+    await train_busily(after, model, 10, 1)
+    assert await steps_of(after, model) == expected(1, 4)
+    names = after.workers.names()
+    assert names[:5] == ["create", "load", "pass", "step", "pass"]
+
+
+async def train_busily(world: World, model: ModelId, first: int, steps: int) -> None:
+    """So that a replay would take time."""
+    run_pass = world.workers.run_pass
+
+    async def slow(*args: object) -> object:
+        world.workers.busy_s += 1.0
+        return await run_pass(*args)  # type: ignore[arg-type]
+
+    world.workers.run_pass = slow  # type: ignore[assignment,method-assign]
+    await train(world, model, first, steps)
+    world.workers.run_pass = run_pass  # type: ignore[method-assign]
+
+
+async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World, new_engine: NewEngine) -> None:
+    model = await world.model()
+    await train(world, model, 1, 1)
+    await all_done(world, await save(world.store, model, 4, "kept"))
+    await train(world, model, 5, 1)
+    body = LoadWeightsBody(f"tinker://{model}/weights/kept", optimizer=True).to_bytes()
+    await all_done(world, await journal.submit(world.store, model, 8, RequestKind.LOAD_WEIGHTS, body))
+    await train(world, model, 9, 1)
+    await asyncio.to_thread(shutil.rmtree, world.root)
+    after = new_engine(world)
+    await train(after, model, 12, 1)
+    assert await steps_of(after, model) == [[1, 2], [9, 10], [12, 13]]
+
+
+async def test_what_a_released_model_had_is_removed(world: World) -> None:
+    model = await world.model()
+    await train(world, model, 1, 1)
+    assert await bodies_of(world, model) == 3
+    world.driver.release(await journal.key_of(world.store, model))
+    await world.until(lambda: bodies_of(world, model), lambda left: left == 0)
+
+
+async def test_a_model_whose_snapshot_is_damaged_is_lost_and_the_others_are_not(
+    world: World, new_engine: NewEngine
+) -> None:
+    model, neighbour = await world.model(), await world.model()
+    await train(world, model, 1, 1)
+    await train(world, neighbour, 1, 1)
+    row = snapshot_records.SnapshotRow(3, str(world.root / "gone"), optimizer=True)
+    key = await journal.key_of(world.store, model)
+    await world.store.write(lambda conn: snapshot_records.put(conn, key, row))
+    after = new_engine(world)
+    after.workers.unreadable.add(row.directory)
+    failed = await journal.submit_step(world.store, model, 4)
+    await after.done(failed)
+    assert "is lost: checkpoint" in (await journal.error_of(world.store, failed)).message
+    await train(after, neighbour, 4, 1)
+    assert await steps_of(after, neighbour) == expected(1, 2)
+
+
+async def test_a_replay_with_another_loss_says_so_in_the_next_step(
+    world: World, new_engine: NewEngine
+) -> None:
+    model = await world.model()
+    await train(world, model, 1, 1)
+    after = new_engine(world)
+    after.workers.drift = 0.5
+    done = await after.done(await journal.submit_step(world.store, model, 4))
+    assert orjson.loads(done.body or b"")["metrics"]["replay_differed"] == 1.0
+    done = await after.done(await journal.submit_step(world.store, model, 5))
+    assert "replay_differed" not in orjson.loads(done.body or b"")["metrics"]
