@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.atomic_directory import atomic_directory, make_staging, publish, staging_of, storage_errors
-from skyrl_tinker.engine.recovery import sweep_partial
+from skyrl_tinker.engine.recovery.leftovers import sweep_partial
 from skyrl_tinker.errors import StorageError
 
 

@@ -6,6 +6,7 @@ A model that was trained before this has no such record: it could not be brought
 import sqlalchemy as sa
 from alembic import op
 
+BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 revision = "0007"
 down_revision = "0006"
 
@@ -21,8 +22,8 @@ def upgrade() -> None:
     op.drop_table("snapshots")
     op.create_table(
         "snapshots",
-        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
-        sa.Column("model_key", sa.BigInteger(), nullable=False),
+        sa.Column("id", BigId, nullable=False),
+        sa.Column("model_key", BigId, nullable=False),
         sa.Column("seq_id", sa.BigInteger(), nullable=False),
         sa.Column("directory", sa.String(), nullable=False),
         sa.Column("optimizer", sa.Boolean(), nullable=False),
@@ -42,8 +43,8 @@ def downgrade() -> None:
     op.drop_table("snapshots")
     op.create_table(
         "snapshots",
-        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
-        sa.Column("model_key", sa.BigInteger(), nullable=False),
+        sa.Column("id", BigId, nullable=False),
+        sa.Column("model_key", BigId, nullable=False),
         sa.Column("seq_id", sa.BigInteger(), nullable=False),
         sa.Column("directory", sa.String(), nullable=False),
         sa.Column("created_at", sa.Float(53), nullable=False),

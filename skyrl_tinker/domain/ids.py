@@ -51,7 +51,7 @@ class FutureStatus(StrEnum):
 
 
 class Effect(StrEnum):
-    """What a training request did to its model's state; those that did nothing have none."""
+    """Effect of a training request on its model's state; those without any have none."""
 
     GRADIENTS = "gradients"  # added to
     STEP = "step"  # an optimizer step was taken

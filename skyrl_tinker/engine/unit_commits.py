@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UnitEnd:
-    """What is committed together. All keys are ids of futures.
+    """End of a unit, committed as one. All keys are ids of futures.
 
     `effects`: of the requests that ran in unit number `unit`. `outcomes`: of those that are answered;
     `answered`: of those that `ops` answer. `row_budget`: tokens per row of a pass.

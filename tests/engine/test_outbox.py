@@ -1,5 +1,7 @@
 """Results reach the store once it can take them."""
 
+from typing import Any
+
 import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
@@ -23,10 +25,10 @@ async def test_a_result_waits_for_a_database_that_fails_for_a_moment(
         (row,) = queue.queued_after(conn, 0)
     finish, failures = future_finish.succeed_all, [OperationalError("UPDATE", None, OSError("disk full"))]
 
-    def succeed_all(conn: Connection, results: dict[int, tuple[str, bytes]]) -> list[int]:
+    def succeed_all(conn: Connection, *arguments: Any) -> list[int]:
         if failures:
             raise failures.pop()
-        return finish(conn, results)
+        return finish(conn, *arguments)
 
     monkeypatch.setattr(future_finish, "succeed_all", succeed_all)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)

@@ -1,4 +1,4 @@
-"""What a dead engine leaves: half-written directories, files that no row names, models that cannot return."""
+"""Leftovers of a dead engine: half-written directories, and models that cannot return."""
 
 import hashlib
 import shutil

@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Progress:
-    """What a model ran since its snapshot. `clean_at`: the seq_id of its last step, 0 with gradients."""
+class _Unkept:
+    """Work of a model since its snapshot. `clean_at`: the seq_id of its last step, 0 with gradients."""
 
     replay_s: float = 0.0
     clean_at: int = 0
@@ -65,7 +65,7 @@ class SnapshotKeeper:
         self._root = root
         self._replay_s = replay_s
         self._share = share
-        self._progress: dict[ModelKey, _Progress] = {}
+        self._progress: dict[ModelKey, _Unkept] = {}
         self._numbers = itertools.count()
         self._writing: asyncio.Task[None] | None = None
         self.taken = 0
@@ -81,7 +81,7 @@ class SnapshotKeeper:
         """True if a snapshot would make a replay shorter."""
         return bool(self._ready()) and (self._writing is None or self._writing.done())
 
-    def _ready(self) -> dict[ModelKey, _Progress]:
+    def _ready(self) -> dict[ModelKey, _Unkept]:
         """Return the models that have run something, and have no gradients now."""
         return {key: each for key, each in self._progress.items() if each.replay_s and each.clean_at}
 
@@ -93,7 +93,7 @@ class SnapshotKeeper:
         """Note what a unit did, which took `seconds`."""
         ran = [(row, effect) for row in rows if (effect := effects.get(row.id)) is not None]
         for row, effect in ran:
-            progress = self._progress.setdefault(model_of(row), _Progress())
+            progress = self._progress.setdefault(model_of(row), _Unkept())
             progress.replay_s += seconds / len(ran)
             progress.clean_at = 0 if effect is Effect.GRADIENTS else row.seq_id or 0
 
@@ -157,7 +157,7 @@ class SnapshotKeeper:
 
     def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
         """Return the op that makes a linked checkpoint the model's snapshot."""
-        self._progress[model] = _Progress(clean_at=row.seq_id)
+        self._progress[model] = _Unkept(clean_at=row.seq_id)
         return partial(snapshot_records.put, model=model, snapshot=row)
 
     async def sweep(self) -> None:

@@ -112,6 +112,11 @@ class Lanes:
         elif row.kind is RequestKind.FORWARD_BACKWARD:
             self.invalidate_window(model, why)
 
+    def waits(self, row: QueuedRow) -> bool:
+        """Return True for a row that has not started."""
+        model, seq_id = _position(row)
+        return seq_id in self._lane(model).parked
+
     def statuses(self) -> dict[ModelKey, LaneStatus]:
         """Return the state of every lane with waiting rows."""
         return {model: _status(lane) for model, lane in self._open.items() if lane.parked}

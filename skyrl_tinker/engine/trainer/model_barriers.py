@@ -29,7 +29,7 @@ Write = Coroutine[Any, Any, object]
 
 @dataclass(frozen=True, slots=True)
 class BarrierResult:
-    """What came of a barrier: `finished` if it is answered now, `write` if it is once that has run."""
+    """Result of a barrier: `finished` if it is answered now, `write` if it is once that has run."""
 
     finished: Finished | None = None
     write: Write | None = None

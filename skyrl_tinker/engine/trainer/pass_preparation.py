@@ -1,9 +1,11 @@
 """Forward and forward_backward: from stored bodies to response protobufs. Heavy parts run in threads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, Usage
 from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, failure_of, persistently
@@ -19,6 +21,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult, PreparedPass, TrainerGroup
 
 T = TypeVar("T")
+ReadBodies = Callable[[Connection, Sequence[int]], Mapping[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,10 @@ class PassCoordinator:
         self._store = store
         self._trainer = trainer
 
-    async def prepare(self, unit: Pass) -> ReadyPass:
-        """Make the batch; needs no worker, so it may run while they are busy with the previous unit."""
+    async def prepare(self, unit: Pass, read_bodies: ReadBodies = queue.read_bodies) -> ReadyPass:
+        """Make the batch; needs no rank, so it may run while they are busy with the previous unit."""
         ids = [row.id for row in unit.rows]
-        bodies = await self._fetch(lambda conn: queue.read_bodies(conn, ids))
+        bodies = await self._fetch(lambda conn: read_bodies(conn, ids))
         size = sum(map(len, bodies.values()))
         read, unread = await off_loop(size, lambda: _read(unit.rows, bodies))
         references = await self._references(read)

@@ -27,7 +27,7 @@ from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.futures import outcomes, queue
+from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
@@ -131,7 +131,8 @@ class Replay:
     async def _replay_pass(self, rows: Sequence[RanRow]) -> None:
         if not rows:
             return
-        ready = await self._passes.prepare(Pass(tuple(row.row for row in rows), full=False))
+        read = unit_records.read_bodies
+        ready = await self._passes.prepare(Pass(tuple(row.row for row in rows), full=False), read)
         result = await self._passes.execute(ready, rows[0].row_budget)
         for row, output in zip(rows, result.outputs, strict=True):
             model = model_of(row.row)
@@ -157,7 +158,7 @@ class Replay:
         if not rows:
             return
         ids = [row.id for row in rows]
-        bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, ids))
+        bodies = await read_persistently(self._store, lambda conn: unit_records.read_bodies(conn, ids))
         await self._trainer.optim_step([step_item(row, bodies[row.id]) for row in rows])
 
 

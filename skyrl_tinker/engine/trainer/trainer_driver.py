@@ -141,7 +141,10 @@ class TrainerDriver:
         for row, failure in late:
             if row.seq_id:
                 self._lanes.expire(row, failure.message)
-        await self._outbox.send((row.id, failure) for row, failure in late if row.seq_id != 0)
+        begun = {row.id for row, _ in late if not self._lanes.waits(row)}  # and may have taken effect
+        await self._outbox.send(
+            ((row.id, failure) for row, failure in late if row.seq_id != 0), replayed=begun
+        )
         for row, failure in late:
             if row.seq_id == 0:
                 await self._models.fail_creation(row, await self._models.row(model_of(row)), failure)
@@ -207,8 +210,6 @@ class TrainerDriver:
     async def _run_unit(self, unit: Unit | ReadyPass, report: Report) -> None:
         """Run a unit; if the ranks die of it, again on fresh ones, then each of its requests alone."""
         for _ in range(TOGETHER):
-            if isinstance(unit, Pass):
-                unit = await self._executors.passes.prepare(unit)
             if await self._try(self._execute(unit), report) is None:
                 return
         for row in unit.rows:
@@ -249,16 +250,17 @@ class TrainerDriver:
         match unit:
             case ReadyPass():
                 await self._execute_pass(unit)
+            case Pass():
+                await self._execute_pass(await self._executors.passes.prepare(unit))
             case Barriers(rows) if unit.kind is RequestKind.OPTIM_STEP:
                 busy_s = self._trainer.busy_s
                 result = await self._executors.optim_steps.apply(rows)
                 self._end(rows, result.effects, result.outcomes, seconds=self._trainer.busy_s - busy_s)
             case Barriers(rows) if unit.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
                 await self._save_for_samplers(rows)
-            case Barriers((row,)):
+            case Barriers(rows):
+                (row,) = rows
                 await self._execute_barrier(row)
-            case _:
-                raise AssertionError(f"{unit} is not prepared")
 
     async def _execute_pass(self, ready: ReadyPass, row_budget: int | None = None) -> None:
         prefetch = asyncio.create_task(self._prefetch())

@@ -81,8 +81,13 @@ _FIRST_PENDING = (
     .order_by(Future.id)
     .limit(1)
 )
-_BODIES = select(Request.future_id, Request.body).where(
-    Request.future_id.in_(bindparam("future_ids", expanding=True))
+_BODIES = (
+    select(Request.future_id, Request.body)
+    .join(Future, Future.id == Request.future_id)
+    .where(
+        Request.future_id.in_(bindparam("future_ids", expanding=True)),
+        Future.status == literal(FutureStatus.PENDING, Future.status.type),
+    )
 )
 
 
@@ -92,7 +97,7 @@ def queued_after(conn: Connection, cursor: int, limit: int = 1000) -> list[Queue
 
 
 def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
-    """Return bodies by future id; of requests that finished before they ran there is none."""
+    """Return bodies by future id; requests that finished meanwhile are left out."""
     return {row.future_id: row.body for row in conn.execute(_BODIES, {"future_ids": ids})}
 
 

@@ -1,5 +1,6 @@
 """Units of work that training requests ran in: recorded with their results, read again by replay."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, delete, func, literal_column, select, update
@@ -87,6 +88,12 @@ def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:
         )
         for row in found
     ]
+
+
+def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
+    """Return bodies by future id, also of requests that have finished."""
+    query = select(Request.future_id, Request.body).where(Request.future_id.in_(ids))
+    return {row.future_id: row.body for row in conn.execute(query)}
 
 
 def next_seq(conn: Connection, model: ModelKey) -> int:

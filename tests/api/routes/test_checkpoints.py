@@ -191,10 +191,11 @@ async def test_access_tokens_are_refused_with_what_to_do_instead(world: World) -
 async def test_what_is_loaded_in_place_is_ones_own_or_published(settings: Settings) -> None:
     async with whole(settings, 1) as server:
         world = server.apis[0]
+        (kept := settings.root / "kept").mkdir()
         alice, bob = await new_user(world, "alice"), await new_user(world, "bob")
         speak_as(world, alice)
         run = await world.model()
-        path = await world.checkpoint(run, WEIGHTS, "a")
+        path = await world.checkpoint(run, WEIGHTS, "a", directory=str(kept))
         speak_as(world, bob)
         model = await world.model()
 

@@ -20,11 +20,13 @@ from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
+from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -69,17 +71,33 @@ class Waiting:
         metrics = Metrics()
         outbox = Outbox(store, self.bell, metrics)
         root = self.settings.checkpoint_root
-        saver = Saver(store, trainer, outbox, root)
+        commits = UnitCommits(outbox)
+        snapshots = SnapshotKeeper(
+            store, trainer, commits, self.settings.root / "snapshots", replay_s=1e9, share=1.0
+        )
+        saver = Saver(store, trainer, commits, root)
         gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
-        creation = ModelCreation(store, trainer, FACTS, saver, 64)
-        exporter = Exporter(store, trainer, outbox, FACTS, root)
+        creation = ModelCreation(store, trainer, FACTS, saver, snapshots, 64)
+        exporter = Exporter(store, trainer, commits, FACTS, root)
         ephemeral = self.settings.root / "ephemeral"
-        publisher = Publisher(store, trainer, samplers, outbox, FACTS, ephemeral, root, gaps, metrics)
+        publisher = Publisher(store, trainer, samplers, commits, FACTS, ephemeral, root, gaps, metrics)
         self.driver = make_trainer_driver(
-            store, trainer, creation, saver, exporter, publisher, outbox, 16384, gaps, metrics, self.placement
+            store,
+            trainer,
+            creation,
+            saver,
+            exporter,
+            publisher,
+            outbox,
+            commits,
+            snapshots,
+            16384,
+            gaps,
+            metrics,
+            self.placement,
         )
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency, metrics)
-        self._intake = Intake(store, self.bell, self.driver, self.sampler, 0, metrics)
+        self._intake = Intake(store, self.bell, self.driver, self.sampler, metrics)
         self.deadlines = Deadlines(
             metrics,
             self.driver,
@@ -102,7 +120,13 @@ class Waiting:
         return QueuesView(self.driver.view(), self.sampler.view())
 
     async def run(self) -> None:
-        await asyncio.gather(self.driver.run(), self.sampler.run(), self._intake.run(), self.deadlines.run())
+        async def report(detail: str) -> None:
+            """Nobody reads it."""
+
+        cursor = await self.driver.resume()
+        await asyncio.gather(
+            self.driver.run(report), self.sampler.run(), self._intake.run(cursor), self.deadlines.run()
+        )
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleS
 from skyrl_tinker.errors import SamplerError, StateLostError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import PassResult
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 MODEL = ModelKey(1)
@@ -54,9 +55,9 @@ class Ends:
     def prepare(self, items: Any) -> Any:
         return items
 
-    async def run_pass(self, items: Sequence[PassItem]) -> list[PassOutput | Failure]:
+    async def run_pass(self, items: Sequence[PassItem]) -> PassResult:
         self.passes += 1
-        return [self._output(item) for item in items]
+        return PassResult([self._output(item) for item in items], 2048)
 
     def _output(self, item: PassItem) -> PassOutput | Failure:
         if item.model in self.out_of_memory:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.errors import StorageError, UnitFailedError
+from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
@@ -117,14 +117,4 @@ async def test_an_export_that_cannot_be_recorded_leaves_nothing(
     assert "a bug" in (await journal.error_of(world.store, failed)).message
     assert left(world) == []
     monkeypatch.setattr(checkpoint_records, "add", add)
-    assert (await world.done(await export(world, model, 2))).status is FutureStatus.DONE
-
-
-async def test_a_rank_that_dies_while_it_writes_fails_this_export_alone(world: World) -> None:
-    model = await world.model()
-    world.workers.failing["persist"] = UnitFailedError("rank 1 died in persist_state: save again")
-    failed = await export(world, model, 1)
-    await world.done(failed)
-    assert "rank 1 died" in (await journal.error_of(world.store, failed)).message
-    del world.workers.failing["persist"]
     assert (await world.done(await export(world, model, 2))).status is FutureStatus.DONE

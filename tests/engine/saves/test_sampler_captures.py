@@ -7,10 +7,11 @@ from typing import Any, cast
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
-from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, LoraSpec
+from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, LoraSpec, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
+from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import StateLostError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import model_records
@@ -46,9 +47,15 @@ def trainer() -> Trainer:
     return Trainer()
 
 
+class Samplers:
+    async def unload(self, version: WeightVersion) -> None:
+        """They have none."""
+
+
 @pytest.fixture
 def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: Trainer) -> Publisher:
-    parts = cast(Any, trainer), cast(Any, None), Outbox(store, bell, Metrics())
+    commits = UnitCommits(Outbox(store, bell, Metrics()))
+    parts = cast(Any, trainer), cast(Any, Samplers()), commits
     return Publisher(store, *parts, FACTS, tmp_path, tmp_path / "checkpoints", cast(Any, None), Metrics())
 
 

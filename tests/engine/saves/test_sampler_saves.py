@@ -29,7 +29,8 @@ from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
-from skyrl_tinker.engine.saves.sampler_saves import Publisher
+from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
+from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SamplerError, StorageError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import model_records, sampling_sessions
@@ -37,6 +38,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
@@ -60,9 +62,10 @@ class Trainer:
     def prepare(self, items: Sequence[PassItem]) -> Sequence[PassItem]:
         return items
 
-    async def run_pass(self, items: Sequence[PassItem]) -> list[PassOutput | Failure]:
+    async def run_pass(self, items: Sequence[PassItem]) -> PassResult:
         self.told.append(("probe", [item.model for item in items]))
-        return [PassOutput(item.request_id, (np.full(TOKENS - 1, -1.0, np.float32),), {}) for item in items]
+        logprobs = (np.full(TOKENS - 1, -1.0, np.float32),)
+        return PassResult([PassOutput(item.request_id, logprobs, {}) for item in items], 2048)
 
 
 class Samplers:
@@ -95,7 +98,8 @@ class World:
         results = Outbox(store, bell, metrics)
         self.gaps = DriftMonitor(store, *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
         directories = tmp_path / "ram", tmp_path / "disk"
-        self.publisher = Publisher(store, *ends, results, FACTS, *directories, self.gaps, metrics)
+        self.commits = UnitCommits(results)
+        self.publisher = Publisher(store, *ends, self.commits, FACTS, *directories, self.gaps, metrics)
 
     async def submit(self, spec: LoraSpec | None = None) -> tuple[ModelKey, Accepted]:
         """The save of a new model."""
@@ -113,8 +117,14 @@ class World:
         with self.store.read() as conn:
             queued = queue.queued_after(conn, 0)
         rows = [row for row in queued if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER]
+        committing = asyncio.create_task(self.commits.run())
         async with asyncio.TaskGroup() as background:
-            await self.publisher.save(rows, background)
+            captured = await self.publisher.capture_rows(rows)
+            failures = {row_id: save for row_id, save in captured.items() if isinstance(save, Failure)}
+            saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
+            await self.commits.add(UnitEnd(failures))
+            await self.publisher.publish(saves, background.create_task)
+        committing.cancel()
 
     async def answer(self, accepted: Accepted) -> Any:
         return orjson.loads((await journal.outcome(self.store, accepted)).body or b"")

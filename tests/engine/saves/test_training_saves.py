@@ -14,7 +14,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, Model
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine.cleanup import Cleanup
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.errors import StorageError, UnitFailedError
+from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
@@ -262,15 +262,3 @@ async def test_what_cannot_be_recorded_leaves_no_directory(
     assert (await world.done(saved)).status is FutureStatus.FAILED
     assert "a bug" in (await journal.error_of(world.store, saved)).message
     assert _directories(world) == []
-
-
-async def test_a_rank_that_dies_while_it_writes_fails_the_save_alone(world: World) -> None:
-    model = await world.model()
-    world.workers.failing["persist"] = UnitFailedError("rank 1 died in persist_state: save again")
-    saved = await _save(world, model, 1)
-    await world.done(saved)
-    assert await journal.error_of(world.store, saved) == Failure(
-        "rank 1 died in persist_state: save again", "server"
-    )
-    del world.workers.failing["persist"]
-    assert (await world.done(await _save(world, model, 2))).status is FutureStatus.DONE

@@ -246,12 +246,14 @@ class World:
         assert accepted.model_id is not None
         return accepted.model_id
 
-    async def done(self, accepted: Accepted) -> Outcome:
-        return await self.until(lambda: journal.outcome(self.store, accepted), _finished)
+    async def done(self, accepted: Accepted, within_s: float = 10.0) -> Outcome:
+        return await self.until(lambda: journal.outcome(self.store, accepted), _finished, within_s)
 
-    async def until(self, look: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool]) -> Any:
+    async def until(
+        self, look: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool], within_s: float = 10.0
+    ) -> Any:
         self.bell.ring("engine")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(within_s):
             while not enough(value := await look()):  # noqa: ASYNC110 (another task writes the database)
                 await asyncio.sleep(0.01)
         return value

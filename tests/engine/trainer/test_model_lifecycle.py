@@ -51,23 +51,6 @@ async def test_a_failed_creation_fails_what_waits_behind_it(world: World) -> Non
     assert (await journal.model_of(world.store, accepted.model_id)).state is ModelState.FAILED
 
 
-async def test_a_model_that_died_with_its_worker_says_so_and_the_others_train_on(world: World) -> None:
-    model, neighbour = await world.model(), await world.model()
-    world.workers.lost = {await journal.key_of(world.store, model)}
-    parked = await journal.submit_pass(world.store, model, 5)
-    fine = await journal.submit_pass(world.store, neighbour, 1)
-    assert (await world.done(fine)).status is FutureStatus.DONE
-    await world.done(parked)
-    late = await journal.submit_step(world.store, model, 1)
-    await world.done(late)
-    reason = f"a trainer process died and the training state of model {model} is lost; it had no checkpoint"
-    for accepted in (parked, late):
-        failure = await journal.error_of(world.store, accepted)
-        assert (failure.category, failure.message.startswith(reason)) == ("server", True), failure
-    lost = await journal.model_of(world.store, model)
-    assert lost.state is ModelState.LOST
-
-
 async def test_a_released_model_runs_what_it_can_and_fails_the_rest(world: World) -> None:
     model = await world.model()
     key = await journal.key_of(world.store, model)

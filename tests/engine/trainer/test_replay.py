@@ -16,7 +16,6 @@ from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.store import Store
@@ -221,7 +220,7 @@ async def bodies_of(world: World, model: ModelId) -> int:
     key = await journal.key_of(world.store, model)
     with world.store.read() as conn:
         ids = [row.row.id for row in unit_records.ran_after(conn, key, 0)]
-        return len(queue.read_bodies(conn, ids))
+        return len(unit_records.read_bodies(conn, ids))
 
 
 async def test_idle_models_are_kept_and_only_what_came_later_is_replayed(

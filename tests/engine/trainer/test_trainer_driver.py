@@ -10,7 +10,6 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Failure
-from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import queue
@@ -134,29 +133,3 @@ async def test_a_read_that_fails_delays_a_barrier_and_ends_nothing(
     accepted = await journal.submit(world.store, model, 1, kind, body)
     assert (await world.done(accepted)).status is FutureStatus.DONE
     assert failures == []
-
-
-async def test_broken_workers_answer_the_unit_and_end_the_engine(world: World) -> None:
-    model = await world.model()
-    world.workers.failing["pass"] = TrainerError("rank 0 died")
-    accepted = await journal.submit_pass(world.store, model, 1)
-    await world.done(accepted)
-    assert await journal.error_of(world.store, accepted) == Failure("rank 0 died", "server")
-    with pytest.raises(ExceptionGroup) as ended:
-        await world.running
-    assert ended.value.subgroup(TrainerError)
-
-
-async def test_a_step_that_died_with_its_worker_fails_alone_and_its_window_can_be_stepped_again(
-    world: World,
-) -> None:
-    model = await world.model()
-    await world.done(await journal.submit_pass(world.store, model, 1))
-    world.workers.step_failure = Failure("rank 0 died in optim_step; it changed nothing", "server")
-    failed = await journal.submit_step(world.store, model, 2)
-    await world.done(failed)
-    assert await journal.error_of(world.store, failed) == world.workers.step_failure
-    world.workers.step_failure = None
-    again = await journal.submit_step(world.store, model, 3)
-    assert (await world.done(again)).status is FutureStatus.DONE
-    assert world.workers.names() == ["create", "pass", "step", "step"]

@@ -109,14 +109,15 @@ async def test_a_new_engine_reads_from_the_first_request_that_has_not_finished(
     await succeed(store, finished, b"ok")
     with store.read() as conn:
         assert queue.pending_of(conn, model.key) == [await id_of(store, pending)]
-        cursor = queue.before_pending(conn)
+        cursor = queue.before_waiting(conn, {})
     assert [row.id for row in await queued(store, cursor)] == [
         await id_of(store, accepted) for accepted in (pending, sampled)
     ]
     for accepted in (pending, sampled):
         await succeed(store, accepted, b"")
     with store.read() as conn:
-        assert queue.before_pending(conn) == await id_of(store, sampled)
+        assert queue.before_waiting(conn, {}) == await id_of(store, sampled)
+        assert queue.before_waiting(conn, {model.key: 2}) == await id_of(store, pending) - 1
         assert queue.pending_of(conn, model.key) == []
 
 
@@ -134,7 +135,7 @@ async def test_old_results_are_purged_and_their_requests_still_known(store: Stor
 
 async def test_cursors_start_at_zero(store: Store) -> None:
     with store.read() as conn:
-        assert queue.before_pending(conn) == 0
+        assert queue.before_waiting(conn, {}) == 0
         assert outcomes.last_result_id(conn) == 0
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, Failure, LoraSpec, PassItem, PassOutput, StepItem
+from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.training.passes.out_of_memory import is_out_of_memory
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.training.trainer_spec import TrainerSpec
@@ -58,17 +59,25 @@ def make_limit() -> type:
     return Limit
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def whole_group(
-    request: pytest.FixtureRequest, ray_cluster: None, untied_model: str
-) -> Iterator[TrainerGroup]:
-    group = TrainerGroup.launch(
-        TrainerSpec(untied_model, request.param, "cpu", "float32", 1, BUDGET, timeout_s=60.0)
-    )
+@contextmanager
+def _launched(directory: str, ranks: int) -> Iterator[TrainerGroup]:
+    group = TrainerGroup.launch(TrainerSpec(directory, ranks, "cpu", "float32", 1, BUDGET, timeout_s=60.0))
     asyncio.run(group.ready())
     asyncio.run(group.open_sender(make_limit(), every_rank=True))
     yield group
     asyncio.run(group.shutdown())
+
+
+@pytest.fixture(scope="module")
+def whole_group(ray_cluster: None, untied_model: str) -> Iterator[TrainerGroup]:
+    with _launched(untied_model, 1) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def two(ray_cluster: None, untied_model: str) -> Iterator[TrainerGroup]:
+    with _launched(untied_model, 2) as group:
+        yield group
 
 
 @pytest.fixture
@@ -162,6 +171,22 @@ async def test_a_pass_too_large_fails_alone_and_says_what_to_do(group: TrainerGr
         assert weights.keys() == others.keys()
         for name, array in weights.items():
             np.testing.assert_array_equal(array, others[name], err_msg=name)
+
+
+async def test_of_several_ranks_all_are_broken_and_fresh_ones_run_it_in_smaller_rows(
+    two: TrainerGroup,
+) -> None:
+    """The others wait in a collective: the engine replays everything on fresh ranks."""
+    await two.create_model(ModelKey(1), SPECS[1])
+    prepared = two.prepare([_share(two, 1, BUDGET)])
+    with pytest.raises(TrainerError, match="rank 1 failed in run_pass"):
+        async with _room(two, ROOM_FOR_LESS):
+            await two.run_pass(prepared)
+    await two.restart()
+    await two.create_model(ModelKey(1), SPECS[1])
+    result = await two.run_pass(prepared, BUDGET // 2)
+    assert isinstance(result.outputs[0], PassOutput)
+    assert result.row_budget == BUDGET // 2
 
 
 def test_the_allocators_reports_are_told_from_other_errors() -> None:

@@ -1,13 +1,14 @@
-"""After an engine died, models that it had created say so, and the rest goes on."""
+"""Leftovers of a dead engine: half-written directories go, and models of another base model are lost."""
 
+from functools import partial
 from pathlib import Path
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelState
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.engine.recovery import first_unread, give_up_models, sweep_partial
+from skyrl_tinker.engine.recovery.leftovers import fingerprint, give_up_foreign_models, sweep_partial
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
-from skyrl_tinker.store.futures import finish, queue
+from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 
@@ -22,40 +23,46 @@ async def ready_model(store: Store) -> ModelId:
     return accepted.model_id
 
 
-async def test_a_model_of_the_dead_engine_is_lost_and_names_its_last_checkpoint(store: Store) -> None:
+async def start_with(store: Store, base_model: str) -> int:
+    return await store.write(partial(give_up_foreign_models, fingerprint=base_model))
+
+
+async def test_models_of_another_base_model_are_lost_and_name_their_last_checkpoint(store: Store) -> None:
+    assert await start_with(store, "first") == 0
     model = await ready_model(store)
     key = await journal.key_of(store, model)
     new = NewCheckpoint(key, CheckpointKind.WEIGHTS, "0007", "/nowhere", "tiny", LoraSpec(8, 1), 1)
     await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
     waiting = await journal.submit_step(store, model, 1)
-    assert await give_up_models(store) == 1
+    assert await start_with(store, "first") == 0
+    assert await start_with(store, "second") == 1
     row = await journal.model_of(store, model)
     assert row.state is ModelState.LOST
     failure = await journal.error_of(store, waiting)
     assert failure.category == "server"
     assert failure.message == row.state_reason
+    assert "another base model" in failure.message
     assert f"tinker://{model}/weights/0007" in failure.message
 
 
 async def test_a_model_without_checkpoint_says_so(store: Store) -> None:
+    await start_with(store, "first")
     model = await ready_model(store)
-    await give_up_models(store)
+    await start_with(store, "second")
     assert "no checkpoint" in ((await journal.model_of(store, model)).state_reason or "")
 
 
-async def test_creations_and_what_waits_for_them_are_left_for_the_new_engine(store: Store) -> None:
-    lost = await ready_model(store)
-    await journal.submit_step(store, lost, 1)
-    creation = await journal.submit_create(store, await journal.new_session(store))
-    assert creation.model_id is not None
-    step = await journal.submit_step(store, creation.model_id, 1)
-    assert await give_up_models(store) == 1
-    assert (await journal.model_of(store, creation.model_id)).state is ModelState.CREATING
-    cursor = await first_unread(store)
-    with store.read() as conn:
-        rows = queue.queued_after(conn, cursor)
-    left = [row.request_id for row in rows if row.status is FutureStatus.PENDING]
-    assert left == [creation.request_id, step.request_id]
+def test_base_models_differ_by_configuration_or_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    found = [fingerprint(tmp_path)]
+    (tmp_path / "model.safetensors").write_bytes(b"a")
+    found.append(fingerprint(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"b")
+    found.append(fingerprint(tmp_path))
+    (tmp_path / "config.json").write_text("{ }")
+    found.append(fingerprint(tmp_path))
+    assert len(set(found)) == 4
+    assert fingerprint(tmp_path) == found[-1]
 
 
 def test_what_was_half_written_goes_whoever_wrote_it(tmp_path: Path) -> None:
