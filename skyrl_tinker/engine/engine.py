@@ -8,9 +8,11 @@ from contextlib import suppress
 import psutil
 
 from skyrl_tinker.engine.compose import Backends, Environment, Parts, compose
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.start_up import StartUp, read_base_model
+from skyrl_tinker.engine.status import EnginePhase
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.processes import freeze_gc, reap_orphans
@@ -69,9 +71,10 @@ class Engine:
     async def _report_rebuild(self, detail: str) -> None:
         """Report how far the models are back; empty: all are."""
         if detail:
-            await self._env.status.report("restarting" if self._ready else "starting", detail)
+            phase: EnginePhase = "restarting" if self._ready else "starting"
+            await persistently(lambda: self._env.status.report(phase, detail))
             return
-        await self._env.status.report("ready", "")
+        await persistently(lambda: self._env.status.report("ready", ""))
         if not self._ready:
             self._ready = True
             _log.info("ready")

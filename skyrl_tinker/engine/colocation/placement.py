@@ -44,6 +44,11 @@ class Placement(Protocol):
         ...
 
     @property
+    def trains(self) -> bool:
+        """True while the trainer's contexts open at once."""
+        ...
+
+    @property
     def totals(self) -> Mapping[PhaseState, PhaseTotals]:
         """Phases and switches so far, without the current one."""
         ...
@@ -57,6 +62,7 @@ class Separate:
     """Placement on separate devices: both sides work at any time."""
 
     asleep = False
+    trains = True
     totals: Mapping[PhaseState, PhaseTotals] = MappingProxyType({})
     _free: AbstractAsyncContextManager[None] = nullcontext()
 
@@ -137,6 +143,10 @@ class Colocated:
     @property
     def asleep(self) -> bool:
         return self._state is not PhaseState.SAMPLING
+
+    @property
+    def trains(self) -> bool:
+        return self._state is PhaseState.TRAINING
 
     @property
     def totals(self) -> Mapping[PhaseState, PhaseTotals]:

@@ -201,7 +201,7 @@ class TrainerDriver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_S):
                     await self._woken.wait()
-            if not self._woken.is_set() and self._snapshots.would_help:
+            if not self._woken.is_set() and self._placement.trains and self._snapshots.would_help:
                 async with self._placement.training():
                     await self._keep(self._snapshots.take_idle)
             await self._models.retire()

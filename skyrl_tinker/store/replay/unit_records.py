@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, bindparam, delete, func, literal_column, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, literal_column, select, update
 
 from skyrl_tinker.domain.ids import (
     Effect,
@@ -15,6 +15,7 @@ from skyrl_tinker.domain.ids import (
     SessionId,
 )
 from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, Model, Request
 from skyrl_tinker.store.futures.queue import QueuedRow
 
@@ -98,26 +99,26 @@ def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
 
 def next_seq(conn: Connection, model: ModelKey) -> int:
     """Return the seq_id behind the last request that ran."""
-    query = select(func.max(Future.seq_id)).where(Future.model_key == model, Future.unit.is_not(None))
-    last = conn.scalar(query)
-    return 0 if last is None else last + 1
+    last = _last(conn, model, Future.unit.is_not(None))
+    return 0 if last is None else last.seq_id + 1
 
 
 def next_unit(conn: Connection) -> int:
     """Return a number above those of all units of models in training."""
-    live = select(Model.key).where(Model.state == ModelState.READY)
-    last = conn.scalar(select(func.max(Future.unit)).where(Future.model_key.in_(live)))
-    return 0 if last is None else last + 1
+    live = conn.scalars(select(Model.key).where(Model.state == ModelState.READY))
+    last = [_last(conn, ModelKey(model), Future.unit.is_not(None)) for model in live]
+    return max((row.unit + 1 for row in last if row is not None), default=0)
 
 
 def window_error(conn: Connection, model: ModelKey) -> str | None:
     """Return why the gradients since the last step are invalid: the first forward_backward that failed."""
-    own = Future.model_key == model
-    reset = select(func.max(Future.seq_id)).where(own, Future.effect.in_(_RESETS)).scalar_subquery()
+    reset = _last(conn, model, Future.effect.in_(_RESETS))
     query = (
         select(Future.seq_id, Future.error, Future.unit)
-        .where(own, Future.kind == RequestKind.FORWARD_BACKWARD, Future.status == FutureStatus.FAILED)
-        .where(Future.seq_id > func.coalesce(reset, 0), Future.seq_id < next_seq(conn, model))
+        .where(Future.model_key == model)
+        .where(Future.seq_id > (0 if reset is None else reset.seq_id))
+        .where(Future.seq_id < next_seq(conn, model))
+        .where(Future.kind == RequestKind.FORWARD_BACKWARD, Future.status == FutureStatus.FAILED)
         .order_by(Future.seq_id)
         .limit(1)
     )
@@ -126,6 +127,12 @@ def window_error(conn: Connection, model: ModelKey) -> str | None:
         return None
     how = "was refused" if row.unit is None else "failed"
     return f"forward_backward with seq_id {row.seq_id} {how}: {row.error}"
+
+
+def _last(conn: Connection, model: ModelKey, condition: ColumnElement[bool]) -> AnyRow | None:
+    """Return seq_id and unit of the model's last request for which this holds: near its end."""
+    query = select(Future.seq_id, Future.unit).where(Future.model_key == model, condition)
+    return conn.execute(query.order_by(Future.seq_id.desc()).limit(1)).one_or_none()
 
 
 def unfinished_until(conn: Connection, model: ModelKey, seq_id: int) -> list[int]:

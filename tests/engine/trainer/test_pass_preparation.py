@@ -64,7 +64,8 @@ class World:
         return await PassCoordinator(self.store, self.group).prepare(Pass(rows, full=False))
 
     async def run(self, *rows: QueuedRow) -> list[PassOutput | Failure]:
-        return await PassCoordinator(self.store, self.group).execute(await self.prepare(*rows))
+        coordinator = PassCoordinator(self.store, self.group)
+        return (await coordinator.execute(await self.prepare(*rows))).outputs
 
     async def refusal(self, *spans: ProvenanceSpan, tokens: Sequence[int] = (*PROMPT, *SAMPLED)) -> Failure:
         """Of a datum with these spans, which follows one without a fault in the same request."""
@@ -282,7 +283,7 @@ async def test_what_does_not_fit_into_a_batch_is_found_and_the_others_run(
         await world.row(2, turn(good)),
     )
     runner = PassCoordinator(world.store, Choosy(world.group, {rows[0].request_id}))
-    failure, *fine = await runner.execute(await runner.prepare(Pass(rows, full=False)))
+    failure, *fine = (await runner.execute(await runner.prepare(Pass(rows, full=False)))).outputs
     assert failure == Failure("MemoryError: too large", "server")
     assert [type(output) for output in fine] == [PassOutput, PassOutput]
 
@@ -291,7 +292,7 @@ async def test_a_pass_without_a_row_that_can_run_runs_nothing(world: World) -> N
     ready = await world.prepare(await world.row(1, turn("nobody")), await world.row(2, turn("nobody")))
     assert ready.batch is None
     worked = world.group.busy_s
-    outputs = await PassCoordinator(world.store, world.group).execute(ready)
+    outputs = (await PassCoordinator(world.store, world.group).execute(ready)).outputs
     assert [type(output) for output in outputs] == [Failure, Failure]
     assert world.group.busy_s == worked
 

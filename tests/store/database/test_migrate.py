@@ -35,6 +35,20 @@ ROWS_OF_0004 = """
         train_mlp, train_attn, train_unembed, has_optimizer, optimizer_config, size_bytes, user_metadata,
         created_at) VALUES (1, 'sampler_weights', 'a', '/a', 1, 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 1);
 """
+ROWS_OF_0006 = """
+    INSERT INTO sessions VALUES ('s', 1, 1, NULL, NULL, NULL, '[]', '{}', NULL, NULL, '0.38.0', NULL);
+    INSERT INTO models VALUES
+        (1, 's:train:0', 's', 0, 'tiny', 8, 0, 1, 1, 1, '{}', '{}', 'ready', NULL, 1, 1),
+        (2, 's:train:1', 's', 1, 'tiny', 8, 0, 1, 1, 1, '{}', '{}', 'creating', NULL, 1, 1);
+    INSERT INTO adapter_versions (id, model_key, kind, directory, durable, created_at)
+        VALUES (1, 1, 'lora', '/a', 1, 1);
+    INSERT INTO futures (id, request_id, kind, session_id, model_key, seq_id, digest, sequence_ids, status,
+        created_at, finished_at)
+        VALUES (1, 'r', 'create_model', 's', 1, 0, x'00', '[]', 'done', 1, 2),
+               (2, 'q', 'optim_step', 's', 1, 1, x'00', '[]', 'pending', 1, NULL);
+    INSERT INTO requests VALUES (2, x'78');
+    INSERT INTO snapshots (model_key, seq_id, directory, created_at) VALUES (1, 0, '/s', 1);
+"""
 ROOT = Path(skyrl_tinker.__file__).parents[1]
 
 
@@ -106,6 +120,26 @@ def test_rows_of_the_version_before_stay_and_get_the_defaults(tmp_path: Path) ->
     tokens = "SELECT input_tokens, cached_tokens, output_tokens FROM results"
     assert connection.execute(tokens).fetchall() == [(0, 0, 0)]
     assert connection.execute("SELECT public, removed_at FROM checkpoints").fetchall() == [(0, None)]
+    connection.close()
+
+
+def test_a_model_of_the_version_before_snapshots_is_lost_and_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    _upgrade(path, "0006")
+    with sqlite3.connect(path) as connection:
+        connection.executescript(ROWS_OF_0006)
+    connection.close()
+    _upgrade(path, "head")
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+    states = dict(
+        connection.execute("SELECT model_id, state || coalesce(' ' || state_reason, '') FROM models")
+    )
+    assert states["s:train:0"].startswith("lost the server was updated")
+    assert states["s:train:1"] == "creating"
+    assert connection.execute("SELECT unit, effect, row_budget FROM futures").fetchall() == [(None,) * 3] * 2
+    assert connection.execute("SELECT future_id FROM adapter_versions").fetchall() == [(None,)]
+    assert connection.execute("SELECT * FROM requests").fetchall() == [(2, b"x")]
     connection.close()
 
 
