@@ -118,4 +118,4 @@ def test_a_restarted_server_goes_on_where_it_stopped(start: Callable[..., Serve]
         assert sampler.compute_logprobs(prompt(TOKENS)).result(HEAL_S) == pytest.approx(scored, abs=1e-5)
         resumed = client.service.create_training_client_from_state_with_optimizer(checkpoint).result()
         assert rounds([resumed], 1, first=1) == expected[1:]
-        second.stop()
+    second.stop()

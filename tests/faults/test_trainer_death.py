@@ -55,7 +55,10 @@ def test_training_goes_on_over_the_death_of_the_trainer(server: Serve, client: C
     expected = losses([client.new_lora(), client.new_full()], None)
     engine = server.find("engine")
     models = [client.new_lora(), client.new_full()]
-    assert losses(models, server) == expected
+    found = losses(models, server)
+    assert [lora for lora, _ in found] == [lora for lora, _ in expected]
+    # Passes of a full copy that come together share one sum, and when they do depends on time.
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert server.find("engine") == engine
     sampler = models[0].save_weights_and_get_sampling_client().result()
     scored = sampler.compute_logprobs(prompt(TOKENS)).result()
