@@ -6,16 +6,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 READY = "skyrl-tinker ready: "
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[tuple[str, int]]:
-    """URL and pid of `skyrl-tinker serve`, ready."""
+def served(*arguments: str, checkout: Path | None = None) -> Iterator[tuple[str, int]]:
+    """URL and pid of `skyrl-tinker serve`, ready. `checkout`: with a .venv, served in place of ours."""
+    python = sys.executable if checkout is None else str(checkout.absolute() / ".venv/bin/python")
     with tempfile.TemporaryDirectory() as home:
-        command = [sys.executable, "-m", "skyrl_tinker", "serve", "--home", home, "--port", "0"]
-        server = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+        command = [python, "-m", "skyrl_tinker", "serve", "--home", home, "--port", "0"]
+        server = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, cwd=checkout)
         assert server.stdout is not None
         try:
             line = next((line for line in server.stdout if line.startswith(READY)), None)

@@ -1,0 +1,25 @@
+"""Kills of every kind while clients train and sample, compared with a quiet run: what scripts/chaos does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHAOS = Path(__file__).parents[2] / "scripts" / "chaos"
+
+
+@pytest.mark.timeout(900)
+def test_twelve_kills_lose_nothing_and_change_no_bit() -> None:
+    done = subprocess.run(
+        [sys.executable, str(CHAOS), "--kills", "12", "--seed", "3"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["kills"], report["lost"], report["doubled"]) == (12, 0, 0), done.stdout
+    assert report["bit_equal"], done.stdout
+    assert report["recovery_max_s"] <= 60, done.stdout
