@@ -164,7 +164,12 @@ class TrainerGroup:
 
     async def persist_state(self, captured: CapturedState, directory: str) -> int:
         """Write the checkpoint directory while units of work go on, as CapturedState.persist does."""
-        return await captured.persist(directory)
+        try:
+            return await captured.persist(directory)
+        except TrainerError as error:
+            if captured.ranks is self._ranks:
+                self.broken = self.broken or error
+            raise
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         """Load in place; clears gradients. Raises UserError when the checkpoint does not fit the model."""
@@ -204,7 +209,13 @@ class TrainerGroup:
         SamplerError when a sender failed, which leaves the group intact; TrainerError when a rank died, whose
         successor has a fresh sender.
         """
-        return await self._ranks.sender_call(method, *args)
+        ranks = self._ranks
+        try:
+            return await ranks.sender_call(method, *args)
+        except TrainerError as error:
+            if ranks is self._ranks:
+                self.broken = self.broken or error
+            raise
 
     async def ping(self) -> None:
         """Check that all ranks respond, also while a step runs. TrainerError: a rank is dead."""

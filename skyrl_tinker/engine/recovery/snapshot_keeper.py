@@ -5,9 +5,9 @@ gradients. Its files are written beside training; its row is committed behind th
 """
 
 import asyncio
-import itertools
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -66,7 +66,6 @@ class SnapshotKeeper:
         self._replay_s = replay_s
         self._share = share
         self._progress: dict[ModelKey, _Unkept] = {}
-        self._numbers = itertools.count()
         self._writing: asyncio.Task[None] | None = None
         self.taken = 0
         self.spent_s = 0.0  # of the trainer's time, so far
@@ -84,6 +83,11 @@ class SnapshotKeeper:
     def _ready(self) -> dict[ModelKey, _Unkept]:
         """Return the models that have run something, and have no gradients now."""
         return {key: each for key, each in self._progress.items() if each.replay_s and each.clean_at}
+
+    async def settle(self) -> None:
+        """Wait until nothing is written or removed: a replay reads what is there."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
 
     def reset(self) -> None:
         """Forget what models ran: a replay notes it again."""
@@ -190,9 +194,9 @@ class SnapshotKeeper:
 
     async def _forget_before(self, model: ModelKey, row: SnapshotRow) -> None:
         await self._drop_bodies(model, row.seq_id)
-        for path in list((self._root / str(model)).iterdir()):
-            if str(path) != row.directory:
-                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+        older = [path for path in (self._root / str(model)).glob("[0-9]*") if _seq_id_of(path) < row.seq_id]
+        for path in older:  # not newer ones: they may be on their way to being recorded
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
     async def _drop_bodies(self, model: ModelKey, until: int) -> None:
         def op(conn: Connection) -> bool:
@@ -202,8 +206,12 @@ class SnapshotKeeper:
             pass
 
     def _new_directory(self, model: ModelKey, seq_id: int) -> Path:
-        """Return a directory never used before: sweeps remove those of earlier engines."""
-        return self._root / str(model) / f"{seq_id}.{os.getpid()}.{next(self._numbers)}"
+        """Return a directory never used before: an earlier attempt may still be removed."""
+        return self._root / str(model) / f"{seq_id}.{secrets.token_hex(4)}"
+
+
+def _seq_id_of(directory: Path) -> int:
+    return int(directory.name.partition(".")[0])
 
 
 def _remove_others(root: Path, kept: Collection[Path]) -> None:

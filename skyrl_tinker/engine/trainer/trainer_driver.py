@@ -38,8 +38,8 @@ from skyrl_tinker.training.trainer_spec import retry_budget
 
 IDLE_S = 3.0
 """Time without work after which what models ran is kept in snapshots."""
-TOGETHER = 2
-"""Times that a unit is tried as it is; if it kills the ranks each time, its requests are tried alone."""
+TOGETHER, ALONE = 2, 2
+"""Times that a unit is tried as it is; if it kills the ranks each time, that its requests are tried alone."""
 _log = logging.getLogger(__name__)
 
 Report = Callable[[str], Awaitable[None]]
@@ -188,6 +188,8 @@ class TrainerDriver:
                 self._trainer.note_work()
 
     async def _next_unit(self, report: Report) -> Unit | ReadyPass:
+        if self._trainer.broken is not None:  # before anything that relies on what is repeated then
+            await self._rebuild(report)
         if self._prefetched is not None:
             ready, self._prefetched = self._prefetched, None
             return ready
@@ -195,15 +197,14 @@ class TrainerDriver:
         while (unit := self._planner.pop()) is None:
             self._metrics.trainer.no_work()
             self._woken.clear()
-            if self._trainer.broken is not None:
-                await self._rebuild(report)
-                continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_S):
                     await self._woken.wait()
             if not self._woken.is_set() and self._placement.trains and self._snapshots.would_help:
                 async with self._placement.training():
                     await self._keep(self._snapshots.take_idle)
+            if self._trainer.broken is not None:
+                await self._rebuild(report)
             await self._models.retire()
         return unit
 
@@ -217,14 +218,15 @@ class TrainerDriver:
 
     async def _run_alone(self, row: QueuedRow, report: Report) -> None:
         """Run one request of a unit that killed the ranks, in small rows; if it kills them too, fail it."""
-        if row.kind in PASSES:
-            ready = await self._executors.passes.prepare(Pass((row,), full=False))
-            budget = retry_budget(self._trainer.spec.token_budget)
-            work = self._execute_pass(ready, budget)
-        else:
-            work = self._execute(Barriers((row,)))
-        if (error := await self._try(work, report)) is not None:
-            await self._try(self._fail(row, error), report)
+        for _ in range(ALONE):
+            if row.kind in PASSES:
+                ready = await self._executors.passes.prepare(Pass((row,), full=False))
+                work = self._execute_pass(ready, retry_budget(self._trainer.spec.token_budget))
+            else:
+                work = self._execute(Barriers((row,)))
+            if (error := await self._try(work, report)) is None:
+                return
+        await self._try(self._fail(row, error), report)
 
     async def _try(self, work: Coroutine[Any, Any, None], report: Report) -> TrainerError | None:
         """Run a unit's work; if the ranks break, bring everything else back, and return the cause."""
@@ -370,6 +372,7 @@ class TrainerDriver:
         while lost is None:
             if self._writes:
                 await asyncio.wait(self._writes)
+            await self._snapshots.settle()
             await self._commits.drain()
             with suppress(TrainerError):  # they died again: TrainerLostError if that goes on
                 async with self._placement.training():
@@ -377,6 +380,7 @@ class TrainerDriver:
                         await report("the trainer was restarted")
                         await self._trainer.restart()
                     lost = await self._replay.run(self._repeat_saves, partial(_progress, report))
+        self._trainer.note_work()  # they did: what killed them before is not the ranks
         for model, cause in lost.items():
             _log.error("model %s cannot be brought back: %s", model, cause)
             await self._models.lose(model, cause)

@@ -170,6 +170,8 @@ class Workers:
         await self._tell("load", (model, Path(directory).name))
         if directory in self.unreadable:
             raise UserError(f"checkpoint {directory} is damaged")
+        if "snapshots" in directory and not Path(directory).is_dir():  # noqa: ASYNC240
+            raise UserError(f"no checkpoint at {directory}")
         file = Path(directory) / STEPS_FILE
         if file.exists():
             self.trained[model] = Trained(json.loads(file.read_text()))
@@ -196,8 +198,9 @@ class World:
         root: Path,
         trainer: TrainerGroup | None = None,
         unit_tokens: int = 16384,
+        replay_s: float = 1e9,
     ) -> None:
-        """`trainer`: a real one in place of the scripted workers."""
+        """`trainer`: a real one in place of the scripted workers. `replay_s`: when snapshots are due."""
         self.store = store
         self.root = root
         self.workers = Workers()
@@ -206,7 +209,7 @@ class World:
         outbox = Outbox(store, bell, metrics)
         commits = UnitCommits(outbox)
         self.snapshots = SnapshotKeeper(
-            store, trainer, commits, root.with_name("snapshots"), replay_s=1e9, share=1.0
+            store, trainer, commits, root.with_name("snapshots"), replay_s=replay_s, share=0.99
         )
         saver = Saver(store, trainer, commits, root)
         self.creation = ModelCreation(store, trainer, FACTS, saver, self.snapshots, 64)

@@ -163,7 +163,7 @@ async def test_a_request_that_kills_the_ranks_fails_alone(world: World) -> None:
     assert "in rows of 2048 tokens (token_budget) and of 1024" in failure.message
     await world.done(step)
     assert "rank 0 died in run_pass" in (await journal.error_of(world.store, step)).message
-    assert world.workers.restarts == trainer_driver.TOGETHER + 1
+    assert world.workers.restarts == trainer_driver.TOGETHER + trainer_driver.ALONE
     await all_done(world, await journal.submit_step(world.store, model, 3))
     assert await steps_of(world, model) == [[1, 2]]
 
