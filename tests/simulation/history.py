@@ -217,6 +217,7 @@ class History:
     async def run(self) -> None:
         self._store = Store.open(f"sqlite+aiosqlite:///{self._home / 'store.db'}")
         self._bell = Doorbell.bind(self._home, "engine")
+        self._failure: BaseException | None = None
         self._start_engine()
         restarting = asyncio.create_task(self._restart_engines())
         try:
@@ -251,6 +252,9 @@ class History:
             waiting = asyncio.create_task(self._life.over.wait())
             await asyncio.wait((waiting, self._world.running), return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
+            if not self._life.over.is_set():
+                self._failure = self._world.running.exception()
+                return
             await self._stop_engine()
             await self._store.write(lambda conn: None)  # behind what the dead one had begun to commit
             self._start_engine()
@@ -331,15 +335,17 @@ class History:
     async def _check_state(self, model: ModelId, truth: Truth, next_seq: int) -> None:
         await self._outcome(await journal.submit_pass(self._store, model, next_seq, forward_only=True))
         trained = self._workers.trained[await journal.key_of(self._store, model)]
-        assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
+        assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients), model
         for name, steps in truth.saves.items():
             with self._store.read() as conn:
                 row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, name)
-            assert row is not None
+            assert row is not None, name
             assert json.loads((Path(row.directory) / STEPS_FILE).read_text()) == steps
 
     async def _outcome(self, accepted: Accepted) -> Outcome:
         while (outcome := await journal.outcome(self._store, accepted)).status is FutureStatus.PENDING:
+            if self._failure is not None:
+                raise self._failure
             self._bell.ring("engine")
             await asyncio.sleep(0.002)
         return outcome

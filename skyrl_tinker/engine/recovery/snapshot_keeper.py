@@ -223,6 +223,9 @@ def _remove_others(root: Path, kept: Collection[Path]) -> None:
 def _put(conn: Connection, model: ModelKey, row: SnapshotRow) -> None:
     if unit_records.unfinished_until(conn, model, row.seq_id):
         raise SkyrlTinkerError("a save from before it is still being written, and may have to be repeated")
+    newest = snapshot_records.find(conn, model)
+    if newest is not None and newest.seq_id > row.seq_id:
+        raise SkyrlTinkerError("a checkpoint was loaded meanwhile")
     snapshot_records.put(conn, model, row)
 
 

@@ -218,6 +218,7 @@ class TrainerDriver:
 
     async def _run_alone(self, row: QueuedRow, report: Report) -> None:
         """Run one request of a unit that killed the ranks, in small rows; if it kills them too, fail it."""
+        error: TrainerError | None = None
         for _ in range(ALONE):
             if row.kind in PASSES:
                 ready = await self._executors.passes.prepare(Pass((row,), full=False))
@@ -226,7 +227,9 @@ class TrainerDriver:
                 work = self._execute(Barriers((row,)))
             if (error := await self._try(work, report)) is None:
                 return
-        await self._try(self._fail(row, error), report)
+        assert error is not None
+        while await self._try(self._fail(row, error), report) is not None:
+            pass  # the ranks died again, of something else
 
     async def _try(self, work: Coroutine[Any, Any, None], report: Report) -> TrainerError | None:
         """Run a unit's work; if the ranks break, bring everything else back, and return the cause."""
