@@ -28,7 +28,11 @@ class Deadlines:
         request_s: float,
         gap_s: float,
     ) -> None:
-        """`gap_s`: how long a model waits for a missing request after the last one came."""
+        """`gap_s`: how long a model waits for a missing request after the last one came.
+
+        The time before this engine does not count: clients could not send it.
+        """
+        self._began = time.time()
         self._metrics = metrics
         self._trainer = trainer
         self._sampler = sampler
@@ -46,17 +50,20 @@ class Deadlines:
         """Fail late requests; returns when the next may be late. Times are in seconds since the epoch."""
         await self._close_gaps(now)
         await self._expire(now)
-        gaps = [lane.since for lane in self._trainer.lane_statuses().values() if lane.gap]
+        gaps = [self._gap_ends(lane) for lane in self._trainer.lane_statuses().values() if lane.gap]
         oldest = next(self._metrics.pending(), None)
         return min(
-            min(gaps, default=now) + self._gap_s,
+            min(gaps, default=now + self._gap_s),
             (oldest.created_at if oldest else now) + self._request_s,
         )
+
+    def _gap_ends(self, lane: LaneStatus) -> float:
+        return max(lane.since, self._began) + self._gap_s
 
     async def _close_gaps(self, now: float) -> None:
         """Give up all such models at once: awaiting one by one, a gap found here may close meanwhile."""
         lanes = self._trainer.lane_statuses().items()
-        due = {model: lane for model, lane in lanes if lane.gap and lane.since + self._gap_s <= now}
+        due = {model: lane for model, lane in lanes if lane.gap and self._gap_ends(lane) <= now}
         if due:
             await self._trainer.give_up({model: _missing(lane, self._gap_s) for model, lane in due.items()})
 

@@ -208,7 +208,7 @@ async def test_broken_ranks_say_so_until_fresh_ones_are_up(two: TrainerGroup, tm
     with pytest.raises(TrainerError, match="rank 1 died in sending weights"):
         await two.sender_call("say", "hello")
     await two.watch(PATIENCE_S)
-    with pytest.raises(TrainerError, match="a trainer process died"):
+    with pytest.raises(TrainerError, match="died"):
         await two.zero_gradients([A])
     with pytest.raises(TrainerError, match="died in persist_state"):
         await two.persist_state(captured, str(tmp_path / "c"))

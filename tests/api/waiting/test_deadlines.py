@@ -107,6 +107,7 @@ async def test_samples_are_given_up_in_the_sampler_too(made: Waiting) -> None:
     sampler = await made.api.sampler()
     ids = [await submit(made.api, "asample", sample(sampler, number)) for number in range(2)]
     await until(lambda: holds(lambda: len(made.samplers.drawn) == 1))
+    await until(lambda: holds(lambda: made.sampler.queued() + made.sampler.in_flight() == len(ids)))
     await made.deadlines.enforce(time.time() + DAY + 1)
     for request_id in ids:
         assert "this sample was not done within 86400 s" in await server_failure(made, request_id)
