@@ -6,7 +6,6 @@ A model that was trained before this has no such record: it could not be brought
 import sqlalchemy as sa
 from alembic import op
 
-BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 revision = "0007"
 down_revision = "0006"
 
@@ -19,20 +18,7 @@ def upgrade() -> None:
     op.add_column("futures", sa.Column("row_budget", sa.BigInteger()))
     pending = sa.text("status = 'pending'")
     op.create_index("ix_futures_pending", "futures", ["id"], sqlite_where=pending, postgresql_where=pending)
-    op.drop_table("snapshots")
-    op.create_table(
-        "snapshots",
-        sa.Column("id", BigId, nullable=False),
-        sa.Column("model_key", BigId, nullable=False),
-        sa.Column("seq_id", sa.BigInteger(), nullable=False),
-        sa.Column("directory", sa.String(), nullable=False),
-        sa.Column("optimizer", sa.Boolean(), nullable=False),
-        sa.Column("created_at", sa.Float(53), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_snapshots"),
-        sa.ForeignKeyConstraint(["model_key"], ["models.key"], name="fk_snapshots_model_key"),
-        sa.UniqueConstraint("model_key", "seq_id", name="uq_snapshots_model_key_seq_id"),
-        sqlite_autoincrement=True,
-    )
+    op.add_column("snapshots", sa.Column("optimizer", sa.Boolean(), server_default=sa.true(), nullable=False))
     op.add_column("adapter_versions", sa.Column("future_id", sa.BigInteger()))
     models = sa.table("models", sa.column("state"), sa.column("state_reason"))
     op.execute(models.update().where(models.c.state == "ready").values(state="lost", state_reason=UPDATED))
@@ -40,19 +26,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_column("adapter_versions", "future_id")
-    op.drop_table("snapshots")
-    op.create_table(
-        "snapshots",
-        sa.Column("id", BigId, nullable=False),
-        sa.Column("model_key", BigId, nullable=False),
-        sa.Column("seq_id", sa.BigInteger(), nullable=False),
-        sa.Column("directory", sa.String(), nullable=False),
-        sa.Column("created_at", sa.Float(53), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_snapshots"),
-        sa.ForeignKeyConstraint(["model_key"], ["models.key"], name="fk_snapshots_model_key"),
-        sa.UniqueConstraint("model_key", "seq_id", name="uq_snapshots_model_key_seq_id"),
-        sqlite_autoincrement=True,
-    )
+    op.drop_column("snapshots", "optimizer")
     op.drop_index("ix_futures_pending", "futures")
     for name in ("unit", "effect", "row_budget"):
         op.drop_column("futures", name)

@@ -20,6 +20,7 @@ from sqlalchemy import (
     UniqueConstraint,
     false,
     text,
+    true,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -311,5 +312,5 @@ class Snapshot(Base):
     model_key: Mapped[int] = mapped_column(ForeignKey(Model.key))
     seq_id: Mapped[int] = mapped_column(BigInteger)
     directory: Mapped[str]
-    optimizer: Mapped[bool]
+    optimizer: Mapped[bool] = mapped_column(server_default=true())
     created_at: Mapped[float]
