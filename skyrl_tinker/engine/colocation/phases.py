@@ -13,7 +13,6 @@ class PhaseState(StrEnum):
     TO_TRAINING = "to_training"
     TRAINING = "training"
     TO_SAMPLING = "to_sampling"
-    BROKEN = "broken"  # the trainer's state could not be moved: only a new engine helps
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.engine.colocation.phases import PhaseLimits, PhaseState, PhaseTotals, PhaseView, due_in
-from skyrl_tinker.errors import TrainerError
 
 TICK_S = 0.001
 """Resolution of timers: a switch that is due within this time is due now."""
@@ -21,10 +20,7 @@ _SWITCHES = {PhaseState.SAMPLING: PhaseState.TO_TRAINING, PhaseState.TRAINING: P
 
 
 class Placement(Protocol):
-    """Contexts around every use of trainer or samplers, which wait for the phase of that side.
-
-    They raise TrainerError when switching has failed for good, and the engine ends.
-    """
+    """Contexts around every use of trainer or samplers, which wait for the phase of that side."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """Enclose a unit of trainer work. Inside, the trainer's state is on its devices."""
@@ -83,7 +79,7 @@ SEPARATE = Separate()
 
 
 class Movable(Protocol):
-    """Trainer, whose state moves between device and host. Raises TrainerError when it is broken."""
+    """Trainer, whose state moves between device and host. Neither raises: the next unit does."""
 
     async def offload(self) -> None: ...
     async def onload(self) -> None: ...
@@ -134,7 +130,6 @@ class Colocated:
         self._since = clock()  # when the state began
         self._closed_at = self._since  # when the other side's phase ended
         self._changed = asyncio.Event()
-        self._broken: TrainerError | None = None
 
     @property
     def state(self) -> PhaseState:
@@ -169,8 +164,8 @@ class Colocated:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_finite(self._due_in())):
                         await self._changed.wait()
-            elif not await self._switch(samplers):
-                return
+            else:
+                await self._switch(samplers)
 
     @asynccontextmanager
     async def _phase(self, phase: PhaseState, *, pinned: int) -> AsyncIterator[None]:
@@ -194,8 +189,6 @@ class Colocated:
         self._switch_if_due()
         try:
             while self._state is not phase:
-                if self._broken is not None:
-                    raise self._broken
                 await side.opened.wait()
         finally:
             del side.waiting[ticket]
@@ -220,35 +213,21 @@ class Colocated:
         view = PhaseView(now - self._since, here.idle(now, self._since), there.waited(now, self._closed_at))
         return due_in(view, self._limits)
 
-    async def _switch(self, samplers: Sleeper) -> bool:
-        """Switch; False: it failed, and a unit that waited for it fails its requests and ends the engine."""
-        try:
-            if self._state is PhaseState.TO_TRAINING:
-                await samplers.sleep()
-                await self._trainer.onload()
-                self._open(PhaseState.TRAINING)
-            else:
-                await self._trainer.offload()
-                await samplers.wake()
-                self._open(PhaseState.SAMPLING)
-        except TrainerError as error:
-            self._fail(error)
-            if not self._sides[PhaseState.TRAINING].waiting:
-                raise
-            return False
-        return True
+    async def _switch(self, samplers: Sleeper) -> None:
+        if self._state is PhaseState.TO_TRAINING:
+            await samplers.sleep()
+            await self._trainer.onload()
+            self._open(PhaseState.TRAINING)
+        else:
+            await self._trainer.offload()
+            await samplers.wake()
+            self._open(PhaseState.SAMPLING)
 
     def _open(self, phase: PhaseState) -> None:
         cost = self._clock() - self._since
         self._set_state(phase)
         self._sides[phase].opened.set()
         _log.info("%s from now on, after a switch of %.3f s", phase, cost)
-
-    def _fail(self, error: TrainerError) -> None:
-        self._broken = error
-        self._set_state(PhaseState.BROKEN)
-        for side in self._sides.values():
-            side.opened.set()
 
     def _set_state(self, state: PhaseState) -> None:
         now = self._clock()

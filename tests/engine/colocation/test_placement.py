@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from skyrl_tinker.engine.colocation.phases import IDLE_S, PhaseLimits, PhaseState, PhaseView, due_in
 from skyrl_tinker.engine.colocation.placement import AwakeLock, Colocated, Separate
-from skyrl_tinker.errors import TrainerError
 from tests.engine.support.simulation import now, simulate
 
 LIMITS = PhaseLimits(min_s=0.2, max_s=10.0)
@@ -25,7 +24,6 @@ class Devices:
     def __init__(self, switch_s: float = 0.5, limits: PhaseLimits = LIMITS) -> None:
         self.switch_s = switch_s
         self.awake, self.onloaded = True, False
-        self.broken: TrainerError | None = None
         self.waits: dict[PhaseState, list[float]] = {PhaseState.TRAINING: [], PhaseState.SAMPLING: []}
         self.placement = Colocated(self, limits, now)
         self.changing = AwakeLock(self.placement)
@@ -50,8 +48,6 @@ class Devices:
 
     async def _move(self) -> None:
         await asyncio.sleep(self.switch_s / 2)
-        if self.broken:
-            raise self.broken
 
     async def unit(self, seconds: float) -> None:
         asked = now()
@@ -249,38 +245,6 @@ def test_who_gives_up_waiting_leaves_no_trace() -> None:
 
     simulate(story())
     assert len(devices.waits[PhaseState.TRAINING]) == 1
-
-
-def test_a_trainer_that_cannot_move_fails_the_unit_with_its_reason_and_ends_the_turns() -> None:
-    devices = Devices()
-    devices.broken = TrainerError("rank 0 failed in onload: out of memory")
-
-    async def story() -> None:
-        turns = asyncio.create_task(devices.placement.run(devices))
-        for _ in range(2):  # also whoever comes later
-            with pytest.raises(TrainerError, match="out of memory"):
-                await devices.unit(1.0)
-            with pytest.raises(TrainerError, match="out of memory"):
-                await devices.sample(1.0)
-        await turns
-        assert devices.placement.state is PhaseState.BROKEN
-
-    simulate(story())
-
-
-def test_a_trainer_that_cannot_leave_ends_the_engine() -> None:
-    devices = Devices()
-
-    async def story() -> None:
-        turns = asyncio.create_task(devices.placement.run(devices))
-        await devices.unit(1.0)
-        devices.broken = TrainerError("rank 0 died in offload")
-        with pytest.raises(TrainerError, match="died in offload"):
-            await devices.sample(1.0)
-        with pytest.raises(TrainerError, match="died in offload"):
-            await turns
-
-    simulate(story())
 
 
 async def test_separate_parts_never_wait() -> None:
