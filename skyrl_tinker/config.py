@@ -138,13 +138,32 @@ class Settings(BaseSettings):
     ephemeral_idle_s: float = Field(
         3600.0, gt=0, description="Time after their last sample that older unnamed sampler weights are kept"
     )
+    ephemeral_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Memory and disk that unnamed sampler weights of all models may take; beyond it the "
+        "oldest go, and who samples them is told to save again [default: a quarter of the disk under home]",
+    )
+    min_free_gb: float = Field(
+        1.0,
+        ge=0,
+        description="Free disk, under home and for checkpoints, below which new work is refused; what was "
+        "accepted goes on, and all resumes once there is room",
+    )
     replay_s: float = Field(
         30.0, gt=0, description="Trainer time that all models may take to come back after a crash"
     )
     snapshot_share: float = Field(
         0.02, gt=0, lt=1, description="Share of the trainer's time that snapshots for such a return may take"
     )
-    result_ttl_s: float = Field(86400.0, gt=0, description="Time that results are kept")
+    result_ttl_s: float = Field(
+        86400.0, gt=0, description="Time that results are kept; twice that the records of ended requests"
+    )
+    history_ttl_s: float = Field(
+        7776000.0,
+        gt=0,
+        description="Time that usage, audit events, removed checkpoints and ended sessions are listed",
+    )
     stability_ttl_s: float = Field(
         86400.0, gt=0, description="Time that the record of a sample is kept after its last use"
     )

@@ -17,6 +17,7 @@ SkyrlTinkerError              500  server
 ├── SamplerError              500  server   the inference plane failed
 ├── StorageError              500  server   a disk is full or broken; models and weights are as before
 ├── OverloadedError           429  server   too many requests wait; says when to try again
+│   └── NoRoomError           503  server   the disk is nearly full
 └── StartupError              500  server   the server cannot start; the message says what to change
 """
 
@@ -93,6 +94,10 @@ class OverloadedError(SkyrlTinkerError):
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NoRoomError(OverloadedError):
+    status = 503
 
 
 class StorageError(SkyrlTinkerError):

@@ -11,6 +11,7 @@ from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
 from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
+from skyrl_tinker.api.middleware.disk_room import DiskRoom, DiskRoomMiddleware
 from skyrl_tinker.api.middleware.fast_routes import FastPaths
 from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
@@ -89,6 +90,7 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
     watch, keys = LoopWatch(), KeyRing(store)
     signer = Signer(store, settings.trust_forwarded)
     queues = EngineQueues(engine)
+    room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
     backpressure = Backpressure(queues, settings.sample_backlog)
     app = Documented(
         title="skyrl-tinker",
@@ -113,9 +115,11 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
         signer,
         queues,
         backpressure,
+        room,
     )
     app.add_middleware(FastPaths, routes=app.routes)
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings), numbered=NUMBERED)
+    app.add_middleware(DiskRoomMiddleware, room=room)
     app.add_middleware(AuthMiddleware, keys=keys)  # added last, runs first
     error_responses.install(app)
     app.mount(docs.ASSETS_URL, docs.assets())

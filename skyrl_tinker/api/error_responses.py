@@ -35,7 +35,7 @@ async def _refuse_parameters(_: Request, error: Exception) -> JSONResponse:
 
 def refusal(request: Request, error: SkyrlTinkerError) -> JSONResponse:
     """Return the response for an error of our own."""
-    if error.status >= 500:
+    if error.status >= 500 and not isinstance(error, OverloadedError):  # which may come by the thousand
         _log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, OverloadedError) else None
     return JSONResponse({"detail": str(error)}, error.status, headers)

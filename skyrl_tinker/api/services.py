@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from skyrl_tinker.api.loop_watch import LoopWatch
+from skyrl_tinker.api.middleware.disk_room import DiskRoom
 from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
@@ -38,6 +39,7 @@ class Services:
     signer: Signer
     queues: EngineQueues
     backpressure: Backpressure
+    room: DiskRoom
 
     def wake_engine(self) -> None:
         """Ring the engine, after a commit that gives it work."""

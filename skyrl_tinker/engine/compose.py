@@ -1,43 +1,30 @@
 """Composition root of the engine: makes every part from the settings and hands it to those that use it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
-from skyrl_tinker.engine.cleanup import Cleanup
-from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
+from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import BOUNDS, DriftMonitor
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.ray_cluster import RayCluster
-from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.engine.saves.external_exports import Exporter
-from skyrl_tinker.engine.saves.sampler_saves import Publisher
-from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.scheduling.lanes import Lanes
-from skyrl_tinker.engine.scheduling.planner import Planner
 from skyrl_tinker.engine.status import EngineStatus
-from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers
-from skyrl_tinker.engine.trainer.model_creation import ModelCreation
-from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
-from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
-from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
-from skyrl_tinker.engine.trainer.replay import Replay
-from skyrl_tinker.engine.trainer.trainer_driver import Executors, TrainerDriver
-from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.engine.training_half import compose_training
+from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store.doorbell import Doorbell
@@ -84,63 +71,26 @@ class Parts:
 
 
 def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Parts:
-    settings, store, directories = env.settings, env.store, env.directories
-    trainer, fleet, samplers = backends.trainer, backends.fleet, backends.samplers
-    root, ephemeral = directories.checkpoint_root, directories.ephemeral_dir
+    settings, store, directories, samplers = env.settings, env.store, env.directories, backends.samplers
     metrics = Metrics()
     outbox = Outbox(store, env.bell, metrics)
-    bound = settings.logprob_gap_bound or BOUNDS[settings.trainer_dtype]
-    drift_monitor = DriftMonitor(
-        store, trainer, samplers, facts, metrics, tokens=settings.gap_probe_tokens, bound=bound
-    )
-    commits = UnitCommits(outbox)
-    snapshots = SnapshotKeeper(
-        store,
-        trainer,
-        commits,
-        directories.snapshot_dir,
-        replay_s=settings.replay_s,
-        share=settings.snapshot_share,
-    )
-    saver = Saver(store, trainer, commits, root)
-    exporter = Exporter(store, trainer, commits, facts, root)
-    publisher = Publisher(store, trainer, samplers, commits, facts, ephemeral, root, drift_monitor, metrics)
-    creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank)
-    trainer_driver = make_trainer_driver(
-        store,
-        trainer,
-        creation,
-        saver,
-        exporter,
-        publisher,
-        outbox,
-        commits,
-        snapshots,
-        settings.unit_tokens,
-        drift_monitor,
-        metrics,
-        backends.placement,
-    )
     sampler_driver = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
-    openai = OpenAIServer(store, samplers, fleet, facts, metrics)
-    _register_gauges(metrics, backends, trainer_driver, sampler_driver, snapshots)
+    versions = EphemeralVersions(store, samplers, sampler_driver, make_tmpfs_spill(directories), settings)
+    training = compose_training(
+        settings, facts, store, outbox, backends.trainer, samplers, versions, metrics, backends.placement
+    )
+    driver = training.driver
+    openai = OpenAIServer(store, samplers, backends.fleet, facts, metrics)
+    _register_gauges(metrics, backends, sampler_driver)
     return Parts(
-        drift_monitor,
-        trainer_driver,
+        training.drift_monitor,
+        driver,
         sampler_driver,
-        Intake(store, env.bell, trainer_driver, sampler_driver, metrics),
-        Cleanup(
-            store,
-            trainer_driver,
-            creation,
-            sampler_driver,
-            samplers,
-            make_tmpfs_spill(directories),
-            settings,
-        ),
+        Intake(store, env.bell, driver, sampler_driver, metrics),
+        Cleanup(store, driver, training.creation, versions, settings),
         Deadlines(
             metrics,
-            trainer_driver,
+            driver,
             sampler_driver,
             outbox,
             request_s=settings.request_deadline_s,
@@ -150,56 +100,9 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
             directories.engine_socket,
             openai,
             metrics,
-            lambda: QueuesView(trainer_driver.view(), sampler_driver.view()),
+            lambda: QueuesView(driver.view(), sampler_driver.view()),
             settings.expanded_body_mb * MiB,
         ),
-    )
-
-
-def make_trainer_driver(
-    store: Store,
-    trainer: TrainerGroup,
-    creation: ModelCreation,
-    saver: Saver,
-    exporter: Exporter,
-    publisher: Publisher,
-    outbox: Outbox,
-    commits: UnitCommits,
-    snapshots: SnapshotKeeper,
-    unit_tokens: int,
-    drift_monitor: DriftMonitor,
-    metrics: Metrics,
-    placement: Placement = SEPARATE,
-) -> TrainerDriver:
-    lanes = Lanes()
-    models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox)
-    passes = PassCoordinator(store, trainer)
-    replay = Replay(store, trainer, passes, snapshots)
-
-    def more_metrics(model: ModelKey) -> Mapping[str, float]:
-        return {**drift_monitor.pop_gap(model), **replay.pop_difference(model)}
-
-    executors = Executors(
-        passes,
-        OptimSteps(store, trainer, lanes, more_metrics),
-        publisher,
-        ModelBarriers(store, lanes, models, creation, saver, exporter),
-    )
-    metrics.watch("replayed_units", "Units of work replayed after a crash", lambda: float(replay.units))
-    metrics.watch("replay_differences", "Replayed losses that differ", lambda: float(replay.differences))
-    return TrainerDriver(
-        store,
-        trainer,
-        lanes,
-        Planner(lanes, unit_tokens),
-        models,
-        executors,
-        outbox,
-        commits,
-        snapshots,
-        replay,
-        metrics,
-        placement,
     )
 
 
@@ -252,23 +155,11 @@ def _transport_name(settings: Settings) -> TransportName:
     return choose(settings.weight_transport, settings.device, settings.placement)
 
 
-def _register_gauges(
-    metrics: Metrics,
-    backends: Backends,
-    training: TrainerDriver,
-    sampler: SamplerDriver,
-    snapshots: SnapshotKeeper,
-) -> None:
-    watch, trainer = metrics.watch, backends.trainer
-    watch("training_backlog_tokens", "Estimated tokens of waiting passes", training.backlog)
+def _register_gauges(metrics: Metrics, backends: Backends, sampler: SamplerDriver) -> None:
+    watch = metrics.watch
     watch("samples_queued", "Samples that wait for a free slot", sampler.queued)
     watch("samples_in_flight", "Samples that the samplers have", sampler.in_flight)
     watch("replicas", "Sampler replicas that serve", lambda: backends.fleet.size)
-    watch("retried_passes", "Passes that ran out of memory", lambda: float(trainer.retried_passes))
-    watch("replay_seconds", "Trainer time that a replay would take now", lambda: snapshots.replay_seconds)
-    watch("snapshots", "Snapshots of models taken", lambda: float(snapshots.taken))
-    watch("snapshot_seconds", "Trainer time taken by snapshots", lambda: snapshots.spent_s)
-    watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))
     for phase, totals in backends.placement.totals.items():
         watch(f"turns_{phase}", f"Colocated: times of {phase}", partial(getattr, totals, "count"))
         watch(f"turn_seconds_{phase}", f"Colocated: seconds of {phase}", partial(getattr, totals, "seconds"))

@@ -22,6 +22,7 @@ from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, sampler_gpus
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.store import sampling_sessions, server_state
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -77,13 +78,15 @@ class StartUp:
         root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
         snapshots = self._directories.snapshot_dir.glob("*")
         partial_in = [ephemeral, root, *root.glob("*/*"), *snapshots]
-        await asyncio.to_thread(leftovers.sweep_partial, partial_in)
+        await in_disk_thread(leftovers.sweep_partial, partial_in)
         await self._env.store.write(sampling_sessions.drop_unpublished)
         with self._env.store.read() as conn:
             versions = sampling_sessions.list_ephemeral_versions(conn)
         spill = make_tmpfs_spill(self._directories)
-        await asyncio.to_thread(spill.sweep, {version.name for version in versions})
-        fingerprint = await asyncio.to_thread(leftovers.fingerprint, Path(self._facts.directory))
+        await in_disk_thread(spill.sweep, {version.name for version in versions})
+        for version in versions:
+            await in_disk_thread(spill.restore, version)
+        fingerprint = await in_disk_thread(leftovers.fingerprint, Path(self._facts.directory))
         lost = await self._env.store.write(partial(leftovers.give_up_foreign_models, fingerprint=fingerprint))
         if lost:
             _log.warning("%d models of another base model are lost", lost)

@@ -3,13 +3,13 @@
 import time
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, func, insert, select
 
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol import custom_loss
-from skyrl_tinker.store.database.tables import Session, UploadedLoss
+from skyrl_tinker.store.database.tables import UploadedLoss
 
 MAX_PER_SESSION = 1000
 
@@ -57,9 +57,3 @@ def get(conn: Connection, session_id: SessionId, loss_id: str) -> CustomLoss | N
     )
     stored = conn.scalar(query)
     return None if stored is None else custom_loss.from_bytes(stored)
-
-
-def purge(conn: Connection, older_than: float) -> int:
-    """Delete the losses of sessions that finished before `older_than`. Returns how many."""
-    over = select(Session.session_id).where(Session.finished_at < older_than)
-    return conn.execute(delete(UploadedLoss).where(UploadedLoss.session_id.in_(over))).rowcount

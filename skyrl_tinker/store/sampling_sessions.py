@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, insert, literal_column, or_, select, update
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, SamplingSessionId, SessionId, VersionId
@@ -17,7 +17,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
-from skyrl_tinker.store.database.tables import AdapterVersion, Model, SamplingSession, Session
+from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session
 from skyrl_tinker.store.owners import owned_by
 
 
@@ -238,9 +238,24 @@ def list_surplus_versions(conn: Connection, keep: int) -> list[WeightVersion]:
     return surplus[::-1]
 
 
-def list_ephemeral_versions(conn: Connection) -> list[WeightVersion]:
-    """Return the ephemeral versions that are published and not dropped, oldest first."""
-    return _published(conn, AdapterVersion.durable.is_(False))
+def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None) -> list[WeightVersion]:
+    """Return the ephemeral versions, by default of all models, that are published and not dropped.
+
+    The oldest comes first.
+    """
+    of_model = [] if model_key is None else [AdapterVersion.model_key == model_key]
+    return _published(conn, AdapterVersion.durable.is_(False), *of_model)
+
+
+def list_awaited_versions(conn: Connection) -> set[VersionId]:
+    """Return the versions of which samples are pending."""
+    query = (
+        select(SamplingSession.version_id)
+        .join(Future, Future.sampling_session_id == SamplingSession.sampling_session_id)
+        .where(Future.status == literal_column("'pending'"), SamplingSession.version_id.is_not(None))
+        .distinct()
+    )
+    return {VersionId(version_id) for version_id in conn.scalars(query) if version_id is not None}
 
 
 def is_held(version_id: Any) -> ColumnElement[bool]:

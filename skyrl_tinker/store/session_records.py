@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, and_, insert, or_, select, update
+from sqlalchemy import Connection, insert, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Model, Session
+
+_HELD = tuple(state for state in ModelState if state is not ModelState.RELEASED)
 
 
 def create(
@@ -87,15 +89,16 @@ def check_live(row: AnyRow) -> None:
 
 def list_expired(conn: Connection, now: float, timeout_s: float) -> list[SessionId]:
     """Return the sessions to end: silent for `timeout_s`, or finished with models that are not released."""
-    holds_models = (
-        select(Model.key)
-        .where(Model.session_id == Session.session_id, Model.state != ModelState.RELEASED)
-        .exists()
+    silent = select(Session.session_id).where(
+        Session.finished_at.is_(None), Session.last_heartbeat_at < now - timeout_s
     )
-    silent = and_(Session.finished_at.is_(None), Session.last_heartbeat_at < now - timeout_s)
-    left = and_(Session.finished_at.is_not(None), holds_models)
-    rows = conn.scalars(select(Session.session_id).where(or_(silent, left)))
-    return [SessionId(session_id) for session_id in rows]
+    left = (
+        select(Session.session_id)
+        .join(Model, Model.session_id == Session.session_id)
+        .where(Model.state.in_(_HELD), Session.finished_at.is_not(None))
+        .distinct()
+    )
+    return [SessionId(session_id) for query in (silent, left) for session_id in conn.scalars(query)]
 
 
 def _session(conn: Connection, session_id: SessionId) -> AnyRow:

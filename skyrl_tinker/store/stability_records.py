@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId, request_of
 from skyrl_tinker.domain.values import Float32, Int32
@@ -90,12 +90,6 @@ def renew(conn: Connection, ids: Collection[str]) -> None:
     """Count these records as used now."""
     for portion in _portions(ids):
         conn.execute(_RENEW, {"ids": portion, "now": time.time()})
-
-
-def purge(conn: Connection, older_than: float) -> int:
-    """Delete the records that were last used before `older_than`. Returns how many."""
-    old = StabilityRecord.last_used_at < older_than
-    return conn.execute(delete(StabilityRecord).where(old)).rowcount
 
 
 def _portions(ids: Collection[str]) -> Iterator[list[str]]:

@@ -37,7 +37,7 @@ class Hourly:
 
 def roll_up(conn: Connection, most: int | None = None) -> bool:
     """Count at most `most` of the results that are not counted yet. Returns True if there may be more."""
-    done = _counted(conn)
+    done = counted(conn)
     last = conn.scalar(select(func.max(Result.id))) or 0
     end = last if most is None else min(last, done + most)
     if end > done:
@@ -49,8 +49,8 @@ def roll_up(conn: Connection, most: int | None = None) -> bool:
 def hourly_between(conn: Connection, owner: OwnerId | None, first: int, end: int) -> list[Hourly]:
     """Return this owner's tokens in the hours [first, end). Reads all results since the last roll-up."""
     in_time = Future.finished_at >= first * HOUR_S, Future.finished_at < end * HOUR_S
-    fresh = _of_results(Result.id > _counted(conn), owned_by(owner), *in_time)
-    counted = (
+    fresh = _of_results(Result.id > counted(conn), owned_by(owner), *in_time)
+    added_up = (
         select(
             UsageRecord.hour,
             UsageRecord.session_id,
@@ -62,10 +62,11 @@ def hourly_between(conn: Connection, owner: OwnerId | None, first: int, end: int
         .where(owned_by(owner), UsageRecord.hour >= first, UsageRecord.hour < end)
         .group_by(UsageRecord.hour, UsageRecord.session_id, UsageRecord.base_model, UsageRecord.kind)
     )
-    return _merged([*_grouped(conn, counted), *_grouped(conn, fresh)])
+    return _merged([*_grouped(conn, added_up), *_grouped(conn, fresh)])
 
 
-def _counted(conn: Connection) -> int:
+def counted(conn: Connection) -> int:
+    """Return the id up to which results are counted."""
     return int(server_state.get(conn, _COUNTED) or 0)
 
 

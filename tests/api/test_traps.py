@@ -22,7 +22,8 @@ from skyrl_tinker.protocol.schemas.training import (
     SaveWeightsResult,
     UnloadModelResult,
 )
-from skyrl_tinker.store.futures import finish
+from skyrl_tinker.store import usage_records
+from skyrl_tinker.store.retention import row_purges
 from tests.api.support.passes import datum, old_json, post_pass, protobuf
 from tests.api.support.world import VOCABULARY, World, pass_output, running, sample, sample_output, step
 
@@ -88,7 +89,8 @@ async def test_a_sample_whose_result_expired_is_sent_again_and_lives(world: Worl
     kind = {"X-Tinker-Request-Type": "Sample"}
     first = (await world.ok("asample", sample(session, 0)))["request_id"]
     await world.succeed(first, "application/x-protobuf", sample_output([7]))
-    await world.store.write(lambda conn: finish.purge_results(conn, time.time() + 1))
+    await world.store.write(usage_records.roll_up)
+    await world.store.write(lambda conn: row_purges.purge_results(conn, time.time() + 1))
     assert (await world.retrieve(first, **kind)).status_code == 410
     second = (await world.ok("asample", sample(session, 1)))["request_id"]
     await world.succeed(second, "application/x-protobuf", sample_output([7]))

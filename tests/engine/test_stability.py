@@ -13,12 +13,13 @@ from sqlalchemy import Connection
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
-from skyrl_tinker.engine.cleanup import Cleanup
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions, stability_records
@@ -165,5 +166,7 @@ async def test_records_that_nobody_uses_are_purged(
     nobody = cast(Any, None)
     (tmp_path / "memory").mkdir()
     overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
-    await Cleanup(store, nobody, nobody, nobody, nobody, overflow, Settings(stability_ttl_s=ttl_s)).sweep()
+    settings = Settings(home=tmp_path, stability_ttl_s=ttl_s)
+    versions = EphemeralVersions(store, nobody, nobody, overflow, settings)
+    await Cleanup(store, nobody, nobody, versions, settings).sweep()
     assert len(await records_of(store, accepted)) == left

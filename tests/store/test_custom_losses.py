@@ -1,7 +1,6 @@
 """Uploaded losses: kept once, answered at once, of one session only."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -109,15 +108,3 @@ async def test_a_session_has_room_for_so_many(
         await upload(store, session, 3)
     assert (await upload(store, session, 0)).request_id == first.request_id
     await upload(store, await new_session(store), 0)
-
-
-async def test_losses_go_some_time_after_their_session(store: Store, session: SessionId) -> None:
-    other = await new_session(store)
-    await upload(store, session)
-    await upload(store, other)
-    await finish_session(store, session)
-    assert await store.write(lambda conn: custom_losses.purge(conn, time.time() - 60)) == 0
-    assert await found(store, session) == LOSS  # requests of it may still wait
-    assert await store.write(lambda conn: custom_losses.purge(conn, time.time() + 60)) == 1
-    assert await found(store, session) is None
-    assert await found(store, other) == LOSS

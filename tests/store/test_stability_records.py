@@ -11,6 +11,7 @@ from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.retention import row_purges
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import outcome, sample
@@ -71,9 +72,9 @@ async def test_use_keeps_a_record_and_disuse_ends_it(store: Store, sampled: Acce
     used, unused = sampled.sequence_ids
     made = time.time()
     await store.write(lambda conn: stability_records.renew(conn, [used]))
-    assert await store.write(lambda conn: stability_records.purge(conn, made)) == 1
+    await store.write(lambda conn: row_purges.purge_stability(conn, made))
     assert await found_ids(store, sampled.sequence_ids) == {used}
-    assert await store.write(lambda conn: stability_records.purge(conn, time.time())) == 1
+    await store.write(lambda conn: row_purges.purge_stability(conn, time.time()))
     assert await found_ids(store, (used, unused)) == set()
 
 

@@ -2,14 +2,15 @@
 
 import time
 
-from sqlalchemy import update
+from sqlalchemy import func, select, update
 
 from skyrl_tinker.domain.ids import RequestKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store import usage_records
-from skyrl_tinker.store.database.tables import Future
+from skyrl_tinker.store.database.tables import Future, Result
 from skyrl_tinker.store.futures import finish, outcomes
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.retention import row_purges
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.usage_records import HOUR_S, Hourly
 from tests.store.support.rows import sample
@@ -67,7 +68,13 @@ async def test_nothing_changes_however_often_and_in_whatever_steps_it_is_rolled_
 async def test_a_purged_result_stays_counted(store: Store, sampler: SamplingSessionId) -> None:
     await sampled(store, sampler, 0, Usage(10, 4, 3))
     before = await between(store)
-    assert await store.write(lambda conn: finish.purge_results(conn, time.time() + 1)) == 1
+    await store.write(lambda conn: row_purges.purge_results(conn, time.time() + 1))
+    with store.read() as conn:
+        assert conn.scalar(select(func.count()).select_from(Result)) == 1, "it is not counted yet"
+    await store.write(usage_records.roll_up)
+    await store.write(lambda conn: row_purges.purge_results(conn, time.time() + 1))
+    with store.read() as conn:
+        assert conn.scalar(select(func.count()).select_from(Result)) == 0
     assert await between(store) == before
     assert before[0].usage == Usage(10, 4, 3)
 

@@ -1,6 +1,5 @@
 """Copies of checkpoints (copy_weights): hard links and rows of their own, independent of the original."""
 
-import asyncio
 import errno
 import os
 import shutil
@@ -18,6 +17,7 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.errors import NotFoundError, StorageError, UserError
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest
 from skyrl_tinker.protocol.stored_requests import payload_digest
@@ -75,11 +75,11 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
         return checkpoint_copies.add(conn, owner, new)
 
     try:
-        await asyncio.to_thread(_copy_files, new.source, root)
+        await in_disk_thread(_copy_files, new.source, root)
         added = await services.store.write(op)
     finally:
         if not added:  # it failed, or the same request was added meanwhile
-            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+            await in_disk_thread(shutil.rmtree, root, ignore_errors=True)
 
 
 def _copy_files(source: CheckpointRow, root: Path) -> None:

@@ -19,12 +19,12 @@ async def healthz() -> HealthResponse:
 
 @root.get(
     "/readyz",
-    summary="200 once the engine accepts work, else 503 with the reason",
+    summary="200 while new work is accepted, else 503 with the reason",
     response_model=ReadyResponse,
     responses={503: {"model": ReadyResponse}},
 )
 async def readyz(deps: Deps) -> JSONResponse:
-    engine = engine_state(deps.store)
-    status = 200 if engine.ready else 503
-    answer = ReadyResponse(state=engine.state, detail=engine.detail)
+    engine, shortage = engine_state(deps.store), deps.room.shortage()
+    status = 200 if engine.ready and not shortage else 503
+    answer = ReadyResponse(state=engine.state, detail=shortage or engine.detail)
     return JSONResponse(answer.model_dump(), status)

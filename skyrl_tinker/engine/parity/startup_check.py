@@ -24,6 +24,7 @@ from skyrl_tinker.engine.parity.probe import (
 )
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.adapter_files import publish_adapter
 
@@ -79,7 +80,7 @@ async def _logprobs(trainer: TrainerGroup, tokens: tuple[int, ...], *, backward:
 
 async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, directory: Path) -> LogprobGap:
     """Score on the samplers and compare. `directory` is used for the adapter and removed."""
-    await asyncio.to_thread(publish_adapter, probed.weights, directory, facts.directory)
+    await in_disk_thread(publish_adapter, probed.weights, directory, facts.directory)
     version = WeightVersion(VERSION, "lora", str(directory))
     try:
         await samplers.load(version)
@@ -89,7 +90,7 @@ async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, dire
         )
     finally:
         await samplers.unload(version)
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)
     return LogprobGap(largest_difference(base, probed.base), largest_difference(adapter, probed.adapter))
 
 

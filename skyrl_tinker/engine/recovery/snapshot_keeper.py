@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -37,6 +38,9 @@ GRACE_S = 0.5
 """Trainer time that snapshots may take before their share counts: the first ones come early."""
 ALL = 1 << 62
 _log = logging.getLogger(__name__)
+
+KeepSampled = Callable[[ModelKey], Awaitable[None]]
+"""Copy to disk the weights of a model that clients sample: no replay makes those before a snapshot again."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,7 @@ class SnapshotKeeper:
         trainer: TrainerGroup,
         commits: UnitCommits,
         root: Path,
+        keep_sampled: KeepSampled,
         *,
         replay_s: float,
         share: float,
@@ -63,6 +68,7 @@ class SnapshotKeeper:
         self._trainer = trainer
         self._commits = commits
         self._root = root
+        self._keep_sampled = keep_sampled
         self._replay_s = replay_s
         self._share = share
         self._progress: dict[ModelKey, _Unkept] = {}
@@ -136,8 +142,10 @@ class SnapshotKeeper:
         directory = self._new_directory(model, seq_id)
         row = SnapshotRow(seq_id, str(directory), optimizer=True)
         try:
-            await asyncio.to_thread(directory.parent.mkdir, parents=True, exist_ok=True)
+            await in_disk_thread(directory.parent.mkdir, parents=True, exist_ok=True)
             await self._trainer.persist_state(captured, row.directory)
+            await self._commits.add(UnitEnd({}, (partial(_require_written, model=model, until=seq_id),)))
+            await self._keep_sampled(model)
             await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
         except Exception as error:  # whatever it was, training goes on
             _log.warning("the snapshot of model %s was not kept: %s", model, error)
@@ -152,12 +160,12 @@ class SnapshotKeeper:
         """Keep a checkpoint that was loaded, by hard links: it may be deleted. Raises StorageError."""
         directory = self._new_directory(model, seq_id)
         with storage_errors("the checkpoint could not be kept for a later replay"):
-            await asyncio.to_thread(_link_files, Path(source), directory)
+            await in_disk_thread(_link_files, Path(source), directory)
         return SnapshotRow(seq_id, str(directory), optimizer)
 
     async def discard(self, row: SnapshotRow) -> None:
         """Remove the files of a linked checkpoint that could not be loaded."""
-        await asyncio.to_thread(shutil.rmtree, row.directory, ignore_errors=True)
+        await in_disk_thread(shutil.rmtree, row.directory, ignore_errors=True)
 
     def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
         """Return the op that makes a linked checkpoint the model's snapshot."""
@@ -175,7 +183,7 @@ class SnapshotKeeper:
         dead, snapshots = await self._store.fetch(kept)
         for model in dead:
             await self.forget(model)
-        await asyncio.to_thread(_remove_others, self._root, {Path(each) for each in snapshots.values()})
+        await in_disk_thread(_remove_others, self._root, {Path(each) for each in snapshots.values()})
 
     async def remove_replaced(self, model: ModelKey) -> None:
         """Remove what the model's snapshot, which was committed, has made superfluous."""
@@ -190,13 +198,13 @@ class SnapshotKeeper:
         self._progress.pop(model, None)
         await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
         await self._drop_bodies(model, ALL)
-        await asyncio.to_thread(shutil.rmtree, self._root / str(model), ignore_errors=True)
+        await in_disk_thread(shutil.rmtree, self._root / str(model), ignore_errors=True)
 
     async def _forget_before(self, model: ModelKey, row: SnapshotRow) -> None:
         await self._drop_bodies(model, row.seq_id)
         older = [path for path in (self._root / str(model)).glob("[0-9]*") if _seq_id_of(path) < row.seq_id]
         for path in older:  # not newer ones: they may be on their way to being recorded
-            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+            await in_disk_thread(shutil.rmtree, path, ignore_errors=True)
 
     async def _drop_bodies(self, model: ModelKey, until: int) -> None:
         def op(conn: Connection) -> bool:
@@ -220,9 +228,13 @@ def _remove_others(root: Path, kept: Collection[Path]) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _require_written(conn: Connection, model: ModelKey, until: int) -> None:
+    """Raise SkyrlTinkerError if a save up to there is still on its way: it may have to be repeated."""
+    if unit_records.unfinished_until(conn, model, until):
+        raise SkyrlTinkerError("a save from before it is still being written")
+
+
 def _put(conn: Connection, model: ModelKey, row: SnapshotRow) -> None:
-    if unit_records.unfinished_until(conn, model, row.seq_id):
-        raise SkyrlTinkerError("a save from before it is still being written, and may have to be repeated")
     newest = snapshot_records.find(conn, model)
     if newest is not None and newest.seq_id > row.seq_id:
         raise SkyrlTinkerError("a checkpoint was loaded meanwhile")

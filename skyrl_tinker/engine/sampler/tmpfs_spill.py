@@ -1,7 +1,7 @@
 """Spill of ephemeral weights from memory (tmpfs) to disk: the oldest move when memory runs low.
 
 A version keeps its directory. Its files become links, each in one step, so that a sampler that reads them
-again at any moment finds them.
+again at any moment finds them. A copy on disk is complete or not there, and outlives a reboot.
 """
 
 import os
@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from skyrl_tinker.atomic_directory import atomic_directory
 from skyrl_tinker.domain.values import WeightVersion
 
 SPARE = 0.5  # of the tmpfs stays free: what lies in it is memory that processes lack
@@ -26,9 +27,28 @@ class TmpfsSpill:
         usage = shutil.disk_usage(self._memory)
         return usage.free < self._spare * usage.total and self._would_help()
 
+    def keep(self, version: WeightVersion) -> None:
+        """Copy it to disk, if it is not there already. Raises OSError: the disk is full."""
+        target = self._disk / version.name
+        if self._would_help() and not target.exists():
+            with atomic_directory(target) as staging:
+                for file in Path(version.directory).iterdir():
+                    shutil.copyfile(file, staging / file.name)
+
     def move(self, version: WeightVersion) -> None:
         """Move it to disk, if it is not there already. OSError: the disk is full, and nothing has changed."""
-        _move(Path(version.directory), self._disk / version.name)
+        self.keep(version)
+        for file in Path(version.directory).iterdir():
+            if not file.is_symlink():
+                _replace_by_link(file, self._disk / version.name / file.name)
+
+    def restore(self, version: WeightVersion) -> None:
+        """Make its directory again, after a reboot, if it was kept on disk."""
+        directory, kept = Path(version.directory), self._disk / version.name
+        if not directory.exists() and kept.exists():
+            with atomic_directory(directory) as staging:
+                for file in kept.iterdir():
+                    (staging / file.name).symlink_to(file.absolute())
 
     def remove(self, version: WeightVersion) -> None:
         for directory in (Path(version.directory), self._disk / version.name):
@@ -47,21 +67,7 @@ class TmpfsSpill:
         return os.stat(self._memory).st_dev != os.stat(self._disk).st_dev
 
 
-def _move(directory: Path, target: Path) -> None:
-    files = [file for file in directory.iterdir() if not file.is_symlink()]
-    if not files:
-        return  # moved already
-    target.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        _move_file(file, target / file.name)
-
-
-def _move_file(file: Path, target: Path) -> None:
-    try:
-        shutil.copyfile(file, target)
-    except OSError:
-        target.unlink(missing_ok=True)
-        raise
+def _replace_by_link(file: Path, target: Path) -> None:
     link = file.with_name(f".{file.name}.link")
     link.unlink(missing_ok=True)
     link.symlink_to(target.absolute())

@@ -3,7 +3,6 @@
 A full export also has the base model's small files, such as its tokenizer. Either may be encrypted.
 """
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.saves.export_files import Export, finish_export
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -62,7 +62,7 @@ class Exporter(SaveFlow[ExternalExport]):
         await self._trainer.persist_state(save.captured, str(save.staging))
         export = Export(self._facts, save.model.spec, self._trainer.spec.dtype, save.body.recipients)
         with storage_errors("the export could not be written"):
-            return await asyncio.to_thread(finish_export, export, save.staging, save.directory)
+            return await in_disk_thread(finish_export, export, save.staging, save.directory)
 
     def _record(self, conn: Connection, save: ExternalExport, size: int) -> Mapping[str, Any]:
         checkpoint_records.add(conn, save.checkpoint(size), replace=False)

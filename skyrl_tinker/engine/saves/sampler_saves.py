@@ -28,6 +28,7 @@ from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
 from skyrl_tinker.store.futures import queue
@@ -122,13 +123,13 @@ class Publisher(SaveFlow[SamplerSave]):
         """
         with self._store.read() as conn:
             version = sampling_sessions.version_of_save(conn, model.key, row.id)
-        if version is None or await asyncio.to_thread(Path(version.directory).exists):
+        if version is None or await in_disk_thread(Path(version.directory).exists):
             return
         save = SamplerSave(row, model, SaveSamplerBody(), None, Path(version.directory), version)
         adapters = await self._trainer.capture_adapters([model.key]) if version.kind == "lora" else {}
         captured = await self._with_weights(save, adapters)
         if isinstance(captured, SamplerSave):
-            await asyncio.to_thread(_write_files, captured, self._facts.directory)
+            await in_disk_thread(_write_files, captured, self._facts.directory)
 
     async def persist(self, save: SamplerSave) -> bool:
         started = time.monotonic()
@@ -173,15 +174,15 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _capture_full(self, save: SamplerSave) -> SamplerSave:
         try:
-            await asyncio.to_thread(make_staging, save.directory)
+            await in_disk_thread(make_staging, save.directory)
             await self._trainer.capture_full(save.model.key, str(save.staging))
         except (SkyrlTinkerError, OSError):  # its files must not go on filling the memory
-            await asyncio.to_thread(shutil.rmtree, save.staging, ignore_errors=True)
+            await in_disk_thread(shutil.rmtree, save.staging, ignore_errors=True)
             raise
         return save
 
     async def _write(self, save: SamplerSave) -> int:
-        size = await asyncio.to_thread(_write_files, save, self._facts.directory)
+        size = await in_disk_thread(_write_files, save, self._facts.directory)
         await self._samplers.load(save.version)
         return size
 

@@ -6,7 +6,6 @@
 * A save that fails leaves no files, and its name is free.
 """
 
-import asyncio
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
@@ -23,6 +22,7 @@ from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.engine.outbox import failure_of, finish_all, json_answer
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import TrainerError, UserError
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
@@ -139,4 +139,4 @@ class SaveFlow(ABC, Generic[S]):
     async def _discard(self, save: S) -> None:
         """Delete the files of a failed save."""
         for directory in (save.staging, save.directory):
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)

@@ -8,7 +8,7 @@ models are then the same to the last bit; on several ranks, and on GPUs, to abou
 import logging
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.outbox import persistently, read_persistently
+from skyrl_tinker.engine.parity.probe import trainer_logprobs
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import SAVES, model_of
 from skyrl_tinker.engine.scheduling.planner import Pass
@@ -35,7 +36,10 @@ from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.replay.unit_records import RanRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
+from skyrl_tinker.training.trainer_spec import retry_budget
 
+ATTEMPTS = 3
+"""Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
 METRIC = "replay_differed"
 REPORT_S = 0.5
 TOLERANCE = 1e-4
@@ -71,19 +75,23 @@ class Replay:
         self._snapshots = snapshots
         self._differed: set[ModelKey] = set()
         self._lost: dict[ModelKey, str] = {}
+        self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
         self.units = 0  # replayed so far
         self.differences = 0  # losses that were not those delivered
 
     async def run(self, repeat_saves: RepeatSaves, progress: Progress) -> dict[ModelKey, str]:
         """Bring back all models that are ready, on ranks without models.
 
-        Returns the models that cannot be, with reasons. Raises TrainerError when the ranks die meanwhile.
+        Returns the models that cannot be, with reasons, also those of requests that kill the ranks each time.
+        Raises TrainerError when the ranks die meanwhile: call it again on fresh ones.
         """
         self._lost = {}
         self._snapshots.reset()
         histories = await read_persistently(self._store, _histories)
         for history in histories:
             await self._begin(history)
+        if self._deaths:
+            await self._prove_ranks(histories[0].model.key)
         units: dict[int, list[RanRow]] = defaultdict(list)
         for row in (row for history in histories for row in history.rows):
             units[row.unit].append(row)
@@ -95,6 +103,7 @@ class Replay:
             rows = [row for row in units[unit] if model_of(row.row) not in self._lost]
             await self._replay(rows, repeat_saves)
             self.units += 1
+        self._deaths.clear()
         return self._lost
 
     def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
@@ -116,10 +125,30 @@ class Replay:
         except SkyrlTinkerError as error:
             self._lost[model.key] = str(error)
 
+    async def _prove_ranks(self, model: ModelKey) -> None:
+        """Run a trivial pass: if ranks die of that, too, it is not the request. Raises TrainerError."""
+        await trainer_logprobs(self._trainer, [model], (0, 0))
+        self._trainer.note_work()
+
     async def _replay(self, rows: Sequence[RanRow], repeat_saves: RepeatSaves) -> None:
-        """Replay one unit: requests of one kind, each with its effect."""
+        """Replay one unit, request by request if it killed the ranks before."""
+        apart = any(row.row.id in self._deaths for row in rows)
+        for part in [[row] for row in rows] if apart else [rows]:
+            if any(self._deaths[row.row.id] >= ATTEMPTS for row in part):
+                row = part[0].row
+                why = f"request {row.seq_id} kills the trainer's processes each time it is replayed"
+                self._lost[model_of(row)] = why
+                continue
+            try:
+                await self._replay_part(part, repeat_saves, apart=apart)
+            except TrainerError:
+                self._deaths.update(row.row.id for row in part)
+                raise
+
+    async def _replay_part(self, rows: Sequence[RanRow], repeat_saves: RepeatSaves, *, apart: bool) -> None:
+        """Replay requests of one kind, each with its effect."""
         busy_s = self._trainer.busy_s
-        await self._replay_pass([row for row in rows if row.effect is Effect.GRADIENTS])
+        await self._replay_pass([row for row in rows if row.effect is Effect.GRADIENTS], apart=apart)
         await self._replay_steps([row.row for row in rows if row.effect is Effect.STEP])
         if cleared := [model_of(row.row) for row in rows if row.effect is Effect.CLEARED]:
             await self._trainer.zero_gradients(cleared)
@@ -128,12 +157,13 @@ class Replay:
         effects = {row.row.id: row.effect for row in rows}
         self._snapshots.note([row.row for row in rows], effects, self._trainer.busy_s - busy_s)
 
-    async def _replay_pass(self, rows: Sequence[RanRow]) -> None:
+    async def _replay_pass(self, rows: Sequence[RanRow], *, apart: bool) -> None:
         if not rows:
             return
+        budget = rows[0].row_budget
         read = unit_records.read_bodies
         ready = await self._passes.prepare(Pass(tuple(row.row for row in rows), full=False), read)
-        result = await self._passes.execute(ready, rows[0].row_budget)
+        result = await self._passes.execute(ready, retry_budget(budget) if apart and budget else budget)
         for row, output in zip(rows, result.outputs, strict=True):
             model = model_of(row.row)
             if isinstance(output, Failure):

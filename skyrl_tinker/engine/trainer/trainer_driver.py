@@ -1,40 +1,33 @@
 """Training: plans units of work, has the ranks run them one after another, and brings models back."""
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import orjson
 
-from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, RequestKind
-from skyrl_tinker.domain.values import Failure, PassOutput
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, read_persistently
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, LaneStatus, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes, LaneStatus, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
 from skyrl_tinker.engine.scheduling.throughput import UnitTimes
-from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers, Write
 from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
-from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
-from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
+from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay
-from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.queue_views import LaneView, TrainingView
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
-from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import PassResult, TrainerGroup
-from skyrl_tinker.training.trainer_spec import retry_budget
+from skyrl_tinker.training.trainer_group import TrainerGroup
 
 IDLE_S = 3.0
 """Time without work after which what models ran is kept in snapshots."""
@@ -46,16 +39,6 @@ Report = Callable[[str], Awaitable[None]]
 """Called with what a rebuild of the models does; empty: it is done."""
 
 
-@dataclass(frozen=True, slots=True)
-class Executors:
-    """Executors of the units of work, by kind."""
-
-    passes: PassCoordinator
-    optim_steps: OptimSteps
-    sampler_saves: Publisher
-    model_barriers: ModelBarriers
-
-
 class TrainerDriver:
     def __init__(
         self,
@@ -64,32 +47,29 @@ class TrainerDriver:
         lanes: Lanes,
         planner: Planner,
         models: ModelLifecycle,
-        executors: Executors,
+        execution: UnitExecution,
         outbox: Outbox,
-        commits: UnitCommits,
         snapshots: SnapshotKeeper,
         replay: Replay,
         metrics: Metrics,
         placement: Placement,
+        woken: asyncio.Event,
     ) -> None:
+        """`woken`: set when there may be something to do."""
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
         self._planner = planner
         self._models = models
-        self._executors = executors
+        self._execution = execution
         self._outbox = outbox
-        self._commits = commits
         self._snapshots = snapshots
         self._replay = replay
         self._metrics = metrics
         self._placement = placement
+        self._woken = woken
         self._prefetched: ReadyPass | None = None
         self._unit_times = UnitTimes()
-        self._woken = asyncio.Event()
-        self._background = asyncio.TaskGroup()
-        self._writes: set[asyncio.Task[Any]] = set()  # saves on their way to the disk and the samplers
-        self._units = itertools.count()
 
     async def submit(self, rows: Sequence[QueuedRow]) -> None:
         """Accept training requests in the order of their arrival."""
@@ -170,7 +150,6 @@ class TrainerDriver:
         Returns the id after which the journal has all requests that must run.
         """
         await self._snapshots.sweep()
-        self._units = itertools.count(await read_persistently(self._store, unit_records.next_unit))
         return await self._models.open_ready()
 
     async def run(self, report: Report) -> None:
@@ -178,22 +157,21 @@ class TrainerDriver:
 
         Raises TrainerLostError: the ranks die again and again, and only a new engine helps.
         """
-        async with self._background:
-            self._background.create_task(self._commits.run())
+        async with self._execution:
             await self._rebuild(report)
             while True:
                 unit = await self._next_unit(report)
                 with self._unit_times.unit(unit.rows):
-                    await self._run_unit(unit, report)
+                    await self._run(unit, report)
                 self._trainer.note_work()
 
     async def _next_unit(self, report: Report) -> Unit | ReadyPass:
         if self._trainer.broken is not None:  # before anything that relies on what is repeated then
             await self._rebuild(report)
-        if self._prefetched is not None:
-            ready, self._prefetched = self._prefetched, None
+        ready, self._prefetched = self._prefetched, None
+        await self._models.retire({model_of(row) for row in ready.rows} if ready else ())
+        if ready is not None:
             return ready
-        await self._models.retire()
         while (unit := self._planner.pop()) is None:
             self._metrics.trainer.no_work()
             self._woken.clear()
@@ -208,10 +186,20 @@ class TrainerDriver:
             await self._models.retire()
         return unit
 
-    async def _run_unit(self, unit: Unit | ReadyPass, report: Report) -> None:
+    async def _run(self, unit: Unit | ReadyPass, report: Report) -> None:
+        """Run a unit, a pass while the next one is prepared."""
+        if isinstance(unit, Barriers):
+            await self._run_unit(unit, report)
+            return
+        ready = await self._execution.prepare(unit) if isinstance(unit, Pass) else unit
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._prefetch())
+            await self._run_unit(ready, report)
+
+    async def _run_unit(self, unit: Barriers | ReadyPass, report: Report) -> None:
         """Run a unit; if the ranks die of it, again on fresh ones, then each of its requests alone."""
         for _ in range(TOGETHER):
-            if await self._try(self._execute(unit), report) is None:
+            if await self._try(self._execution.run(unit), report) is None:
                 return
         for row in unit.rows:
             await self._run_alone(row, report)
@@ -220,16 +208,17 @@ class TrainerDriver:
         """Run one request of a unit that killed the ranks, in small rows; if it kills them too, fail it."""
         error: TrainerError | None = None
         for _ in range(ALONE):
-            if row.kind in PASSES:
-                ready = await self._executors.passes.prepare(Pass((row,), full=False))
-                work = self._execute_pass(ready, retry_budget(self._trainer.spec.token_budget))
-            else:
-                work = self._execute(Barriers((row,)))
-            if (error := await self._try(work, report)) is None:
+            if (error := await self._try(self._execution.run_alone(row), report)) is None:
                 return
         assert error is not None
-        while await self._try(self._fail(row, error), report) is not None:
+        while await self._try(self._execution.fail(row, error), report) is not None:
             pass  # the ranks died again, of something else
+
+    async def _prefetch(self) -> None:
+        """Prepare the next pass while one runs: a full one, since a smaller one may still grow."""
+        unit = self._planner.pop_full_pass()
+        if unit is not None:
+            self._prefetched = await self._execution.prepare(unit)
 
     async def _try(self, work: Coroutine[Any, Any, None], report: Report) -> TrainerError | None:
         """Run a unit's work; if the ranks break, bring everything else back, and return the cause."""
@@ -251,121 +240,6 @@ class TrainerDriver:
         with suppress(TrainerError):
             await take()
 
-    async def _execute(self, unit: Unit | ReadyPass) -> None:
-        match unit:
-            case ReadyPass():
-                await self._execute_pass(unit)
-            case Pass():
-                await self._execute_pass(await self._executors.passes.prepare(unit))
-            case Barriers(rows) if unit.kind is RequestKind.OPTIM_STEP:
-                busy_s = self._trainer.busy_s
-                result = await self._executors.optim_steps.apply(rows)
-                self._end(rows, result.effects, result.outcomes, seconds=self._trainer.busy_s - busy_s)
-            case Barriers(rows) if unit.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
-                await self._save_for_samplers(rows)
-            case Barriers(rows):
-                (row,) = rows
-                await self._execute_barrier(row)
-
-    async def _execute_pass(self, ready: ReadyPass, row_budget: int | None = None) -> None:
-        prefetch = asyncio.create_task(self._prefetch())
-        busy_s = self._trainer.busy_s
-        try:
-            result = await self._executors.passes.execute(ready, row_budget)
-        finally:
-            await prefetch  # rows that it has taken must come next
-        self._metrics.passed(ready.rows, result.outputs)
-        effects: dict[int, Effect | None] = {}
-        for row, output in zip(ready.rows, result.outputs, strict=True):
-            backward = row.kind is RequestKind.FORWARD_BACKWARD
-            effects[row.id] = Effect.GRADIENTS if backward and isinstance(output, PassOutput) else None
-            if backward and isinstance(output, Failure):
-                self._invalidate(row, output)
-        self._snapshots.note(ready.rows, effects, self._trainer.busy_s - busy_s)
-        end = UnitEnd({}, (), next(self._units), effects, result.row_budget)
-        self._commits.add(_with_answers(end, ready, result))
-        if ready.sequences:
-            self._background.create_task(self._executors.passes.renew_records(ready))
-
-    async def _prefetch(self) -> None:
-        """Prepare the next pass while one runs."""
-        unit = self._planner.pop_full_pass()
-        if unit is not None:
-            self._prefetched = await self._executors.passes.prepare(unit)
-
-    async def _save_for_samplers(self, rows: Sequence[QueuedRow], *, recorded: bool = False) -> None:
-        """Capture, then publish in the background. `recorded`: a replay, whose unit is in the journal."""
-        captured = await self._executors.sampler_saves.capture_rows(rows)
-        failures = {row_id: save for row_id, save in captured.items() if isinstance(save, Failure)}
-        self._end([] if recorded else rows, {}, failures)
-        saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
-        await self._executors.sampler_saves.publish(saves, self._start_write)
-
-    async def _execute_barrier(self, row: QueuedRow, *, recorded: bool = False) -> None:
-        result = await self._executors.model_barriers.execute(row)
-        finished, rows = result.finished, [] if recorded else [row]
-        if finished is None:
-            self._end(rows, {}, {})
-        else:
-            effects = {row.id: finished.effect}
-            self._end(rows, effects, {row.id: finished.outcome}, finished.also)
-            if finished.effect is Effect.LOADED:
-                self._background.create_task(self._remove_replaced(model_of(row)))
-        if result.write is not None:
-            self._lanes.block_storage(model_of(row))
-            self._start_write(self._finish_write(model_of(row), result.write))
-
-    async def _fail(self, row: QueuedRow, error: TrainerError) -> None:
-        """Fail a request that kills the ranks, also when it is run alone."""
-        failure = Failure(_why_deadly(row, error, self._trainer.spec.token_budget), "server")
-        _log.error("request %s: %s", row.request_id, failure.message)
-        if row.kind is RequestKind.OPTIM_STEP:
-            result = await self._executors.optim_steps.fail(row, failure)
-            self._end([row], result.effects, result.outcomes)
-        elif row.seq_id == 0:
-            await self._models.fail_creation(row, await self._models.row(model_of(row)), failure)
-        else:
-            if row.kind is RequestKind.FORWARD_BACKWARD:
-                self._invalidate(row, failure)
-            self._end([row], {}, {row.id: failure})
-
-    def _end(
-        self,
-        rows: Sequence[QueuedRow],
-        effects: Mapping[int, Effect | None],
-        answers: Mapping[int, FutureOutcome],
-        ops: tuple[Any, ...] = (),
-        seconds: float = 0.0,
-    ) -> None:
-        """Queue the end of a unit for its commit. `rows`: those that have run now."""
-        self._snapshots.note(rows, effects, seconds)
-        all_effects = {row.id: effects.get(row.id) for row in rows}
-        self._commits.add(UnitEnd(answers, ops, next(self._units), all_effects))
-
-    def _invalidate(self, row: QueuedRow, failure: Failure) -> None:
-        why = f"forward_backward with seq_id {row.seq_id} failed: {failure.message}"
-        self._lanes.invalidate_window(model_of(row), why)
-
-    def _start_write(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        task = self._background.create_task(work)
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
-        return task
-
-    async def _finish_write(self, model: ModelKey, write: Write) -> None:
-        """Write a save in the background: the model trains on, but neither saves nor loads."""
-        try:
-            await write
-        finally:
-            self._lanes.unblock_storage(model)
-            self._woken.set()
-
-    async def _remove_replaced(self, model: ModelKey) -> None:
-        await self._commits.drain()
-        await self._snapshots.remove_replaced(model)
-
-    # Back after a crash
-
     async def _rebuild(self, report: Report) -> None:
         """Bring back every model that is ready, on fresh ranks, as it was after the last unit committed.
 
@@ -373,50 +247,19 @@ class TrainerDriver:
         """
         lost: dict[ModelKey, str] | None = None
         while lost is None:
-            if self._writes:
-                await asyncio.wait(self._writes)
-            await self._snapshots.settle()
-            await self._commits.drain()
+            await self._execution.settle()
             with suppress(TrainerError):  # they died again: TrainerLostError if that goes on
                 async with self._placement.training():
                     if self._trainer.broken is not None:
                         await report("the trainer was restarted")
                         await self._trainer.restart()
-                    lost = await self._replay.run(self._repeat_saves, partial(_progress, report))
+                    lost = await self._replay.run(self._execution.repeat_saves, partial(_progress, report))
         self._trainer.note_work()  # they did: what killed them before is not the ranks
         for model, cause in lost.items():
             _log.error("model %s cannot be brought back: %s", model, cause)
             await self._models.lose(model, cause)
         await report("")
 
-    async def _repeat_saves(self, rows: Sequence[QueuedRow]) -> None:
-        """Repeat saves that were captured and not answered, and restore published weights that are gone."""
-        for row in rows:
-            if row.status is not FutureStatus.PENDING:
-                if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER and row.status is FutureStatus.DONE:
-                    model = await self._models.row(model_of(row))
-                    await self._executors.sampler_saves.restore(row, model)
-            elif row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
-                await self._save_for_samplers([row], recorded=True)
-            else:
-                await self._execute_barrier(row, recorded=True)
-
-
-async def _with_answers(end: UnitEnd, ready: ReadyPass, result: PassResult) -> UnitEnd:
-    encoded = await encode(result.outputs)
-    answers = {row.id: outcome for row, outcome in zip(ready.rows, encoded, strict=True)}
-    return replace(end, outcomes=answers)
-
 
 async def _progress(report: Report, done: int, units: int) -> None:
     await report(f"replaying {done} of {units} units")
-
-
-def _why_deadly(row: QueuedRow, error: TrainerError, budget: int) -> str:
-    why = f"{error}, also when it was run alone; it changed nothing, and other work goes on"
-    if row.kind not in PASSES:
-        return why
-    return (
-        f"{why}. It was tried in rows of {budget} tokens (token_budget) and of {retry_budget(budget)}: most "
-        "likely there is too little memory. Send shorter sequences, or fewer at once"
-    )

@@ -77,6 +77,7 @@ class ApiKey(Base):
 
 class Session(Base):
     __tablename__ = "sessions"
+    __table_args__ = (Index(None, "finished_at", "last_heartbeat_at"),)
     session_id: Mapped[str] = mapped_column(primary_key=True)
     owner_id: Mapped[int | None] = mapped_column(BigId, index=True)  # api_keys.id, of which none is deleted
     created_at: Mapped[float]
@@ -171,7 +172,7 @@ class Future(Base):
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
     request_id: Mapped[str] = mapped_column(unique=True)
     kind: Mapped[RequestKind]
-    session_id: Mapped[str | None] = mapped_column(ForeignKey(Session.session_id))
+    session_id: Mapped[str | None] = mapped_column(ForeignKey(Session.session_id), index=True)
     model_key: Mapped[int | None] = mapped_column(ForeignKey(Model.key))
     sampling_session_id: Mapped[str | None] = mapped_column(ForeignKey(SamplingSession.sampling_session_id))
     seq_id: Mapped[int | None] = mapped_column(BigInteger)
@@ -219,7 +220,7 @@ class UsageRecord(Base):
     )
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
     hour: Mapped[int] = mapped_column(BigInteger)  # hours since the epoch
-    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id))
+    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id), index=True)
     base_model: Mapped[str]
     kind: Mapped[RequestKind]
     input_tokens: Mapped[int] = mapped_column(BigInteger)
@@ -234,7 +235,7 @@ class AuditEvent(Base):
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
     at: Mapped[float] = mapped_column(index=True)
-    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id))
+    session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id), index=True)
     event: Mapped[str]
     details: Mapped[dict[str, Any]]
 
@@ -247,7 +248,7 @@ class UploadedLoss(Base):
     loss_id: Mapped[str] = mapped_column(primary_key=True)
     session_id: Mapped[str] = mapped_column(ForeignKey(Session.session_id))
     seq_id: Mapped[int] = mapped_column(BigInteger)
-    future_id: Mapped[int] = mapped_column(ForeignKey(Future.id))
+    future_id: Mapped[int] = mapped_column(ForeignKey(Future.id), index=True)
     definition: Mapped[bytes | None]
     created_at: Mapped[float]
 
@@ -281,11 +282,11 @@ class SavedCheckpoint(Base):
         {"sqlite_autoincrement": True},
     )
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
-    model_key: Mapped[int] = mapped_column(ForeignKey(Model.key))
+    model_key: Mapped[int] = mapped_column(ForeignKey(Model.key), index=True)
     kind: Mapped[CheckpointKind]
     name: Mapped[str]
     directory: Mapped[str]
-    version_id: Mapped[int | None] = mapped_column(ForeignKey(AdapterVersion.id))
+    version_id: Mapped[int | None] = mapped_column(ForeignKey(AdapterVersion.id), index=True)
     base_model: Mapped[str]
     lora_rank: Mapped[int]
     seed: Mapped[int] = mapped_column(BigInteger)
@@ -299,7 +300,7 @@ class SavedCheckpoint(Base):
     created_at: Mapped[float]
     expires_at: Mapped[float | None]
     deleted_at: Mapped[float | None]
-    removed_at: Mapped[float | None]
+    removed_at: Mapped[float | None] = mapped_column(index=True)
     public: Mapped[bool] = mapped_column(server_default=false())
 
 

@@ -5,11 +5,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, update
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
-from skyrl_tinker.store import usage_records as usages
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, Request, Result
 
@@ -53,18 +52,6 @@ def fail(conn: Connection, future_id: int, failure: Failure, *, keep_body: bool 
     """Finish with an error. Does nothing if the future has finished already."""
     end, body = _end(FutureStatus.FAILED, failure), failure_body(failure)
     _finish(conn, future_id, end, JSON_TYPE, body, NO_USAGE, keep_body=keep_body)
-
-
-def purge_results(conn: Connection, older_than: float) -> int:
-    """Delete results of futures that finished before `older_than`; the futures stay, so dedupe holds.
-
-    Results are in the order in which their futures finished, so only deleted ones are read.
-    """
-    usages.roll_up(conn)
-    in_order = select(Result.id).join(Future, Future.id == Result.future_id).order_by(Result.id)
-    first_kept = conn.scalar(in_order.where(Future.finished_at >= older_than).limit(1))
-    old = [] if first_kept is None else [Result.id < first_kept]
-    return conn.execute(delete(Result).where(*old)).rowcount
 
 
 def failure_body(failure: Failure) -> bytes:

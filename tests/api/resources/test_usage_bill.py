@@ -5,13 +5,14 @@ from itertools import count
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import func, select, update
 
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import checkpoint_records, usage_records
-from skyrl_tinker.store.database.tables import Future, SavedCheckpoint
+from skyrl_tinker.store.database.tables import Future, Result, SavedCheckpoint
 from skyrl_tinker.store.futures import finish as future_finish
+from skyrl_tinker.store.retention import row_purges
 from tests.api.support.passes import old_json
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, sample
@@ -85,9 +86,10 @@ async def test_the_bill_is_the_same_after_the_results_are_gone(world: World) -> 
     sampler = await world.sampler()
     await finish(world, await world.ok("asample", sample(sampler, 0)), Usage(100, 60, 9))
     before = await bill(world)
-    assert (
-        await world.store.write(lambda conn: future_finish.purge_results(conn, NOW.timestamp() + 7200)) == 1
-    )
+    await world.store.write(usage_records.roll_up)
+    await world.store.write(lambda conn: row_purges.purge_results(conn, NOW.timestamp() + 7200))
+    with world.store.read() as conn:
+        assert conn.scalar(select(func.count()).select_from(Result)) == 0
     assert await bill(world) == before
     assert len(before["data"]) == 3
 

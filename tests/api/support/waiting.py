@@ -12,21 +12,16 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
-from skyrl_tinker.engine.compose import make_trainer_driver
+from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
-from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.saves.external_exports import Exporter
-from skyrl_tinker.engine.saves.sampler_saves import Publisher
-from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.trainer.model_creation import ModelCreation
-from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -70,33 +65,13 @@ class Waiting:
         store, trainer, samplers = self.store, cast(Any, self.trainer), cast(Any, self.samplers)
         metrics = Metrics()
         outbox = Outbox(store, self.bell, metrics)
-        root = self.settings.checkpoint_root
-        commits = UnitCommits(outbox)
-        snapshots = SnapshotKeeper(
-            store, trainer, commits, self.settings.root / "snapshots", replay_s=1e9, share=1.0
-        )
-        saver = Saver(store, trainer, commits, root)
-        gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
-        creation = ModelCreation(store, trainer, FACTS, saver, snapshots, 64)
-        exporter = Exporter(store, trainer, commits, FACTS, root)
-        ephemeral = self.settings.root / "ephemeral"
-        publisher = Publisher(store, trainer, samplers, commits, FACTS, ephemeral, root, gaps, metrics)
-        self.driver = make_trainer_driver(
-            store,
-            trainer,
-            creation,
-            saver,
-            exporter,
-            publisher,
-            outbox,
-            commits,
-            snapshots,
-            16384,
-            gaps,
-            metrics,
-            self.placement,
-        )
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency, metrics)
+        spill = make_tmpfs_spill(Directories(self.settings))
+        versions = EphemeralVersions(store, samplers, self.sampler, spill, self.settings)
+        half = compose_training(
+            self.settings, FACTS, store, outbox, trainer, samplers, versions, metrics, self.placement
+        )
+        self.driver = half.driver
         self._intake = Intake(store, self.bell, self.driver, self.sampler, metrics)
         self.deadlines = Deadlines(
             metrics,
@@ -134,8 +109,10 @@ async def waiting(
     settings: Settings, apis: int = 1, placement: Placement = SEPARATE
 ) -> AsyncIterator[Waiting]:
     """Build it from `settings`, whose database is migrated already."""
-    Directories(settings).make()
+    directories = Directories(settings)
+    directories.make()
     async with AsyncExitStack() as stack:
+        stack.callback(directories.delete_outside_home)
         store = Store.open(settings.store_url)
         stack.push_async_callback(store.close)
         made = Waiting(store, settings, placement=placement)

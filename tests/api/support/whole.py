@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import (
     AdapterWeights,
@@ -18,18 +19,13 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.engine.compose import make_trainer_driver
+from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
-from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.saves.external_exports import Exporter
-from skyrl_tinker.engine.saves.sampler_saves import Publisher
-from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.trainer.model_creation import ModelCreation
-from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
@@ -113,6 +109,9 @@ class Samplers:
     async def announce(self, wanted: object) -> None:
         """Do nothing: no test waits for it."""
 
+    def idle_s(self, version: object) -> float:
+        return 0.0
+
 
 class Engine:
     """The real one from the journal to the workers' door. `cursor`: futures up to here are dealt with."""
@@ -123,32 +122,11 @@ class Engine:
         trainer, samplers = cast(Any, self.trainer), cast(Any, self.samplers)
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
-        root, ephemeral = settings.checkpoint_root, settings.root / "ephemeral"
-        ephemeral.mkdir()
-        commits = UnitCommits(outbox)
-        snapshots = SnapshotKeeper(
-            store, trainer, commits, settings.root / "snapshots", replay_s=1e9, share=1.0
-        )
-        saver = Saver(store, trainer, commits, root)
-        gaps = DriftMonitor(store, trainer, samplers, FACTS, metrics, tokens=0, bound=1.0)
-        publisher = Publisher(store, trainer, samplers, commits, FACTS, ephemeral, root, gaps, metrics)
-        creation = ModelCreation(store, trainer, FACTS, saver, snapshots, settings.max_lora_rank)
-        exporter = Exporter(store, trainer, commits, FACTS, root)
-        self.driver = make_trainer_driver(
-            store,
-            trainer,
-            creation,
-            saver,
-            exporter,
-            publisher,
-            outbox,
-            commits,
-            snapshots,
-            settings.unit_tokens,
-            gaps,
-            metrics,
-        )
         self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
+        spill = make_tmpfs_spill(Directories(settings))
+        versions = EphemeralVersions(store, samplers, self.sampler, spill, settings)
+        half = compose_training(settings, FACTS, store, outbox, trainer, samplers, versions, metrics)
+        self.driver = half.driver
         self.intake = Intake(store, bell, self.driver, self.sampler, metrics)
 
     async def run(self) -> None:
@@ -186,6 +164,8 @@ class Whole:
 @asynccontextmanager
 async def whole(settings: Settings, apis: int) -> AsyncIterator[Whole]:
     """Build it from `settings`, whose database is migrated already."""
+    directories = Directories(settings)
+    directories.make()
     store = Store.open(settings.store_url)
     bell = Doorbell.bind(settings.root, "engine")
     engine = Engine(settings, store, bell)
@@ -202,3 +182,4 @@ async def whole(settings: Settings, apis: int) -> AsyncIterator[Whole]:
             await task
         bell.close()
         await store.close()
+        directories.delete_outside_home()

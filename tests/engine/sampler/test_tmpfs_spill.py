@@ -92,3 +92,38 @@ def test_a_sweep_removes_what_no_engine_knows(memory: Path, tmp_path: Path) -> N
     overflow.sweep({"v1"})
     assert {path.name for path in memory.iterdir()} == {"v1", "home"}
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["v1"]
+
+
+def test_what_was_kept_is_there_again_after_a_reboot(memory: Path, tmp_path: Path) -> None:
+    spill = TmpfsSpill(memory, tmp_path / "disk", spare=1.0)
+    kept, moved, lost = published(memory, 1), published(memory, 2), published(memory, 3)
+    spill.keep(kept)
+    assert in_memory(kept), "samplers go on reading it from there"
+    spill.move(moved)
+    for version in (kept, moved, lost):
+        shutil.rmtree(version.directory)
+    for version in (kept, moved, lost):
+        spill.restore(version)
+    assert (content(kept), content(moved)) == (bytes([1]) * 1000, bytes([2]) * 1000)
+    assert not Path(lost.directory).exists()
+    spill.remove(kept)
+    spill.restore(kept)
+    assert not Path(kept.directory).exists()
+
+
+def test_a_copy_that_was_cut_short_is_not_taken_for_a_kept_one(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill = TmpfsSpill(memory, tmp_path / "disk", spare=1.0)
+    version = published(memory, 1)
+
+    def cut_short(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:10])
+        raise OSError("power cut")
+
+    monkeypatch.setattr(shutil, "copyfile", cut_short)
+    with pytest.raises(OSError, match="power cut"):
+        spill.keep(version)
+    shutil.rmtree(version.directory)
+    spill.restore(version)
+    assert not Path(version.directory).exists()

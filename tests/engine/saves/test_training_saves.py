@@ -12,8 +12,9 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
-from skyrl_tinker.engine.cleanup import Cleanup
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
@@ -195,7 +196,9 @@ async def test_what_is_being_loaded_stays_though_it_is_replaced_and_swept(
     nobody: Any = None
     overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
     (tmp_path / "memory").mkdir()
-    keeper = Cleanup(world.store, world.driver, world.creation, nobody, nobody, overflow, Settings())
+    settings = Settings(home=tmp_path)
+    versions = EphemeralVersions(world.store, nobody, nobody, overflow, settings)
+    keeper = Cleanup(world.store, world.driver, world.creation, versions, settings)
     await keeper.sweep()
     assert len(_directories(world)) == 2
     world.workers.go_on.set()

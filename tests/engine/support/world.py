@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey
 from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -24,17 +26,14 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.engine.compose import make_trainer_driver
+from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
-from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.saves.external_exports import Exporter
-from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.trainer.model_creation import ModelCreation
-from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -121,7 +120,7 @@ class Workers:
 
     async def run_pass(self, items: Sequence[PassItem], row_budget: int | None = None) -> PassResult:
         await self._tell("pass", [(item.model, item.backward) for item in items])
-        if self.deadly & {item.model for item in items}:
+        if self.deadly & {item.model for item in items if item.backward}:
             self.broken = TrainerError("rank 0 died in run_pass")
             raise self.broken
         return PassResult([self._output(item) for item in items], row_budget or 2048)
@@ -205,32 +204,22 @@ class World:
         self.root = root
         self.workers = Workers()
         trainer = trainer or cast(TrainerGroup, self.workers)
+        settings = Settings(
+            home=root.parent,
+            checkpoints=root,
+            unit_tokens=unit_tokens,
+            replay_s=replay_s,
+            snapshot_share=0.99,
+            gap_probe_tokens=0,
+        )
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
-        commits = UnitCommits(outbox)
-        self.snapshots = SnapshotKeeper(
-            store, trainer, commits, root.with_name("snapshots"), replay_s=replay_s, share=0.99
-        )
-        saver = Saver(store, trainer, commits, root)
-        self.creation = ModelCreation(store, trainer, FACTS, saver, self.snapshots, 64)
-        nobody: Any = cast(Any, None)
-        gaps = DriftMonitor(store, trainer, nobody, FACTS, metrics, tokens=0, bound=1e-3)
-        exporter = Exporter(store, trainer, commits, FACTS, root)
-        self.driver = make_trainer_driver(
-            store,
-            trainer,
-            self.creation,
-            saver,
-            exporter,
-            nobody,
-            outbox,
-            commits,
-            self.snapshots,
-            unit_tokens,
-            gaps,
-            metrics,
-        )
-        sampler = SamplerDriver(store, cast(Any, None), outbox, 8, metrics)
+        samplers = cast(Samplers, None)
+        sampler = SamplerDriver(store, samplers, outbox, 8, metrics)
+        spill = make_tmpfs_spill(Directories(settings))
+        versions = EphemeralVersions(store, samplers, sampler, spill, settings)
+        half = compose_training(settings, FACTS, store, outbox, trainer, samplers, versions, metrics)
+        self.driver, self.creation = half.driver, half.creation
         self.bell = bell
         self.intake = Intake(store, bell, self.driver, sampler, metrics)
         self.running = asyncio.ensure_future(self._run())

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.trainer import trainer_driver
+from skyrl_tinker.engine.trainer import replay, trainer_driver
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
@@ -305,3 +305,50 @@ async def test_a_replay_with_another_loss_says_so_in_the_next_step(
     assert orjson.loads(done.body or b"")["metrics"]["replay_differed"] == 1.0
     done = await after.done(await journal.submit_step(world.store, model, 5))
     assert "replay_differed" not in orjson.loads(done.body or b"")["metrics"]
+
+
+async def test_a_replayed_request_that_kills_the_ranks_costs_its_own_model_only(
+    world: World, new_engine: NewEngine
+) -> None:
+    """Both ran in one unit; the neighbour is replayed without it."""
+    model, deadly = await world.model(), await world.model()
+    world.workers.go_on.clear()
+    blocker = await journal.submit_pass(world.store, model, 1)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    together = [await journal.submit_pass(world.store, each, 2 - n) for n, each in enumerate((model, deadly))]
+    world.bell.ring("engine")
+    await asyncio.sleep(0.1)
+    world.workers.go_on.set()
+    await all_done(world, blocker, *together)
+    after = new_engine(world)
+    after.workers.deadly = {await journal.key_of(world.store, deadly)}
+    await all_done(after, await journal.submit_step(world.store, model, 3))
+    assert await steps_of(after, model) == [[1, 2]]
+    assert after.workers.restarts == replay.ATTEMPTS
+    lost = await journal.model_of(world.store, deadly)
+    assert lost.state is ModelState.LOST
+    assert "request 1 kills the trainer's processes each time it is replayed" in (lost.state_reason or "")
+
+
+async def test_a_pass_prepared_beside_one_that_dies_with_the_ranks_is_not_forgotten(
+    store: Store, bell: Doorbell, tmp_path: Path
+) -> None:
+    world = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+    try:
+        models = [await world.model() for _ in range(3)]
+        world.workers.go_on.clear()
+        passes = [await journal.submit_pass(store, models[0], 1)]
+        await world.until(lambda: asyncio.sleep(0, world.workers.names().count("pass")), bool)
+        passes += [
+            await journal.submit_pass(store, model, seq) for model, seq in zip(models, (2, 1, 1), strict=True)
+        ]
+        world.bell.ring("engine")
+        await asyncio.sleep(0.1)
+        world.workers.go_on.set()
+        world.workers.go_on.clear()  # the next one waits again, and one more is prepared meanwhile
+        await world.until(lambda: asyncio.sleep(0, world.workers.names().count("pass")), lambda ran: ran == 2)
+        world.workers.broken = DEAD
+        world.workers.go_on.set()
+        await all_done(world, *passes)
+    finally:
+        world.running.cancel()

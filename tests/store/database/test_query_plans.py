@@ -7,14 +7,21 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestId, SamplingSessionId
+from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestId, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure, Usage
-from skyrl_tinker.store import sampling_sessions, usage_records
+from skyrl_tinker.store import (
+    checkpoint_records,
+    sampling_sessions,
+    session_records,
+    usage_records,
+)
 from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.tables import Base
 from skyrl_tinker.store.futures import cancellation, completions, finish, outcomes, queue
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.reports import timeline
 from skyrl_tinker.store.reports.timeline import Track
+from skyrl_tinker.store.retention import row_purges, session_purges
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import base_sampler, new_session, outcome, sample
 
@@ -43,7 +50,13 @@ QUERIES: dict[str, Query] = {
     "saves on their way": lambda conn: unit_records.unfinished_until(conn, MODEL, 1),
     "bodies that a snapshot covers": lambda conn: unit_records.drop_bodies(conn, MODEL, 1),
     "models with bodies": unit_records.models_with_bodies,
-    "purge": lambda conn: finish.purge_results(conn, time.time()),
+    "purge of results": lambda conn: row_purges.purge_results(conn, time.time()),
+    "purge of samples": lambda conn: row_purges.purge_samples(conn, time.time()),
+    "sessions to clear": lambda conn: session_purges.ended_sessions(conn, time.time()),
+    "sessions to forget": lambda conn: session_purges.forgettable_sessions(conn, time.time()),
+    "clearing a session": lambda conn: session_purges.clear_session(conn, SessionId("s")),
+    "forgetting a session": lambda conn: session_purges.forget_session(conn, SessionId("s")),
+    "weights that are waited for": sampling_sessions.list_awaited_versions,
 }
 
 
@@ -76,6 +89,29 @@ async def test_no_query_goes_through_all_futures(store: Store, sampler: Sampling
     assert any("futures" in line for line in plans)
     scans = [line for line in plans if line.startswith("SCAN futures")]
     assert not [line for line in scans if "ix_futures_pending" not in line], "that one has pending ones only"
+
+
+SWEEPS: dict[str, Query] = {
+    "silent sessions": lambda conn: session_records.list_expired(conn, time.time(), 60.0),
+    "deleted checkpoints": lambda conn: checkpoint_records.list_garbage(conn, time.time()),
+    "purge of stability": lambda conn: row_purges.purge_stability(conn, time.time()),
+    "purge of audit": lambda conn: row_purges.purge_audit(conn, time.time()),
+    "purge of usage": lambda conn: row_purges.purge_usage(conn, time.time()),
+    "purge of checkpoints": lambda conn: row_purges.purge_removed_checkpoints(conn, time.time()),
+    "clearing a session": lambda conn: session_purges.clear_session(conn, SessionId("s")),
+    "forgetting a session": lambda conn: session_purges.forget_session(conn, SessionId("s")),
+    "sessions to clear": lambda conn: session_purges.ended_sessions(conn, time.time()),
+    "sessions to forget": lambda conn: session_purges.forgettable_sessions(conn, time.time()),
+}
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+async def test_no_sweep_goes_through_a_whole_table(store: Store, name: str) -> None:
+    executed = await statements_of(store, SWEEPS[name])
+    plans = [line for statement in executed for line in await plan_of(store, statement)]
+    assert plans
+    tables = {f"SCAN {table}" for table in Base.metadata.tables}
+    assert not [line for line in plans if line in tables]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ import time
 
 from skyrl_tinker.domain.ids import ModelState, RequestKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.store import model_records
+from skyrl_tinker.store import model_records, usage_records
 from skyrl_tinker.store.futures import finish, outcomes, queue, record, training_submission
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.retention import row_purges
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import create, new_session, outcome, queued, sample, step
 
@@ -126,7 +127,8 @@ async def test_old_results_are_purged_and_their_requests_still_known(store: Stor
     await succeed(store, old, b"old")
     between = time.time()
     await succeed(store, new, b"new")
-    assert await store.write(lambda conn: finish.purge_results(conn, between)) == 1
+    await store.write(usage_records.roll_up)
+    await store.write(lambda conn: row_purges.purge_results(conn, between))
     purged = await outcome(store, old.request_id)
     assert (purged.status, purged.body) == ("done", None)
     assert (await outcome(store, new.request_id)).body == b"new"

@@ -11,13 +11,15 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import CheckpointKind, SessionId
+from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
-from skyrl_tinker.engine.cleanup import Cleanup
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.errors import GoneError
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -61,8 +63,9 @@ def cleanup_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0)
     any_part = cast(Any, parts)
     spill = TmpfsSpill(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
-    settings = Settings(session_timeout_s=timeout_s, ephemeral_keep=2, ephemeral_idle_s=60.0)
-    return Cleanup(store, any_part, any_part, any_part, any_part, spill, settings)
+    settings = Settings(home=root, session_timeout_s=timeout_s, ephemeral_keep=2, ephemeral_idle_s=60.0)
+    versions = EphemeralVersions(store, any_part, any_part, spill, settings)
+    return Cleanup(store, any_part, any_part, versions, settings)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -243,7 +246,67 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
         ]
         spill = TmpfsSpill(Path(memory), tmp_path / "disk", spare=1.0)
         any_part = cast(Any, parts)
-        cleanup = Cleanup(store, any_part, any_part, any_part, any_part, spill, Settings())
+        ephemeral = EphemeralVersions(store, any_part, any_part, spill, Settings(home=tmp_path))
+        cleanup = Cleanup(store, any_part, any_part, ephemeral, Settings(home=tmp_path))
         await cleanup.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
         assert all(exists(version) for version in versions)
+
+
+async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newest_of_a_model(
+    store: Store, parts: Parts, tmp_path: Path
+) -> None:
+    session = await journal.new_session(store)
+    models = [await new_model(store, session), await new_model(store, await journal.new_session(store))]
+    versions = []
+    for number in range(3):
+        for model in models:
+            version = await new_version(
+                store, model, tmp_path / "memory" / f"v{number}-{model.key}", durable=False
+            )
+            (Path(version.directory) / "adapter_model.safetensors").write_bytes(bytes(1000))
+            versions.append(version)
+    spill = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
+    any_part = cast(Any, parts)
+
+    def capped(gb: float) -> EphemeralVersions:
+        settings = Settings(home=tmp_path, ephemeral_gb=gb)
+        return EphemeralVersions(store, any_part, any_part, spill, settings)
+
+    parts.used.add(versions[0].id)
+    await capped(4500e-9).sweep()
+    assert [exists(version) for version in versions] == [True, False, False, True, True, True]
+    await capped(1e-9).sweep()
+    assert [exists(version) for version in versions] == [True, False, False, False, True, True]
+
+
+async def test_a_snapshot_keeps_on_disk_what_clients_sample(
+    store: Store, parts: Parts, tmp_path: Path
+) -> None:
+    session = await journal.new_session(store)
+    model, other = await new_model(store, session), await new_model(store, await journal.new_session(store))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        versions = [
+            await new_version(store, model, Path(memory) / f"v{number}", durable=False)
+            for number in range(1, 5)
+        ]
+        await new_version(store, other, Path(memory) / "v5", durable=False)
+        parts.idle = {version.id: 3600.0 for version in versions}
+        parts.idle[versions[1].id] = 1.0
+
+        def open_client(conn: Connection) -> SamplingSessionId:
+            return sampling_sessions.create(
+                conn, session, 0, base_model="tiny", model_path=None, version_id=versions[2].id
+            )
+
+        sampler = await store.write(open_client)
+        await store.write(
+            lambda conn: sample_submission.submit_sample(
+                conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1
+            )
+        )
+        spill = TmpfsSpill(Path(memory), tmp_path / "disk")
+        any_part = cast(Any, parts)
+        keeper = EphemeralVersions(store, any_part, any_part, spill, Settings(home=tmp_path))
+        await keeper.keep_sampled(model.key)
+        assert sorted(names(tmp_path / "disk")) == ["v2", "v3", "v4"]

@@ -1,4 +1,4 @@
-"""Clean-up: models of sessions that are over, unused weights, deleted checkpoints, old results."""
+"""Clean-up: models of sessions that are over, unused weights, deleted checkpoints, old rows."""
 
 import asyncio
 import logging
@@ -13,30 +13,19 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelState, SessionId
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
-from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.store import (
-    checkpoint_records,
-    custom_losses,
-    model_records,
-    sampling_sessions,
-    session_records,
-    stability_records,
-    usage_records,
-)
+from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
-from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.store import Store
 
 SWEEP_S = 3.0
 SUSPENDED_S = 30.0
 """Advance of wall clock over monotonic clock from which the machine counts as having been suspended."""
-PURGE_S = 600.0
-COUNTED_AT_ONCE = 10_000  # results per transaction: other writers wait meanwhile
 _ON_WORKERS = (ModelState.CREATING, ModelState.READY)
 _log = logging.getLogger(__name__)
 
@@ -47,22 +36,17 @@ class Cleanup:
         store: Store,
         trainer: TrainerDriver,
         creation: ModelCreation,
-        sampler: SamplerDriver,
-        samplers: Samplers,
-        tmpfs_spill: TmpfsSpill,
+        versions: EphemeralVersions,
         settings: Settings,
     ) -> None:
         self._store = store
         self._trainer = trainer
         self._creation = creation
-        self._sampler = sampler
-        self._samplers = samplers
-        self._tmpfs_spill = tmpfs_spill
-        self._settings = settings
+        self._versions = versions
+        self._purge = Purge(store, settings)
         self._timeout_s = settings.session_timeout_s
         self._listening_since = time.time()
         self._clock_offset_s = _clock_offset_s()
-        self._purged = 0.0
 
     async def run(self) -> None:
         """Sweep indefinitely."""
@@ -77,14 +61,13 @@ class Cleanup:
                 _log.exception("clean-up failed, it is tried again in %.0f s", SWEEP_S)
 
     async def sweep(self) -> None:
-        for session in self._expired_sessions():
+        for session in await self._expired_sessions():
             await self._end_session(session)
-        await self._drop_versions()
+        await self._versions.sweep()
         await self._remove_checkpoints()
-        await self._purge()
-        await self._spill()
+        await self._purge.run_when_due()
 
-    def _expired_sessions(self) -> list[SessionId]:
+    async def _expired_sessions(self) -> list[SessionId]:
         """Return the sessions without a heartbeat.
 
         After a restart, and after the machine was suspended, clients get the full time again.
@@ -95,8 +78,8 @@ class Cleanup:
             self._listening_since = now
         self._clock_offset_s += advance_s
         listened = now - self._listening_since > self._timeout_s
-        with self._store.read() as conn:
-            return session_records.list_expired(conn, now, self._timeout_s if listened else now)
+        timeout_s = self._timeout_s if listened else now
+        return await self._store.fetch(lambda conn: session_records.list_expired(conn, now, timeout_s))
 
     async def _end_session(self, session: SessionId) -> None:
         detail = f"no heartbeat for {self._timeout_s:.0f} s"
@@ -104,70 +87,24 @@ class Cleanup:
         for model in models:
             self._trainer.release(model.key)
 
-    async def _drop_versions(self) -> None:
-        with self._store.read() as conn:
-            versions = sampling_sessions.list_droppable_versions(conn)
-            surplus = sampling_sessions.list_surplus_versions(conn, self._settings.ephemeral_keep)
-        idle_s = self._settings.ephemeral_idle_s
-        versions += [version for version in surplus if self._samplers.idle_s(version) > idle_s]
-        for version in dict.fromkeys(versions):
-            if await self._retire(version):
-                await asyncio.to_thread(self._tmpfs_spill.remove, version)
-
-    async def _retire(self, version: WeightVersion) -> bool:
-        """Drop a version from the samplers and the store; returns False while it is in use.
-
-        Its files may go only then: a server that must read them again dies when they are gone.
-        """
-        if self._samplers.in_use(version):
-            return False
-        await self._samplers.unload(version)
-        if self._samplers.in_use(version):  # a sample began while the unload waited
-            return False
-        await self._store.write(lambda conn: sampling_sessions.mark_dropped(conn, version.id))
-        self._sampler.forget_sources()
-        return True
-
     async def _remove_checkpoints(self) -> None:
-        with self._store.read() as conn:
-            rows = checkpoint_records.list_garbage(conn, time.time())
-        for row in rows:
+        now = time.time()
+        for row in await self._store.fetch(lambda conn: checkpoint_records.list_garbage(conn, now)):
             if not self._creation.is_loading(row.directory):
                 await self._remove(row)
 
     async def _remove(self, row: CheckpointRow) -> None:
         """Remove the row first: a save may take the directory's name as soon as it is free."""
         version = self._version(row)
-        if version is None or await self._retire(version):
+        if version is None or await self._versions.retire(version):
             await self._store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
-            await asyncio.to_thread(_remove_directory, Path(row.directory), row.id)
+            await in_disk_thread(_remove_directory, Path(row.directory), row.id)
 
     def _version(self, row: CheckpointRow) -> WeightVersion | None:
         if row.version_id is None:
             return None
         with self._store.read() as conn:
             return sampling_sessions.published_version(conn, row.version_id)
-
-    async def _spill(self) -> None:
-        if not await asyncio.to_thread(self._tmpfs_spill.low):
-            return
-        with self._store.read() as conn:
-            versions = sampling_sessions.list_ephemeral_versions(conn)
-        for version in versions[:-1]:  # the newest is about to be sampled
-            await asyncio.to_thread(self._tmpfs_spill.move, version)
-            if not await asyncio.to_thread(self._tmpfs_spill.low):
-                return
-
-    async def _purge(self) -> None:
-        now = time.time()
-        if now - self._purged > PURGE_S:
-            self._purged = now
-            while await self._store.write(lambda conn: usage_records.roll_up(conn, COUNTED_AT_ONCE)):
-                pass
-            results, stability = now - self._settings.result_ttl_s, now - self._settings.stability_ttl_s
-            await self._store.write(lambda conn: finish.purge_results(conn, results))
-            await self._store.write(lambda conn: custom_losses.purge(conn, results))
-            await self._store.write(lambda conn: stability_records.purge(conn, stability))
 
 
 def _clock_offset_s() -> float:

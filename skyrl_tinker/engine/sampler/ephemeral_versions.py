@@ -1,0 +1,133 @@
+"""Unnamed weights for sampling: how many are kept, where they lie, and when they go."""
+
+import logging
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import ModelKey, VersionId
+from skyrl_tinker.domain.units import GB
+from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store.store import Store
+
+RECENT_S = 60.0
+"""Time after their last sample in which weights count as those that a client goes on to sample."""
+SHARE = 0.25
+"""Of the disk under home, that all versions may take by default."""
+_log = logging.getLogger(__name__)
+
+
+class EphemeralVersions:
+    def __init__(
+        self,
+        store: Store,
+        samplers: Samplers,
+        sampler: SamplerDriver,
+        spill: TmpfsSpill,
+        settings: Settings,
+    ) -> None:
+        self._store = store
+        self._samplers = samplers
+        self._sampler = sampler
+        self._spill = spill
+        self._settings = settings
+        self._sizes: dict[VersionId, int] = {}
+
+    async def sweep(self) -> None:
+        """Drop what nobody samples any more, then the oldest above the cap, and move others to disk."""
+        kept = await self._store.fetch(sampling_sessions.list_ephemeral_versions)
+        gone = {version.id for version in await self._list_unused() if await self._drop(version)}
+        kept = [version for version in kept if version.id not in gone]
+        await self._enforce_cap(kept)
+        await self._move_oldest(kept)
+
+    async def retire(self, version: WeightVersion) -> bool:
+        """Drop a version from the samplers and the store; returns False while it is in use.
+
+        Its files may go only then: a server that must read them again dies when they are gone.
+        """
+        if self._samplers.in_use(version):
+            return False
+        await self._samplers.unload(version)
+        if self._samplers.in_use(version):  # a sample began while the unload waited
+            return False
+        await self._store.write(lambda conn: sampling_sessions.mark_dropped(conn, version.id))
+        self._sampler.forget_sources()
+        return True
+
+    async def keep_sampled(self, model: ModelKey) -> None:
+        """Copy to disk what clients of this model sample: its newest version, and those in use.
+
+        Call it before a snapshot is recorded, from which these could not be made again after a reboot.
+        Raises OSError: the disk is full.
+        """
+
+        def op(conn: Connection) -> tuple[list[WeightVersion], set[VersionId]]:
+            waited_for = sampling_sessions.list_awaited_versions(conn)
+            return sampling_sessions.list_ephemeral_versions(conn, model), waited_for
+
+        versions, waited_for = await self._store.fetch(op)
+        for version in versions:
+            recent = version == versions[-1] or self._samplers.idle_s(version) < RECENT_S
+            if recent or version.id in waited_for:
+                await in_disk_thread(self._spill.keep, version)
+
+    async def _list_unused(self) -> list[WeightVersion]:
+        def op(conn: Connection) -> tuple[list[WeightVersion], list[WeightVersion]]:
+            surplus = sampling_sessions.list_surplus_versions(conn, self._settings.ephemeral_keep)
+            return sampling_sessions.list_droppable_versions(conn), surplus
+
+        unused, surplus = await self._store.fetch(op)
+        idle_s = self._settings.ephemeral_idle_s
+        idle = [version for version in surplus if self._samplers.idle_s(version) > idle_s]
+        return list(dict.fromkeys(unused + idle))
+
+    async def _drop(self, version: WeightVersion) -> bool:
+        if not await self.retire(version):
+            return False
+        self._sizes.pop(version.id, None)
+        await in_disk_thread(self._spill.remove, version)
+        return True
+
+    async def _enforce_cap(self, kept: list[WeightVersion]) -> None:
+        """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""
+        for version in kept:
+            if version.id not in self._sizes:
+                self._sizes[version.id] = await in_disk_thread(_size_of, Path(version.directory))
+        excess = sum(self._sizes[version.id] for version in kept) - await in_disk_thread(self._cap)
+        if excess <= 0:
+            return
+        for version in await self._store.fetch(lambda conn: sampling_sessions.list_surplus_versions(conn, 1)):
+            size = self._sizes.get(version.id, 0)
+            if size and await self._drop(version):
+                _log.warning("%s was dropped: unnamed weights take more than ephemeral_gb", version.name)
+                excess -= size
+            if excess <= 0:
+                return
+
+    def _cap(self) -> int:
+        """Return the bytes that all versions may take."""
+        if self._settings.ephemeral_gb is not None:
+            return int(self._settings.ephemeral_gb * GB)
+        return int(SHARE * shutil.disk_usage(self._settings.root).total)
+
+    async def _move_oldest(self, kept: list[WeightVersion]) -> None:
+        for version in kept[:-1]:  # the newest is about to be sampled
+            if not await in_disk_thread(self._spill.low):
+                return
+            with suppress(FileNotFoundError):  # gone with a reboot; it may yet be made again
+                await in_disk_thread(self._spill.move, version)
+
+
+def _size_of(directory: Path) -> int:
+    with suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in directory.iterdir())
+    return 0

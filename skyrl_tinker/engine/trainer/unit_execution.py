@@ -1,0 +1,227 @@
+"""Execution of units of work on the ranks, and what follows from each: effects, commits, writes to disk."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.domain.values import Failure, PassOutput
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.outbox import FutureOutcome, read_persistently
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
+from skyrl_tinker.engine.scheduling.planner import Barriers, Pass
+from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers, Write
+from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
+from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
+from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
+from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.replay import unit_records
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import PassResult, TrainerGroup
+from skyrl_tinker.training.trainer_spec import retry_budget
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Executors:
+    """Executors of the units of work, by kind."""
+
+    passes: PassCoordinator
+    optim_steps: OptimSteps
+    sampler_saves: Publisher
+    model_barriers: ModelBarriers
+
+
+class UnitExecution:
+    """Units run one after another. Use it as a context, in which its background work is done."""
+
+    def __init__(
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        lanes: Lanes,
+        models: ModelLifecycle,
+        executors: Executors,
+        commits: UnitCommits,
+        snapshots: SnapshotKeeper,
+        metrics: Metrics,
+        woken: asyncio.Event,
+    ) -> None:
+        """`woken`: set when a model may save and load again."""
+        self._store = store
+        self._trainer = trainer
+        self._lanes = lanes
+        self._models = models
+        self._executors = executors
+        self._commits = commits
+        self._snapshots = snapshots
+        self._metrics = metrics
+        self._woken = woken
+        self._background = asyncio.TaskGroup()
+        self._writes: set[asyncio.Task[Any]] = set()  # saves on their way to the disk and the samplers
+        self._units = itertools.count()
+
+    async def __aenter__(self) -> None:
+        self._units = itertools.count(await read_persistently(self._store, unit_records.next_unit))
+        await self._background.__aenter__()
+        self._background.create_task(self._commits.run())
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._background.__aexit__(*error)
+
+    async def settle(self) -> None:
+        """Wait until all that ran so far is written and committed."""
+        if self._writes:
+            await asyncio.wait(self._writes)
+        await self._snapshots.settle()
+        await self._commits.drain()
+
+    async def prepare(self, unit: Pass) -> ReadyPass:
+        """Make the batch of a pass; needs no rank."""
+        return await self._executors.passes.prepare(unit)
+
+    async def run(self, unit: Barriers | ReadyPass) -> None:
+        """Run a unit. Raises TrainerError: the ranks are broken, and nothing has been recorded of it."""
+        match unit:
+            case ReadyPass():
+                await self._run_pass(unit)
+            case Barriers(rows) if unit.kind is RequestKind.OPTIM_STEP:
+                busy_s = self._trainer.busy_s
+                result = await self._executors.optim_steps.apply(rows)
+                self._end(rows, result.effects, result.outcomes, seconds=self._trainer.busy_s - busy_s)
+            case Barriers(rows) if unit.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
+                await self._save_for_samplers(rows)
+            case Barriers(rows):
+                (row,) = rows
+                await self._run_barrier(row)
+
+    async def run_alone(self, row: QueuedRow) -> None:
+        """Run one request in small rows. Raises TrainerError."""
+        if row.kind in PASSES:
+            ready = await self.prepare(Pass((row,), full=False))
+            await self._run_pass(ready, retry_budget(self._trainer.spec.token_budget))
+        else:
+            await self.run(Barriers((row,)))
+
+    async def fail(self, row: QueuedRow, error: TrainerError) -> None:
+        """Fail a request that kills the ranks, also when it is run alone."""
+        failure = Failure(_why_deadly(row, error, self._trainer.spec.token_budget), "server")
+        _log.error("request %s: %s", row.request_id, failure.message)
+        if row.kind is RequestKind.OPTIM_STEP:
+            result = await self._executors.optim_steps.fail(row, failure)
+            self._end([row], result.effects, result.outcomes)
+        elif row.seq_id == 0:
+            await self._models.fail_creation(row, await self._models.row(model_of(row)), failure)
+        else:
+            if row.kind is RequestKind.FORWARD_BACKWARD:
+                self._invalidate(row, failure)
+            self._end([row], {}, {row.id: failure})
+
+    async def repeat_saves(self, rows: Sequence[QueuedRow]) -> None:
+        """Repeat saves that were captured and not answered, and restore published weights that are gone."""
+        for row in rows:
+            if row.status is not FutureStatus.PENDING:
+                if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER and row.status is FutureStatus.DONE:
+                    model = await self._models.row(model_of(row))
+                    await self._executors.sampler_saves.restore(row, model)
+            elif row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
+                await self._save_for_samplers([row], recorded=True)
+            else:
+                await self._run_barrier(row, recorded=True)
+
+    async def _run_pass(self, ready: ReadyPass, row_budget: int | None = None) -> None:
+        busy_s = self._trainer.busy_s
+        result = await self._executors.passes.execute(ready, row_budget)
+        self._metrics.passed(ready.rows, result.outputs)
+        effects: dict[int, Effect | None] = {}
+        for row, output in zip(ready.rows, result.outputs, strict=True):
+            backward = row.kind is RequestKind.FORWARD_BACKWARD
+            effects[row.id] = Effect.GRADIENTS if backward and isinstance(output, PassOutput) else None
+            if backward and isinstance(output, Failure):
+                self._invalidate(row, output)
+        self._snapshots.note(ready.rows, effects, self._trainer.busy_s - busy_s)
+        end = UnitEnd({}, (), next(self._units), effects, result.row_budget)
+        self._commits.add(_with_answers(end, ready, result))
+        if ready.sequences:
+            self._background.create_task(self._executors.passes.renew_records(ready))
+
+    async def _save_for_samplers(self, rows: Sequence[QueuedRow], *, recorded: bool = False) -> None:
+        """Capture, then publish in the background. `recorded`: a replay, whose unit is in the journal."""
+        captured = await self._executors.sampler_saves.capture_rows(rows)
+        failures = {row_id: save for row_id, save in captured.items() if isinstance(save, Failure)}
+        self._end([] if recorded else rows, {}, failures)
+        saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
+        await self._executors.sampler_saves.publish(saves, self._start_write)
+
+    async def _run_barrier(self, row: QueuedRow, *, recorded: bool = False) -> None:
+        result = await self._executors.model_barriers.execute(row)
+        finished, rows = result.finished, [] if recorded else [row]
+        if finished is None:
+            self._end(rows, {}, {})
+        else:
+            effects = {row.id: finished.effect}
+            self._end(rows, effects, {row.id: finished.outcome}, finished.also)
+            if finished.effect is Effect.LOADED:
+                self._background.create_task(self._remove_replaced(model_of(row)))
+        if result.write is not None:
+            self._lanes.block_storage(model_of(row))
+            self._start_write(self._finish_write(model_of(row), result.write))
+
+    def _end(
+        self,
+        rows: Sequence[QueuedRow],
+        effects: Mapping[int, Effect | None],
+        answers: Mapping[int, FutureOutcome],
+        ops: tuple[Any, ...] = (),
+        seconds: float = 0.0,
+    ) -> None:
+        """Queue the end of a unit for its commit. `rows`: those that have run now."""
+        self._snapshots.note(rows, effects, seconds)
+        all_effects = {row.id: effects.get(row.id) for row in rows}
+        self._commits.add(UnitEnd(answers, ops, next(self._units), all_effects))
+
+    def _invalidate(self, row: QueuedRow, failure: Failure) -> None:
+        why = f"forward_backward with seq_id {row.seq_id} failed: {failure.message}"
+        self._lanes.invalidate_window(model_of(row), why)
+
+    def _start_write(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        task = self._background.create_task(work)
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        return task
+
+    async def _finish_write(self, model: ModelKey, write: Write) -> None:
+        """Write a save in the background: the model trains on, but neither saves nor loads."""
+        try:
+            await write
+        finally:
+            self._lanes.unblock_storage(model)
+            self._woken.set()
+
+    async def _remove_replaced(self, model: ModelKey) -> None:
+        await self._commits.drain()
+        await self._snapshots.remove_replaced(model)
+
+
+async def _with_answers(end: UnitEnd, ready: ReadyPass, result: PassResult) -> UnitEnd:
+    encoded = await encode(result.outputs)
+    answers = {row.id: outcome for row, outcome in zip(ready.rows, encoded, strict=True)}
+    return replace(end, outcomes=answers)
+
+
+def _why_deadly(row: QueuedRow, error: TrainerError, budget: int) -> str:
+    why = f"{error}, also when it was run alone; it changed nothing, and other work goes on"
+    if row.kind not in PASSES:
+        return why
+    return (
+        f"{why}. It was tried in rows of {budget} tokens (token_budget) and of {retry_budget(budget)}: most "
+        "likely there is too little memory. Send shorter sequences, or fewer at once"
+    )

@@ -1,0 +1,126 @@
+"""Composition of the engine's training half: from the journal to the ranks."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity.drift_monitor import BOUNDS, DriftMonitor
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.saves.external_exports import Exporter
+from skyrl_tinker.engine.saves.sampler_saves import Publisher
+from skyrl_tinker.engine.saves.training_saves import Saver
+from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.engine.scheduling.planner import Planner
+from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers
+from skyrl_tinker.engine.trainer.model_creation import ModelCreation
+from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
+from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
+from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
+from skyrl_tinker.engine.trainer.replay import Replay
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.engine.trainer.unit_execution import Executors, UnitExecution
+from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import TrainerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingHalf:
+    """Parts that others than the driver use, too."""
+
+    driver: TrainerDriver
+    creation: ModelCreation
+    drift_monitor: DriftMonitor
+
+
+def compose_training(
+    settings: Settings,
+    facts: BaseModelFacts,
+    store: Store,
+    outbox: Outbox,
+    trainer: TrainerGroup,
+    samplers: Samplers,
+    versions: EphemeralVersions,
+    metrics: Metrics,
+    placement: Placement = SEPARATE,
+) -> TrainingHalf:
+    directories = Directories(settings)
+    root = directories.checkpoint_root
+    bound = settings.logprob_gap_bound or BOUNDS[settings.trainer_dtype]
+    drift_monitor = DriftMonitor(
+        store, trainer, samplers, facts, metrics, tokens=settings.gap_probe_tokens, bound=bound
+    )
+    commits = UnitCommits(outbox)
+    snapshots = SnapshotKeeper(
+        store,
+        trainer,
+        commits,
+        directories.snapshot_dir,
+        versions.keep_sampled,
+        replay_s=settings.replay_s,
+        share=settings.snapshot_share,
+    )
+    saver = Saver(store, trainer, commits, root)
+    exporter = Exporter(store, trainer, commits, facts, root)
+    ephemeral = directories.ephemeral_dir
+    publisher = Publisher(store, trainer, samplers, commits, facts, ephemeral, root, drift_monitor, metrics)
+    creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank)
+    lanes, woken = Lanes(), asyncio.Event()
+    models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox)
+    passes = PassCoordinator(store, trainer)
+    replay = Replay(store, trainer, passes, snapshots)
+
+    def more_metrics(model: ModelKey) -> Mapping[str, float]:
+        return {**drift_monitor.pop_gap(model), **replay.pop_difference(model)}
+
+    executors = Executors(
+        passes,
+        OptimSteps(store, trainer, lanes, more_metrics),
+        publisher,
+        ModelBarriers(store, lanes, models, creation, saver, exporter),
+    )
+    execution = UnitExecution(store, trainer, lanes, models, executors, commits, snapshots, metrics, woken)
+    planner = Planner(lanes, settings.unit_tokens)
+    driver = TrainerDriver(
+        store,
+        trainer,
+        lanes,
+        planner,
+        models,
+        execution,
+        outbox,
+        snapshots,
+        replay,
+        metrics,
+        placement,
+        woken,
+    )
+    _register_gauges(metrics, trainer, driver, snapshots, replay)
+    return TrainingHalf(driver, creation, drift_monitor)
+
+
+def _register_gauges(
+    metrics: Metrics,
+    trainer: TrainerGroup,
+    driver: TrainerDriver,
+    snapshots: SnapshotKeeper,
+    replay: Replay,
+) -> None:
+    watch = metrics.watch
+    watch("training_backlog_tokens", "Estimated tokens of waiting passes", driver.backlog)
+    watch("retried_passes", "Passes that ran out of memory", lambda: float(trainer.retried_passes))
+    watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))
+    watch("snapshots", "Snapshots of models taken", lambda: float(snapshots.taken))
+    watch("snapshot_seconds", "Trainer time taken by snapshots", lambda: snapshots.spent_s)
+    watch("replay_seconds", "Trainer time that a replay would take now", lambda: snapshots.replay_seconds)
+    watch("replayed_units", "Units of work replayed after a crash", lambda: float(replay.units))
+    watch("replay_differences", "Replayed losses that differ", lambda: float(replay.differences))

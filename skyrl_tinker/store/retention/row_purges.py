@@ -1,0 +1,84 @@
+"""Purges of old rows. Times are UTC seconds since the epoch; True: there may be more."""
+
+from sqlalchemy import Connection, delete, select
+
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.store import server_state, usage_records
+from skyrl_tinker.store.database.tables import (
+    AuditEvent,
+    Future,
+    Result,
+    SavedCheckpoint,
+    StabilityRecord,
+    UsageRecord,
+)
+from skyrl_tinker.store.retention import slices
+from skyrl_tinker.store.retention.slices import delete_some
+
+_SWEPT = "samples_swept"  # no finished sample up to this id of a future is left
+_SAMPLES = (RequestKind.SAMPLE, RequestKind.CANCEL_SAMPLE)
+
+
+def purge_results(conn: Connection, finished_before: float) -> bool:
+    """Delete results whose usage is counted. The futures stay: a late poll is told that its result expired.
+
+    Results are in the order in which their futures finished, so only those deleted are read.
+    """
+    oldest = (
+        select(Result.id, Future.finished_at)
+        .join(Future, Future.id == Result.future_id)
+        .where(Result.id <= usage_records.counted(conn))
+        .order_by(Result.id)
+        .limit(slices.SLICE)
+    )
+    ids = [row.id for row in conn.execute(oldest) if row.finished_at < finished_before]
+    conn.execute(delete(Result).where(Result.id.in_(ids)))
+    return len(ids) == slices.SLICE
+
+
+def purge_samples(conn: Connection, finished_before: float) -> bool:
+    """Delete samples that finished, and have no result any more, in the order in which they came.
+
+    It stops at the first one that must stay for now, and goes on from there the next time.
+    """
+    swept = int(server_state.get(conn, _SWEPT) or 0)
+    query = (
+        select(Future.id, Future.kind, Future.finished_at, Result.id.label("result"))
+        .outerjoin(Result, Result.future_id == Future.id)
+        .where(Future.id > swept)
+        .order_by(Future.id)
+        .limit(slices.SLICE)
+    )
+    gone: list[int] = []
+    passed = 0
+    for row in conn.execute(query):
+        if row.kind in _SAMPLES:
+            if row.finished_at is None or row.finished_at >= finished_before or row.result is not None:
+                break
+            gone.append(row.id)
+        swept, passed = row.id, passed + 1
+    if passed:
+        conn.execute(delete(Future).where(Future.id.in_(gone)))
+        server_state.put(conn, _SWEPT, swept)
+    return passed == slices.SLICE
+
+
+def purge_stability(conn: Connection, used_before: float) -> bool:
+    """Delete records of samples that were last used before then."""
+    key = StabilityRecord.sequence_id
+    return delete_some(conn, StabilityRecord, key, StabilityRecord.last_used_at < used_before)
+
+
+def purge_audit(conn: Connection, before: float) -> bool:
+    return delete_some(conn, AuditEvent, AuditEvent.id, AuditEvent.at < before)
+
+
+def purge_usage(conn: Connection, before: float) -> bool:
+    hour = int(before // usage_records.HOUR_S)
+    return delete_some(conn, UsageRecord, UsageRecord.id, UsageRecord.hour < hour)
+
+
+def purge_removed_checkpoints(conn: Connection, removed_before: float) -> bool:
+    """Delete rows of checkpoints whose files are gone: until then, they are billed for past storage."""
+    removed = SavedCheckpoint.removed_at < removed_before
+    return delete_some(conn, SavedCheckpoint, SavedCheckpoint.id, removed)

@@ -1,0 +1,59 @@
+"""New work is refused while the disk is nearly full; what was accepted goes on, and all resumes."""
+
+import shutil
+from typing import NamedTuple
+
+import pytest
+
+from skyrl_tinker.api.middleware import disk_room
+from skyrl_tinker.api.middleware.disk_room import NEW_WORK
+from tests.api.support.world import World
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Free bytes of all disks, as a list of one."""
+    left = [10**12]
+    monkeypatch.setattr(disk_room, "LOOK_S", 0.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**12, 10**12 - left[0], left[0]))
+    return left
+
+
+async def test_new_work_waits_for_room_and_what_was_accepted_does_not(world: World, free: list[int]) -> None:
+    session = await world.session()
+    model = await world.model(session)
+    step = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+    accepted = (await world.ok("optim_step", step))["request_id"]
+    free[0] = 250_000_000
+    refused = await world.post("optim_step", {**step, "seq_id": 2})
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) > 0
+    assert "0.25 GB are free at" in refused.json()["detail"]
+    assert "needs 1 GB (setting min_free_gb)" in refused.json()["detail"]
+    await world.ok("session_heartbeat", {"session_id": session})
+    await world.succeed(accepted, "application/json", b"{}")
+    assert (await world.retrieve(accepted)).status_code == 200
+    assert (await world.http.get("http://api/readyz")).json()["detail"].startswith("0.25 GB are free")
+    free[0] = 10**12
+    await world.ok("optim_step", {**step, "seq_id": 2})
+
+
+async def test_every_name_is_that_of_a_route(world: World) -> None:
+    assert {
+        path for path in NEW_WORK if (await world.http.post(f"http://api{path}")).status_code == 404
+    } == set()
+
+
+async def test_the_disk_is_looked_at_once_in_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (looks.append(path), usage(path))[1])
+    for _ in range(20):
+        await world.session()
+    assert len(looks) <= 4

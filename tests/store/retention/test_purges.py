@@ -1,0 +1,216 @@
+"""Old rows go, in slices, and nothing that is still needed goes with them."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy import Connection, func, select
+
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelState, SamplingSessionId, SessionId
+from skyrl_tinker.domain.values import LoraSpec, Usage
+from skyrl_tinker.store import (
+    checkpoint_records,
+    model_records,
+    sampling_sessions,
+    session_records,
+    usage_records,
+)
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.database.tables import Base, Future
+from skyrl_tinker.store.futures import finish
+from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.retention import row_purges, session_purges, slices
+from skyrl_tinker.store.store import Store
+from tests.store.support.rows import (
+    base_sampler,
+    create,
+    ephemeral,
+    finish_session,
+    new_session,
+    outcome,
+    sample,
+    step,
+)
+
+KEPT = {"server_state", "alembic_version"}
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE", 2)
+
+
+async def run_all(store: Store, take: Callable[[Connection], bool]) -> int:
+    """Take slices until there are no more; returns how many."""
+    slices = 1
+    while await store.write(take):
+        slices += 1
+    return slices
+
+
+async def done(store: Store, accepted: Accepted) -> None:
+    future_id = (await outcome(store, accepted.request_id)).future_id
+    await store.write(lambda conn: finish.succeed(conn, future_id, "t", b"r", Usage(1, 0, 1)))
+
+
+async def requests(store: Store) -> list[str]:
+    with store.read() as conn:
+        return list(conn.scalars(select(Future.request_id).order_by(Future.id)))
+
+
+async def rows(store: Store) -> dict[str, int]:
+    """How many rows each table has, empty ones left out."""
+    with store.read() as conn:
+        counts = {
+            name: conn.scalar(select(func.count()).select_from(table)) or 0
+            for name, table in Base.metadata.tables.items()
+        }
+    return {name: count for name, count in counts.items() if count and name not in KEPT}
+
+
+async def purge_samples(store: Store, before: float) -> int:
+    await store.write(usage_records.roll_up)
+    await run_all(store, lambda conn: row_purges.purge_results(conn, before))
+    return await run_all(store, lambda conn: row_purges.purge_samples(conn, before))
+
+
+async def test_samples_go_in_slices_with_their_results(store: Store, sampler: SamplingSessionId) -> None:
+    accepted = [await sample(store, sampler, number) for number in range(7)]
+    for each in accepted:
+        await done(store, each)
+    assert await purge_samples(store, time.time() + 1) == 4
+    assert await requests(store) == []
+
+
+async def test_what_is_pending_or_newer_stays_and_holds_up_nothing_for_ever(
+    store: Store, sampler: SamplingSessionId, model: ModelRow
+) -> None:
+    """The pending one is where the sweep goes on. Requests of a model in training stay."""
+    trained = await step(store, model, 1)
+    accepted = [await sample(store, sampler, number) for number in range(4)]
+    for each in (trained, accepted[0], accepted[2]):
+        await done(store, each)
+    between = time.time()
+    await done(store, accepted[3])
+    await purge_samples(store, between)
+    left = await requests(store)
+    assert accepted[0].request_id not in left
+    assert [each.request_id for each in (trained, *accepted[1:])] == left[-4:]
+    await done(store, accepted[1])
+    await purge_samples(store, time.time() + 1)
+    assert (await requests(store))[-1] == trained.request_id
+
+
+async def test_a_result_that_is_not_counted_yet_stays(store: Store, sampler: SamplingSessionId) -> None:
+    accepted = await sample(store, sampler, 0)
+    await done(store, accepted)
+    later = time.time() + 1
+    await run_all(store, lambda conn: row_purges.purge_results(conn, later))
+    await run_all(store, lambda conn: row_purges.purge_samples(conn, later))
+    assert (await outcome(store, accepted.request_id)).body == b"r"
+
+
+async def lived(store: Store, name: str = "") -> SessionId:
+    """A session that trained, saved, sampled, and is finished."""
+    session = await new_session(store)
+    model = await create(store, session)
+    for seq_id in range(1, 4):
+        await done(store, await step(store, model, seq_id))
+    version = await ephemeral(store, model.key)
+    sampler = await store.write(
+        lambda conn: sampling_sessions.create(
+            conn, session, 1, base_model="tiny", model_path=None, version_id=version
+        )
+    )
+    await done(store, await sample(store, sampler, 0))
+    if name:
+        new = NewCheckpoint(model.key, CheckpointKind.WEIGHTS, name, "/nowhere", "tiny", LoraSpec(8, 1), 1)
+        await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
+    await finish_session(store, session)
+    await store.write(lambda conn: sampling_sessions.mark_dropped(conn, version))
+    await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.RELEASED, None))
+    with store.read() as conn:  # its creation
+        pending = list(conn.scalars(select(Future.id).where(Future.status == FutureStatus.PENDING)))
+    for future_id in pending:
+        await store.write(lambda conn, future_id=future_id: finish.succeed(conn, future_id, "t", b""))
+    await store.write(usage_records.roll_up)
+    return session
+
+
+async def clear(store: Store, before: float) -> list[SessionId]:
+    with store.read() as conn:
+        sessions = session_purges.ended_sessions(conn, before)
+    for session in sessions:
+        await run_all(store, lambda conn, session=session: session_purges.clear_session(conn, session))
+    return sessions
+
+
+async def forget(store: Store, before: float) -> list[SessionId]:
+    with store.read() as conn:
+        sessions = session_purges.forgettable_sessions(conn, before)
+    for session in sessions:
+        await run_all(store, lambda conn, session=session: session_purges.forget_session(conn, session))
+    return sessions
+
+
+async def test_an_ended_session_leaves_nothing(store: Store) -> None:
+    session = await lived(store)
+    assert await forget(store, time.time() + 1) == [], "it is cleared first"
+    assert await clear(store, time.time() - 60) == []
+    assert await clear(store, time.time() + 1) == [session]
+    assert await clear(store, time.time() + 1) == []
+    assert set(await rows(store)) == {"sessions", "models", "usage_records", "audit_events"}
+    assert await forget(store, time.time() + 1) == [session]
+    assert await rows(store) == {}
+
+
+async def test_a_session_stays_as_long_as_one_of_its_checkpoints(store: Store) -> None:
+    session = await lived(store, "a")
+    await clear(store, time.time() + 1)
+    assert await forget(store, time.time() + 1) == []
+    with store.read() as conn:
+        (row,) = checkpoint_records.list_for_model(conn, model_records.list_for_session(conn, session)[0].key)
+    await store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
+    await run_all(store, lambda conn: row_purges.purge_removed_checkpoints(conn, time.time() - 60))
+    assert await forget(store, time.time() + 1) == [], "it is billed for past storage"
+    await run_all(store, lambda conn: row_purges.purge_removed_checkpoints(conn, time.time() + 1))
+    assert await forget(store, time.time() + 1) == [session]
+    assert await rows(store) == {}
+
+
+async def test_weights_that_another_session_samples_keep_their_session(store: Store) -> None:
+    session = await lived(store)
+    other = await new_session(store)
+    with store.read() as conn:
+        (model,) = model_records.list_for_session(conn, session)
+    version = await ephemeral(store, model.key)
+    borrowed = await store.write(
+        lambda conn: sampling_sessions.create(
+            conn, other, 0, base_model="tiny", model_path=None, version_id=version
+        )
+    )
+    await clear(store, time.time() + 1)
+    assert await forget(store, time.time() + 1) == []
+    await done(store, await sample(store, borrowed, 0))
+
+
+async def test_live_sessions_lose_nothing(store: Store) -> None:
+    session = await new_session(store)
+    sampler = await base_sampler(store, session)
+    await done(store, await sample(store, sampler, 0))
+    before = await rows(store)
+    assert await clear(store, time.time() + 1) == []
+    assert await forget(store, time.time() + 1) == []
+    assert await rows(store) == before
+    await store.write(lambda conn: session_records.heartbeat(conn, session))
+
+
+async def test_old_audit_events_and_usage_go(store: Store) -> None:
+    await lived(store)
+    await run_all(store, lambda conn: row_purges.purge_audit(conn, time.time() - 60))
+    await run_all(store, lambda conn: row_purges.purge_usage(conn, time.time() - 3600))
+    assert {"audit_events", "usage_records"} <= set(await rows(store))
+    await run_all(store, lambda conn: row_purges.purge_audit(conn, time.time() + 1))
+    await run_all(store, lambda conn: row_purges.purge_usage(conn, time.time() + 3600))
+    assert not {"audit_events", "usage_records"} & set(await rows(store))
