@@ -110,8 +110,8 @@ async def test_no_sweep_goes_through_a_whole_table(store: Store, name: str) -> N
     executed = await statements_of(store, SWEEPS[name])
     plans = [line for statement in executed for line in await plan_of(store, statement)]
     assert plans
-    tables = {f"SCAN {table}" for table in Base.metadata.tables}
-    assert not [line for line in plans if line in tables]
+    scans = [line for line in plans if line.startswith("SCAN") and line.split()[1] in Base.metadata.tables]
+    assert not [line for line in scans if "ix_futures_pending" not in line]
 
 
 @pytest.mark.parametrize(
