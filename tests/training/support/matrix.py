@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, OptimizerFamily, StepItem
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pass_results import forward_backward_output_json
+from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.record import Accepted
@@ -150,7 +151,8 @@ class Bench:
 
     async def _result(self, group: Watched, model: ModelId, accepted: Sequence[Accepted]) -> Trained:
         key = await journal.key_of(self._store, model)
-        await group.release(key)
+        await group.release(key)  # and no later engine brings it back
+        await self._store.write(lambda conn: model_records.set_state(conn, key, ModelState.RELEASED, None))
         trained = Trained(weights=[*group.weights.pop(key)])
         for each in accepted:
             outcome = await journal.outcome(self._store, each)
