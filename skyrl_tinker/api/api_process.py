@@ -96,7 +96,7 @@ def _stored_facts(store: Store) -> object:
 
 async def run(settings: Settings, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT."""
-    store = Store.open(settings.store_url)
+    store = Store.open(settings.store_url, settings.root)
     try:
         bell = Doorbell.bind(settings.root, "api")
         try:

@@ -8,15 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from skyrl_tinker import __version__, config
-from skyrl_tinker.cli import keys
+from skyrl_tinker.cli import database, keys
 from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
 
 # no markup: it would take "[default: 8000]" for a style and drop it
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-db = typer.Typer(no_args_is_help=True, help="The server's database.", rich_markup_mode=None)
-app.add_typer(db, name="db")
+app.add_typer(database.app, name="db")
 app.add_typer(keys.app, name="keys")
 
 
@@ -150,19 +149,6 @@ def import_adapter(
         settings = config.load(config_file, home=home, database_url=database_url, checkpoints=checkpoints)
         path = importing.import_adapter(directory, settings, name=name, served=base_model, key=key)
     print(path)
-
-
-@db.command()
-def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
-    """Bring the database to the newest schema; `serve` does this on its own."""
-    from skyrl_tinker.directories import Directories
-    from skyrl_tinker.store.database.migrate import migrate as upgrade
-
-    with one_line_errors():
-        settings = config.load(config_file, home=home, database_url=database_url)
-        Directories(settings).make()
-        upgrade(settings.store_url)
-    print(f"up to date: {settings.store_url}")
 
 
 @app.command()

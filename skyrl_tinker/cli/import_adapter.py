@@ -71,7 +71,7 @@ def import_adapter(
     try:
         spec, size = _write(source, base, directory)
         adapter = _Import(source, checkpoint, directory, base, spec, size, owner)
-        return write_once(settings.store_url, lambda conn: _record(conn, adapter))
+        return write_once(settings.store_url, lambda conn: _record(conn, adapter), settings.root)
     except BaseException:  # without a record nothing would delete it
         shutil.rmtree(directory.parent.parent, ignore_errors=True)
         raise
@@ -81,7 +81,7 @@ def _base(settings: Settings, served: str | None) -> ServedBase:
     if served is None and not Path(sqlite.database(settings.store_url)).exists():
         raise StartupError(f"no server has run in {settings.root} yet: name the base model with --base-model")
     Directories(settings).make()
-    migrate(settings.store_url)
+    migrate(settings.store_url, settings.root)
     if served is None:
         return _last_served(settings)
     facts = base_model.resolve(settings.model_copy(update={"base_model": served}))

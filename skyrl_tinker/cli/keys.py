@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyrl_tinker import config
+from skyrl_tinker.cli.database import existing_database
 from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
-from skyrl_tinker.errors import StartupError
 
 if TYPE_CHECKING:  # the other commands need none of its imports
     from sqlalchemy import Connection
@@ -48,7 +48,7 @@ def create(
     with one_line_errors():
         settings = config.load(config_file, home=home, database_url=database_url)
         Directories(settings).make()
-        migrate(settings.store_url)
+        migrate(settings.store_url, settings.root)
         key, adopted, left = write_once(settings.store_url, create_key)
     print(key)
     print("shown only now: store it, for example as TINKER_API_KEY", file=sys.stderr)
@@ -95,16 +95,13 @@ def revoke(
 
 def _run(home: Path | None, database_url: str | None, config_file: Path | None, op: "Op[T]") -> "T":
     """Run an operation on a database that exists; raises StartupError when it does not."""
-    from skyrl_tinker.store.database import sqlite
     from skyrl_tinker.store.database.migrate import migrate
     from skyrl_tinker.store.store import write_once
 
     settings = config.load(config_file, home=home, database_url=database_url)
-    database = sqlite.database(settings.store_url)
-    if not Path(database).exists():
-        raise StartupError(f"no database {database}: no server has run there, and no key was made")
-    migrate(settings.store_url)
-    return write_once(settings.store_url, op)
+    url = existing_database(settings)
+    migrate(url, settings.root)
+    return write_once(url, op)
 
 
 def _utc(seconds: float) -> str:

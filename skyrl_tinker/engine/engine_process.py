@@ -88,7 +88,7 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    store = Store.open(settings.store_url)
+    store = Store.open(settings.store_url, settings.root)
     bell = Doorbell.bind(directories.home, "engine")
     try:
         status = EngineStatus(store, bell)

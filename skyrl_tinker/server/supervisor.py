@@ -54,7 +54,7 @@ def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> 
         if left := processes.end_leftovers(directories.pid_file, _KILL_GRACE_S):
             progress(f"ended {left} processes left by a killed server")
         directories.delete_orphaned()
-        migrate(settings.store_url)
+        migrate(settings.store_url, settings.root)
         preflight.check_host(settings)
         with preflight.listen(settings.host, settings.port) as listener:
             update = {"home": directories.home, "port": listener.getsockname()[1]}
@@ -141,7 +141,7 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
-        store = Store.open(self._settings.store_url)
+        store = Store.open(self._settings.store_url, self._settings.root)
         try:
             await self._run_children(store)
         except ExceptionGroup as failures:

@@ -11,6 +11,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, OwnerId, 
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log
+from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_columns, spec_from_row
@@ -87,7 +88,8 @@ def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
             "choose another name or delete it first"
         )
     conn.execute(update(SavedCheckpoint).where(*same).values(deleted_at=now))
-    number = insert_id(conn, insert(SavedCheckpoint), {"created_at": now, **_columns(new)})
+    values = {"created_at": now, "directory": to_stored(conn, new.directory), **_columns(new)}
+    number = insert_id(conn, insert(SavedCheckpoint), values)
     (row,) = _select(conn, SavedCheckpoint.id == number)
     _audit(conn, row, "create", size_bytes=new.size_bytes)
     return number
@@ -202,7 +204,6 @@ def _columns(new: NewCheckpoint) -> dict[str, Any]:
         "model_key": new.model_key,
         "kind": new.kind,
         "name": new.name,
-        "directory": new.directory,
         "version_id": new.version_id,
         "base_model": new.base_model,
         "has_optimizer": new.has_optimizer,
@@ -216,10 +217,10 @@ def _columns(new: NewCheckpoint) -> dict[str, Any]:
 
 def _select(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
     query = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id)
-    return [checkpoint_from_row(row) for row in conn.execute(query)]
+    return [checkpoint_from_row(conn, row) for row in conn.execute(query)]
 
 
-def checkpoint_from_row(row: AnyRow) -> CheckpointRow:
+def checkpoint_from_row(conn: Connection, row: AnyRow) -> CheckpointRow:
     """Return the checkpoint in a row of WITH_MODEL."""
     return CheckpointRow(
         id=row.id,
@@ -228,7 +229,7 @@ def checkpoint_from_row(row: AnyRow) -> CheckpointRow:
         session_id=SessionId(row.session_id),
         kind=row.kind,
         name=row.name,
-        directory=row.directory,
+        directory=from_stored(conn, row.directory),
         version_id=row.version_id,
         base_model=row.base_model,
         spec=spec_from_row(row),

@@ -7,6 +7,7 @@ the same model. It holds the versions that it samples from until it is finished,
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, and_, insert, literal_column, or_, select, update
@@ -16,6 +17,7 @@ from skyrl_tinker.domain.ids import ModelKey, OwnerId, SamplingSessionId, Sessio
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
+from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session
 from skyrl_tinker.store.owners import owned_by
@@ -178,7 +180,8 @@ def insert_version(
 
 def publish_version(conn: Connection, version_id: VersionId, directory: str) -> None:
     """Make the version loadable from a directory."""
-    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(directory=directory))
+    stored = to_stored(conn, directory)
+    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(directory=stored))
 
 
 def published_version(conn: Connection, version_id: VersionId) -> WeightVersion | None:
@@ -234,7 +237,7 @@ def list_surplus_versions(conn: Connection, keep: int) -> list[WeightVersion]:
     for row in conn.execute(query):
         seen[row.model_key] += 1
         if seen[row.model_key] > keep:
-            surplus.append(_version(row))
+            surplus.append(_version(conn, row))
     return surplus[::-1]
 
 
@@ -256,6 +259,14 @@ def list_awaited_versions(conn: Connection) -> set[VersionId]:
         .distinct()
     )
     return {VersionId(version_id) for version_id in conn.scalars(query) if version_id is not None}
+
+
+def settle_ephemeral(conn: Connection, root: Path) -> None:
+    """Note that each ephemeral version lies in `root` under its name, whatever home it was made in."""
+    for version in list_ephemeral_versions(conn):
+        directory = str(root / version.name)
+        if version.directory != directory:
+            publish_version(conn, version.id, directory)
 
 
 def is_held(version_id: Any) -> ColumnElement[bool]:
@@ -299,8 +310,8 @@ def _published(conn: Connection, *where: ColumnElement[bool]) -> list[WeightVers
         .where(AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None), *where)
         .order_by(AdapterVersion.id)
     )
-    return [_version(row) for row in conn.execute(query)]
+    return [_version(conn, row) for row in conn.execute(query)]
 
 
-def _version(row: AnyRow) -> WeightVersion:
-    return WeightVersion(VersionId(row.id), row.kind, row.directory)
+def _version(conn: Connection, row: AnyRow) -> WeightVersion:
+    return WeightVersion(VersionId(row.id), row.kind, from_stored(conn, row.directory))

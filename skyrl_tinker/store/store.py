@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 from sqlalchemy import Connection
 
@@ -11,12 +12,12 @@ from skyrl_tinker.store.database.group_commit import Op, T, Writer
 from skyrl_tinker.store.database.write_lock import WriteLock
 
 
-def write_once(url: str, op: Op[T]) -> T:
+def write_once(url: str, op: Op[T], home: Path | None = None) -> T:
     """Commit one write to a migrated database, which a server may have open, and return its value."""
     path = sqlite.database(url)
     with (
         closing(WriteLock(path)) as lock,
-        sqlite.engine(path).connect() as conn,
+        sqlite.engine(path, home).connect() as conn,
         lock,
         sqlite.transaction(conn, sqlite.BEGIN_WRITE),
     ):
@@ -29,18 +30,21 @@ class Store:
     Statements are plain functions of a connection. Readers never wait for the writer.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, home: Path | None) -> None:
         """Use `Store.open`."""
         self._lock = WriteLock(path)
-        self._engine = sqlite.engine(path)
+        self._engine = sqlite.engine(path, home)
         self._idle: list[Connection] = []
         self._threaded: list[sqlite.ThreadedConnection] = []
         self._writer = Writer(self._engine, self._lock)
 
     @classmethod
-    def open(cls, url: str) -> "Store":
-        """Open a migrated database. Raises StartupError for a URL that is not served yet."""
-        return cls(sqlite.database(url))
+    def open(cls, url: str, home: Path | None = None) -> "Store":
+        """Open a migrated database. Raises StartupError for a URL that is not served yet.
+
+        `home`: the server's, which paths in rows are relative to; by default the database's directory.
+        """
+        return cls(sqlite.database(url), home)
 
     async def close(self) -> None:
         """Finish the writes already accepted, then close every connection."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Engine, event
 
 from skyrl_tinker.bundled import bundled
 from skyrl_tinker.store.database import sqlite
@@ -13,14 +13,15 @@ from skyrl_tinker.store.database import sqlite
 SCRIPTS = bundled("alembic")
 
 
-def migrate(url: str) -> None:
+def migrate(url: str, home: Path | None = None) -> None:
     """Create the database if there is none and upgrade it to head.
 
-    Raises StartupError for a URL that is not served yet.
+    `home`: of the server, by default the database's directory. Raises StartupError for a URL that is not
+    served yet.
     """
     path = sqlite.database(url)
     _private(Path(path))
-    engine = create_engine("sqlite://", creator=lambda: sqlite.connect(path))
+    engine = sqlite.engine(path, home)
     event.listen(engine, "begin", sqlite.starts_with(sqlite.BEGIN_WRITE))
     try:
         upgrade(engine)

@@ -8,6 +8,7 @@ transaction, which takes longer than most statements: 0.6 ms for one row against
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiosqlite
@@ -48,10 +49,17 @@ def connect(path: str) -> sqlite3.Connection:
     return connection
 
 
-def engine(path: str) -> Engine:
-    """Return an engine whose connections serve one `transaction` at a time."""
+def engine(path: str, home: Path | None = None) -> Engine:
+    """Return an engine whose connections serve one `transaction` at a time.
+
+    `home`: what `file_paths` are relative to, by default the database's directory.
+    """
     return create_engine(
-        "sqlite://", creator=lambda: connect(path), poolclass=NullPool, json_serializer=json_text
+        "sqlite://",
+        creator=lambda: connect(path),
+        poolclass=NullPool,
+        json_serializer=json_text,
+        execution_options={"home": home or Path(path).absolute().parent},
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, delete, insert, select
 
 from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.tables import Snapshot
 
 _DIRECTORIES = select(Snapshot.model_key, Snapshot.directory)
@@ -26,7 +27,7 @@ def put(conn: Connection, model: ModelKey, snapshot: SnapshotRow) -> None:
     values = {
         "model_key": model,
         "seq_id": snapshot.seq_id,
-        "directory": snapshot.directory,
+        "directory": to_stored(conn, snapshot.directory),
         "optimizer": snapshot.optimizer,
         "created_at": time.time(),
     }
@@ -37,12 +38,15 @@ def find(conn: Connection, model: ModelKey) -> SnapshotRow | None:
     """Return a model's snapshot; None: it begins as it was created."""
     columns = select(Snapshot.seq_id, Snapshot.directory, Snapshot.optimizer)
     row = conn.execute(columns.where(Snapshot.model_key == model)).one_or_none()
-    return None if row is None else SnapshotRow(*row)
+    if row is None:
+        return None
+    return SnapshotRow(row.seq_id, from_stored(conn, row.directory), row.optimizer)
 
 
 def all_directories(conn: Connection) -> dict[ModelKey, str]:
     """Return the directory of each model's snapshot."""
-    return {ModelKey(row.model_key): row.directory for row in conn.execute(_DIRECTORIES)}
+    rows = conn.execute(_DIRECTORIES)
+    return {ModelKey(row.model_key): from_stored(conn, row.directory) for row in rows}
 
 
 def drop(conn: Connection, model: ModelKey) -> None:

@@ -82,7 +82,7 @@ def list_checkpoints(
     readable = or_(owned_by(owner), SavedCheckpoint.public)
     where = Model.model_id == model_id, readable, SavedCheckpoint.kind.in_(kinds), *is_live()
     rows = [
-        checkpoint_from_row(row)
+        checkpoint_from_row(conn, row)
         for row in conn.execute(WITH_MODEL.where(*where).order_by(SavedCheckpoint.id))
     ]
     if not rows and model_records.find(conn, owner, model_id) is None:
@@ -102,7 +102,7 @@ def page_checkpoints(
         .join(Session, Session.session_id == Model.session_id)
     )
     rows = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id.desc()).limit(limit).offset(offset)
-    checkpoints = [checkpoint_from_row(row) for row in conn.execute(rows)]
+    checkpoints = [checkpoint_from_row(conn, row) for row in conn.execute(rows)]
     return CheckpointPage(checkpoints, conn.scalar(count.where(*where)) or 0)
 
 
@@ -159,7 +159,7 @@ def _last(
     )
     last: dict[ModelKey, dict[CheckpointKind, CheckpointRow]] = {}
     for row in conn.execute(WITH_MODEL.where(SavedCheckpoint.id.in_(newest))):
-        last.setdefault(ModelKey(row.model_key), {})[row.kind] = checkpoint_from_row(row)
+        last.setdefault(ModelKey(row.model_key), {})[row.kind] = checkpoint_from_row(conn, row)
     return last
 
 

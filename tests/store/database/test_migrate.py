@@ -5,6 +5,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,28 @@ ROWS_OF_0006 = """
     INSERT INTO requests VALUES (2, x'78');
     INSERT INTO snapshots (model_key, seq_id, directory, created_at) VALUES (1, 0, '/s', 1);
 """
+ROWS_OF_0008 = """
+    INSERT INTO sessions VALUES ('s', 1, 1, NULL, NULL, NULL, '[]', '{}', NULL, NULL, '0.38.0', NULL);
+    INSERT INTO models VALUES
+        (1, 's:train:0', 's', 0, 'tiny', 8, 0, 1, 1, 1, '{}', '{}', 'ready', NULL, 1, 1);
+    INSERT INTO adapter_versions (id, model_key, kind, durable, created_at)
+        VALUES (1, 1, 'lora', 0, 1), (2, 1, 'lora', 0, 1), (3, 1, 'lora', 0, 1);
+    INSERT INTO checkpoints (id, model_key, kind, name, directory, base_model, lora_rank, seed, train_mlp,
+        train_attn, train_unembed, has_optimizer, optimizer_config, size_bytes, user_metadata, created_at)
+        VALUES (1, 1, 'weights', 'a', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 1),
+               (2, 1, 'weights', 'b', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 1),
+               (3, 1, 'weights', 'c', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 1);
+    INSERT INTO snapshots (id, model_key, seq_id, directory, created_at) VALUES (1, 1, 4, '', 1);
+"""
+PATHS_OF_0008 = [
+    ("adapter_versions", 1, "HOME/run/adapters/v1"),
+    ("adapter_versions", 2, "/dev/shm/v2"),
+    ("adapter_versions", 3, None),
+    ("checkpoints", 1, "HOME/checkpoints/1/weights/a"),
+    ("checkpoints", 2, "/disk/b"),
+    ("checkpoints", 3, "HOME-2/c"),
+    ("snapshots", 1, "HOME/snapshots/1/4.ab"),
+]
 ROOT = Path(skyrl_tinker.__file__).parents[1]
 
 
@@ -143,15 +166,54 @@ def test_a_model_of_the_version_before_snapshots_is_lost_and_says_why(tmp_path: 
     connection.close()
 
 
-def _upgrade(path: Path, revision: str) -> None:
+def test_paths_below_the_home_become_relative_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    _upgrade(path, "0008")
+    home = str(tmp_path)
+    with sqlite3.connect(path) as connection:
+        connection.executescript(ROWS_OF_0008)
+        for table, row_id, directory in PATHS_OF_0008:
+            moved = directory and directory.replace("HOME", home)
+            connection.execute(f"UPDATE {table} SET directory = ? WHERE id = ?", (moved, row_id))
+    connection.close()
+
+    def paths() -> list[str | None]:
+        connection = sqlite3.connect(path)
+        found = [
+            connection.execute(f"SELECT directory FROM {table} WHERE id = ?", (row_id,)).fetchone()[0]
+            for table, row_id, _ in PATHS_OF_0008
+        ]
+        connection.close()
+        return found
+
+    before = paths()
+    _upgrade(path, "head")
+    assert paths() == [
+        "run/adapters/v1",
+        "/dev/shm/v2",
+        None,
+        "checkpoints/1/weights/a",
+        "/disk/b",
+        f"{home}-2/c",
+        "snapshots/1/4.ab",
+    ]
+    _downgrade(path, "0008")
+    assert paths() == before
+
+
+def _upgrade(path: Path, revision: str, change: Callable[[Config, str], None] = command.upgrade) -> None:
     config = Config()
     config.set_main_option("script_location", str(SCRIPTS))
-    engine = create_engine("sqlite://", creator=lambda: sqlite.connect(str(path)))
+    engine = sqlite.engine(str(path))
     event.listen(engine, "begin", sqlite.starts_with(sqlite.BEGIN_WRITE))
     with engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.upgrade(config, revision)
+        change(config, revision)
     engine.dispose()
+
+
+def _downgrade(path: Path, revision: str) -> None:
+    _upgrade(path, revision, command.downgrade)
 
 
 def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,79 @@
+"""`skyrl-tinker db`: the server's database: its schema and the paths in it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skyrl_tinker import config
+from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
+from skyrl_tinker.errors import StartupError, UserError
+
+app = typer.Typer(no_args_is_help=True, help="The server's database.", rich_markup_mode=None)
+
+
+@app.command()
+def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
+    """Bring the database to the newest schema; `serve` does this on its own."""
+    from skyrl_tinker.directories import Directories
+    from skyrl_tinker.store.database.migrate import migrate as upgrade
+
+    with one_line_errors():
+        settings = config.load(config_file, home=home, database_url=database_url)
+        Directories(settings).make()
+        upgrade(settings.store_url, settings.root)
+    print(f"up to date: {settings.store_url}")
+
+
+@app.command()
+def relocate(
+    old: Annotated[Path, typer.Argument(help="The directory as it was called")],
+    new: Annotated[Path, typer.Argument(help="The same directory as it is called now")],
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    config_file: Config = None,
+) -> None:
+    """Let checkpoints below OLD be found below NEW, where you moved them; the server must not run.
+
+    A home that was moved as a whole needs none of this: what lies below it is recorded relative to it. For
+    example, for a server with `--checkpoints /disk/checkpoints`:
+
+    \\b
+      mv /disk/checkpoints /large/checkpoints
+      skyrl-tinker db relocate /disk/checkpoints /large/checkpoints
+      skyrl-tinker serve --checkpoints /large/checkpoints
+    """
+    with one_line_errors():
+        settings = config.load(config_file, home=home, database_url=database_url)
+        if not new.is_dir():
+            raise UserError(f"NEW is {new}, expected a directory that exists: move the files first")
+        changed = _relocate(settings, old.absolute(), new.absolute())
+        if not changed:
+            raise UserError(f"nothing is recorded below OLD ({old.absolute()})")
+    print(f"paths from below {old.absolute()} that now begin with {new.absolute()}: {changed}")
+
+
+def _relocate(settings: config.Settings, old: Path, new: Path) -> int:
+    """Rewrite the paths; returns how many. Raises StartupError while a server runs."""
+    from skyrl_tinker.directories import Directories
+    from skyrl_tinker.process_lock import process_lock
+    from skyrl_tinker.store.database import file_paths
+    from skyrl_tinker.store.database.migrate import migrate as upgrade
+    from skyrl_tinker.store.store import write_once
+
+    url = existing_database(settings)
+    directories = Directories(settings)
+    directories.make()
+    with process_lock(directories.server_lock, "server"):
+        upgrade(url, settings.root)
+        return write_once(url, lambda conn: file_paths.relocate(conn, old, new), settings.root)
+
+
+def existing_database(settings: config.Settings) -> str:
+    """Return the URL of a database that exists. Raises StartupError when it does not."""
+    from skyrl_tinker.store.database import sqlite
+
+    database = sqlite.database(settings.store_url)
+    if not Path(database).exists():
+        raise StartupError(f"no database {database}: no server has run there")
+    return settings.store_url
