@@ -41,10 +41,10 @@ def publish(staging: Path, directory: Path) -> int:
     """
     paths = list(staging.rglob("*"))
     for path in (*paths, staging):
-        _fsync(path)
+        fsync(path)
     size = sum(path.stat().st_size for path in paths if path.is_file())
     staging.rename(directory)
-    _fsync(directory.parent)
+    fsync(directory.parent)
     return size
 
 
@@ -57,7 +57,8 @@ def storage_errors(message: str) -> Iterator[None]:
         raise StorageError(f"{message}: {error.strerror or error}") from error
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file, or the names in a directory, durable. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

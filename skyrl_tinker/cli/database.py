@@ -1,12 +1,13 @@
-"""`skyrl-tinker db`: the server's database: its schema and the paths in it."""
+"""`skyrl-tinker db`: the server's database: its schema, backups, and the paths in it."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from skyrl_tinker import config
-from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
+from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors
 from skyrl_tinker.errors import StartupError, UserError
 
 app = typer.Typer(no_args_is_help=True, help="The server's database.", rich_markup_mode=None)
@@ -23,6 +24,35 @@ def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Co
         Directories(settings).make()
         upgrade(settings.store_url, settings.root)
     print(f"up to date: {settings.store_url}")
+
+
+@app.command()
+def backup(
+    file: Annotated[Path, typer.Argument(help="A file that does not exist yet, in a directory that does")],
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    checkpoints: Checkpoints = None,
+    config_file: Config = None,
+) -> None:
+    """Copy the database to FILE, also while the server runs.
+
+    All that was acknowledged before is in FILE, which appears complete or not at all. Checkpoints and
+    snapshots of models are directories of their own: copy them after it.
+    """
+    from skyrl_tinker.directories import Directories
+    from skyrl_tinker.store.database.backup import back_up
+
+    with one_line_errors():
+        settings = config.load(config_file, home=home, database_url=database_url, checkpoints=checkpoints)
+        url = existing_database(settings)
+        size = back_up(url, file)
+    directories = Directories(settings)
+    print(f"{file}: {size / 2**20:.1f} MB")
+    print(
+        f"not in it: checkpoints ({directories.checkpoint_root}) and the snapshots of models in training "
+        f"({directories.snapshot_dir})",
+        file=sys.stderr,
+    )
 
 
 @app.command()
