@@ -167,6 +167,7 @@ class Settings(BaseSettings):
     stability_ttl_s: float = Field(
         86400.0, gt=0, description="Time that the record of a sample is kept after its last use"
     )
+    log_mb: int = Field(64, ge=1, description="Largest size of a log file; two older ones are kept of each")
     trust_forwarded: bool = Field(
         False,
         description="Make download URLs from X-Forwarded-Proto, -Host and -Prefix, where a proxy sets them",

@@ -18,6 +18,7 @@ import uvloop
 from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.store.doorbell import Doorbell
@@ -39,7 +40,7 @@ def run(settings_file: Path) -> int:
     processes.become_subreaper()
     processes.raise_open_files_limit()
     if settings.ray_address is None:
-        os.environ.update(_ray_environment())
+        os.environ.update(_ray_environment(settings.log_mb * MiB))
     try:
         with process_lock(directories.engine_lock, "engine"):
             failure = _run(settings, directories)
@@ -57,13 +58,15 @@ def _exit(signum: int, _: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _ray_environment() -> dict[str, str]:
+def _ray_environment(log_bytes: int) -> dict[str, str]:
     """Return a local cluster's settings, for this process and its children; Ray reads them when imported."""
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # bind to loopback, as Ray does there
         "RAY_AUTH_MODE": "token",  # other users of this host cannot run code as us
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ROTATION_MAX_BYTES": str(log_bytes),
+        "RAY_ROTATION_BACKUP_COUNT": "2",
         "RAY_prestart_worker_first_driver": "0",  # idle workers cost 40 MB each
         "RAY_enable_worker_prestart": "0",
         "RAY_worker_niceness": "0",  # trainers come before samplers, which make themselves nice

@@ -19,10 +19,11 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
-from skyrl_tinker.server import base_model, preflight
+from skyrl_tinker.server import base_model, log_files, preflight
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
@@ -109,10 +110,6 @@ class _Child:
         self.deaths.append(time.monotonic())
         return len(self.deaths) == _MOST_DEATHS and self.deaths[-1] - self.deaths[0] < _DEATHS_WITHIN_S
 
-    def last_line(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1].strip() if lines else "none"
-
 
 class _Supervisor:
     def __init__(
@@ -166,6 +163,7 @@ class _Supervisor:
                 tasks.create_task(self._announce_ready()),
                 tasks.create_task(self._record_processes()),
                 tasks.create_task(self._kill_stopped()),
+                tasks.create_task(self._rotate_logs()),
                 tasks.create_task(self._report_warnings(store)),
             ]
             await self._stop.wait()
@@ -196,7 +194,7 @@ class _Supervisor:
         if child.dies_too_often():
             raise StartupError(
                 f"the {child.name} died {_MOST_DEATHS} times within {_DEATHS_WITHIN_S:.0f} s, giving up; "
-                f"last line of its log: {child.last_line()} (see {child.log})"
+                f"last line of its log: {log_files.last_line(child.log)} (see {child.log})"
             )
 
     def _engine_leftovers(self) -> list[psutil.Process]:
@@ -244,6 +242,13 @@ class _Supervisor:
                 self._progress(f"process {process.pid} stands still (SIGSTOP), killing it")
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
+            await asyncio.sleep(_RECORD_S)
+
+    async def _rotate_logs(self) -> None:
+        while True:
+            with suppress(OSError):  # a full disk: tried again
+                limit = self._settings.log_mb * MiB
+                await asyncio.to_thread(log_files.rotate, self._directories.log_dir, limit)
             await asyncio.sleep(_RECORD_S)
 
     async def _report_warnings(self, store: Store) -> None:

@@ -14,9 +14,11 @@ from tests.support.serve import CORE, HEAL_S, Serve, serving, wait_until
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Its own one: most of the deaths here are also the engine's."""
-    with serving(tmp_path_factory.mktemp("healing")) as healing:
-        yield healing
+    """Its own one: most of the deaths here are also the engine's. Its logs may have 1 MB."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SKYRL_TINKER_LOG_MB", "1")
+        with serving(tmp_path_factory.mktemp("healing")) as healing:
+            yield healing
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,18 @@ def test_a_pid_file_that_cannot_be_written_ends_nothing(server: Serve) -> None:
     test_it_heals_when_one_is_killed_or_stopped(server, CORE, signal.SIGKILL)
     pid_file.rmdir()
     assert wait_until(pid_file.is_file, HEAL_S)
+
+
+def test_a_log_that_grows_is_emptied_and_written_on(server: Serve) -> None:
+    assert wait_until(server.ready, HEAL_S)
+    log = server.home / "logs" / "engine.log"
+    with log.open("ab") as file:
+        file.write(b"a line\n" * (1 << 18))
+    assert wait_until(lambda: log.stat().st_size < 1 << 20, HEAL_S)
+    assert log.with_name("engine.log.1").read_bytes().endswith(b"a line\n" * (1 << 18))
+    test_it_heals_when_one_is_killed_or_stopped(server, "vLLM server", signal.SIGKILL)
+    assert wait_until(lambda: b"is lost and is replaced" in log.read_bytes(), HEAL_S)
+    assert b"\0" not in log.read_bytes()
 
 
 def test_an_api_that_keeps_dying_ends_neither_the_server_nor_the_engine(server: Serve) -> None:

@@ -74,7 +74,8 @@ class VllmServer:
         """Return the end of this process's log."""
         with self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, size - TAIL_BYTES))
+            start = self._log_start if self._log_start <= size else 0  # 0: it was emptied meanwhile
+            log.seek(max(start, size - TAIL_BYTES))
             return log.read().decode(errors="replace")
 
     def stop(self) -> None:
