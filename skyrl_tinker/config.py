@@ -113,7 +113,9 @@ class Settings(BaseSettings):
 
     long_poll_s: float = Field(20.0, gt=0, lt=45, description="Longest wait of a request for a result")
     session_timeout_s: float = Field(
-        600.0, gt=0, description="Time without a heartbeat after which a session's models are released"
+        600.0,
+        gt=0,
+        description="Time without heartbeat and request after which a session's models are released",
     )
     request_deadline_s: float = Field(
         86400.0, gt=0, description="Time after which a waiting request fails and says what it waited for"

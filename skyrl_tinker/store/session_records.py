@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import ColumnElement, Connection, insert, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.rows import AnyRow
-from skyrl_tinker.store.database.tables import Model, Session
+from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
 
 _HELD = tuple(state for state in ModelState if state is not ModelState.RELEASED)
 
@@ -88,9 +88,13 @@ def check_live(row: AnyRow) -> None:
 
 
 def list_expired(conn: Connection, now: float, timeout_s: float) -> list[SessionId]:
-    """Return the sessions to end: silent for `timeout_s`, or finished with models that are not released."""
+    """Return the sessions to end: silent for `timeout_s`, or finished with models that are not released.
+
+    Silent: without heartbeat, training request and sample.
+    """
+    since = now - timeout_s
     silent = select(Session.session_id).where(
-        Session.finished_at.is_(None), Session.last_heartbeat_at < now - timeout_s
+        Session.finished_at.is_(None), Session.last_heartbeat_at < since, ~_trains(since), ~_samples(since)
     )
     left = (
         select(Session.session_id)
@@ -99,6 +103,24 @@ def list_expired(conn: Connection, now: float, timeout_s: float) -> list[Session
         .distinct()
     )
     return [SessionId(session_id) for query in (silent, left) for session_id in conn.scalars(query)]
+
+
+def _trains(since: float) -> ColumnElement[bool]:
+    """Return SQL: a model of the session has had a request since then."""
+    of_session = Model.session_id == Session.session_id
+    return select(Model.key).where(of_session, Model.last_request_at >= since).exists()
+
+
+def _samples(since: float) -> ColumnElement[bool]:
+    """Return SQL: the last sample of a sampling session, by seq_id, came since then."""
+    of_sampler = Future.sampling_session_id == SamplingSession.sampling_session_id
+    last = select(Future.created_at).where(of_sampler).order_by(Future.seq_id.desc()).limit(1)
+    of_session = SamplingSession.session_id == Session.session_id
+    return (
+        select(SamplingSession.sampling_session_id)
+        .where(of_session, last.scalar_subquery() >= since)
+        .exists()
+    )
 
 
 def _session(conn: Connection, session_id: SessionId) -> AnyRow:

@@ -1,17 +1,26 @@
 """Sessions live while they heartbeat; what they held is let go afterwards."""
 
 import time
+from functools import partial
 
 import pytest
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import ModelState, SessionId, VersionId
+from skyrl_tinker.domain.ids import ModelState, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import model_records, sampling_sessions, session_records
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from tests.store.support.rows import create, ephemeral, finish_session, new_session
+from tests.store.support.rows import (
+    base_sampler,
+    create,
+    ephemeral,
+    finish_session,
+    new_session,
+    sample,
+    step,
+)
 
 NOBODY = SessionId("nobody")
 
@@ -79,6 +88,20 @@ async def test_a_heartbeat_keeps_a_session(store: Store, session: SessionId, mod
     await store.write(lambda conn: session_records.heartbeat(conn, session))
     with store.read() as conn:
         assert session_records.list_expired(conn, asked, 600) == []
+
+
+async def test_work_keeps_a_session_that_sends_no_heartbeats(
+    store: Store, session: SessionId, model: ModelRow, sampler: SamplingSessionId
+) -> None:
+    """As a REST client may do, which knows of none."""
+    other = await new_session(store)
+    await base_sampler(store, other)
+    for submit in (partial(step, store, model, 1), partial(sample, store, sampler, 0)):
+        asked = time.time() + 600
+        await submit()
+        with store.read() as conn:
+            assert session_records.list_expired(conn, asked, 600) == [other]
+        assert set(await expired(store, after_s=601)) == {session, other}
 
 
 async def test_a_finished_session_expires_at_once(store: Store, session: SessionId, model: ModelRow) -> None:

@@ -57,6 +57,7 @@ QUERIES: dict[str, Query] = {
     "clearing a session": lambda conn: session_purges.clear_session(conn, SessionId("s")),
     "forgetting a session": lambda conn: session_purges.forget_session(conn, SessionId("s")),
     "weights that are waited for": sampling_sessions.list_awaited_versions,
+    "sessions to end": lambda conn: session_records.list_expired(conn, time.time(), 600.0),
 }
 
 
