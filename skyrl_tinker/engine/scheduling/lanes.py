@@ -137,6 +137,10 @@ class Lanes:
         """
         for lane in self._open.values():
             _skip_refused(lane)
+        return self.heads(budget)
+
+    def heads(self, budget: int) -> dict[ModelKey, Sequence[QueuedRow]]:
+        """Return what `runnable` does but for lanes whose next row was refused; changes nothing."""
         heads = {model: _head(lane, budget) for model, lane in self._open.items()}
         return {model: rows for model, rows in heads.items() if rows}
 

@@ -65,7 +65,7 @@ class Planner:
 
     def tenants(self) -> tuple[SessionId, ...]:
         """Return the tenants with runnable work in the order in which they will be served."""
-        waiting = self._lanes.runnable(1)
+        waiting = self._lanes.heads(1)
         return self._shares.restricted_to(waiting).tenant_order(waiting)
 
     def _plan(self) -> tuple[Unit | None, FairShare]:

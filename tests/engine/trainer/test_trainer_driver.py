@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import orjson
 import pytest
@@ -12,8 +14,10 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Failure
 from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import cancellation, queue
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.world import World
 
@@ -70,6 +74,48 @@ async def test_a_refused_backward_is_named_with_its_reason_in_the_step(world: Wo
     step = await journal.submit_step(world.store, model, 2)
     await world.done(step)
     assert why.message in (await journal.error_of(world.store, step)).message
+
+
+async def test_a_look_at_the_queues_while_a_step_runs_hides_no_refusal(world: World) -> None:
+    model = await world.model()
+    key = await journal.key_of(world.store, model)
+    world.workers.go_on.clear()
+    step = await journal.submit_step(world.store, model, 1)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "step" in names)
+    why = Failure("datum 2: weights has length 3, expected 4", "user")
+    await journal.submit(world.store, model, 2, RequestKind.FORWARD_BACKWARD, failure=why)
+    await world.until(lambda: asyncio.sleep(0, world.driver.lane_statuses()), lambda lanes: key in lanes)
+    world.driver.view()
+    world.workers.go_on.set()
+    assert (await world.done(step)).status is FutureStatus.DONE
+    after = await journal.submit_step(world.store, model, 3)
+    await world.done(after)
+    assert why.message in (await journal.error_of(world.store, after)).message
+
+
+async def test_a_flood_of_full_passes_does_not_keep_what_is_to_go(
+    store: Store, bell: Doorbell, tmp_path: Path
+) -> None:
+    world = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+    flooding, over, unloaded = [await world.model() for _ in range(3)]
+    world.workers.go_on.clear()
+    flood = [await journal.submit_pass(store, flooding, seq_id, forward_only=True) for seq_id in range(1, 9)]
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    unload = await store.write(lambda conn: cancellation.submit_unload(conn, None, unloaded))
+    world.bell.ring("engine")
+    await asyncio.sleep(0.2)  # all of it is taken in before the workers go on
+    world.driver.release(await journal.key_of(store, over))
+    world.workers.go_on.set()
+    for each in (*flood, unload):
+        await world.done(each)
+    names = world.workers.names()
+    assert names.count("pass") == len(flood)
+    last = max(index for index, name in enumerate(names) if name == "release")
+    assert names.count("release") == 2
+    assert names[last:].count("pass") > len(flood) // 2
+    world.running.cancel()
+    with suppress(asyncio.CancelledError, ExceptionGroup):
+        await world.running
 
 
 async def test_a_refused_step_clears_its_window(world: World) -> None:
