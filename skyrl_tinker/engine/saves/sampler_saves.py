@@ -155,7 +155,9 @@ class Publisher(SaveFlow[SamplerSave]):
                 )
             )
             version = WeightVersion(number, kind, "")
-            directory = self._new_directory(row, model, path) if path else self._ephemeral / version.name
+            directory = (
+                await self._new_directory(row, model, path) if path else self._ephemeral / version.name
+            )
         return SamplerSave(row, model, body, path, directory, replace(version, directory=str(directory)))
 
     async def _with_weights(

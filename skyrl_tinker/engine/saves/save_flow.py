@@ -116,10 +116,14 @@ class SaveFlow(ABC, Generic[S]):
             replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
             raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
 
-    def _new_directory(self, row: QueuedRow, model: ModelRow, path: TinkerPath) -> Path:
-        """Return a directory never used before: that of an overwritten checkpoint may still be read."""
-        directory = self._root / str(model.key) / path.kind / path.name
-        return directory.with_name(f"{path.name}~{row.id}") if directory.exists() else directory
+    async def _new_directory(self, row: QueuedRow, model: ModelRow, path: TinkerPath) -> Path:
+        """Return this save's own directory: that of an overwritten checkpoint may still be read.
+
+        What the save wrote there before a crash, and did not record, is removed.
+        """
+        directory = self._root / str(model.key) / path.kind / f"{path.name}~{row.id}"
+        await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)
+        return directory
 
     @abstractmethod
     async def _write(self, save: S) -> int:

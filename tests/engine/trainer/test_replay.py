@@ -8,13 +8,17 @@ from pathlib import Path
 
 import orjson
 import pytest
+from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.trainer import replay, trainer_driver
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.replay import snapshot_records, unit_records
@@ -207,6 +211,38 @@ async def test_a_save_that_was_being_written_has_the_weights_of_its_turn(
     assert orjson.loads((Path(row.directory) / "steps.json").read_bytes()) == expected(1, 1)
     await train(after, model, 8, 1)
     assert await steps_of(after, model) == [[1, 2], [5, 6], [8, 9]]
+
+
+async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often that happens, and the save succeeds."""
+    add, attempts, failing = checkpoint_records.add, list[NewCheckpoint](), True
+
+    def fails(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
+        attempts.append(new)
+        if failing:
+            raise OperationalError("INSERT", None, OSError("disk full"))
+        return add(conn, new, replace=replace)
+
+    monkeypatch.setattr(checkpoint_records, "add", fails)
+    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
+    model = await world.model()
+    saving = await save(world.store, model, 1, "a")
+    engine = world
+    for _ in range(2):
+        before = len(attempts)
+        await engine.until(lambda: asyncio.sleep(0, len(attempts)), before.__lt__)
+        engine.running.cancel()
+        await asyncio.wait([engine.running])
+        await world.store.write(lambda conn: None)  # behind all that the dead one had begun
+        engine = new_engine(engine)
+    failing = False
+    await all_done(engine, saving)
+    with world.store.read() as conn:
+        row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "a")
+    assert row is not None
+    assert list(world.root.glob("*/weights/*")) == [Path(row.directory)]
 
 
 async def snapshot_of(world: World, model: ModelId) -> snapshot_records.SnapshotRow | None:
