@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import psutil
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.engine.compose import Backends, Environment, Parts, compose
 from skyrl_tinker.engine.outbox import persistently
@@ -85,7 +86,8 @@ class Engine:
         foreseen = isinstance(cause, SkyrlTinkerError)
         _log.error("the engine failed: %s", cause, exc_info=None if foreseen else cause)
         if not self._ready:
-            await self._env.status.report("failed", str(cause))
+            with suppress(OperationalError):  # a full disk: the log has the cause
+                await self._env.status.report("failed", str(cause))
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), FAILED_S)
 

@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
 from skyrl_tinker.engine.colocation.placement import make_placement
 from skyrl_tinker.engine.compose import (
     Backends,
@@ -17,6 +19,7 @@ from skyrl_tinker.engine.compose import (
     sampler_spec,
     trainer_spec,
 )
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.parity import startup_check
 from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, sampler_gpus
@@ -24,6 +27,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.store import sampling_sessions, server_state
+from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
@@ -74,22 +78,26 @@ class StartUp:
         return Backends(trainer, fleet, samplers, placement)
 
     async def tidy_up(self) -> None:
-        """Remove what an earlier engine had half written, and give up models of another base model."""
+        """Remove what an earlier engine had half written, and give up models of another base model.
+
+        Waits while the database fails, as on a full disk.
+        """
         root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
         snapshots = self._directories.snapshot_dir.glob("*")
         partial_in = [ephemeral, root, *root.glob("*/*"), *snapshots]
         await in_disk_thread(leftovers.sweep_partial, partial_in)
-        await self._env.store.write(sampling_sessions.drop_unpublished)
-        with self._env.store.read() as conn:
-            versions = sampling_sessions.list_ephemeral_versions(conn)
+        versions = await self._write(partial(_settle_versions, ephemeral=ephemeral))
         spill = make_tmpfs_spill(self._directories)
         await in_disk_thread(spill.sweep, {version.name for version in versions})
         for version in versions:
             await in_disk_thread(spill.restore, version)
         fingerprint = await in_disk_thread(leftovers.fingerprint, Path(self._facts.directory))
-        lost = await self._env.store.write(partial(leftovers.give_up_foreign_models, fingerprint=fingerprint))
+        lost = await self._write(partial(leftovers.give_up_foreign_models, fingerprint=fingerprint))
         if lost:
             _log.warning("%d models of another base model are lost", lost)
+
+    async def _write(self, op: Op[T]) -> T:
+        return await persistently(lambda: self._env.store.write(op))
 
     async def _start_trainer(self, trainer: TrainerGroup) -> startup_check.Probe | None:
         await self._await_ready("trainer", trainer.ready())
@@ -113,10 +121,17 @@ class StartUp:
 
     async def _report(self) -> None:
         parts = " and ".join(sorted(self._waiting_for)) or "the comparison of trainer and sampler"
-        await self._env.status.report("starting", f"waiting for {parts}")
+        await persistently(lambda: self._env.status.report("starting", f"waiting for {parts}"))
 
     async def _compare(self, probed: startup_check.Probe, samplers: Samplers) -> None:
         directory = self._directories.ephemeral_dir / "canary"
         gap = await startup_check.compare(probed, samplers, self._facts, directory)
         _log.info("logprobs of trainer and sampler differ by at most: %s", gap)
         startup_check.require_agreement(gap, self._settings.trainer_dtype)
+
+
+def _settle_versions(conn: Connection, ephemeral: Path) -> list[WeightVersion]:
+    """Drop versions that were never published; return the ephemeral ones, which lie in `ephemeral` now."""
+    sampling_sessions.drop_unpublished(conn)
+    sampling_sessions.settle_ephemeral(conn, ephemeral)
+    return sampling_sessions.list_ephemeral_versions(conn)

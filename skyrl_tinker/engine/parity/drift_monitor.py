@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sqlalchemy import Connection
+
 from skyrl_tinker.domain.ids import ModelId, ModelKey
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, Float32, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
@@ -124,17 +126,20 @@ class DriftMonitor:
         first = not self._drifted
         self._drifted.add(scored.key)
         if first:
-            await persistently(lambda: self._warn(warning))
+            await self._warn(warning)
 
     async def _note_agreement(self, model: ModelKey) -> None:
         if model not in self._drifted:
             return
         self._drifted.discard(model)
         if not self._drifted:
-            await persistently(lambda: self._warn(None))
+            await self._warn(None)
 
     async def _warn(self, warning: str | None) -> None:
-        await self._store.write(lambda conn: server_state.put(conn, server_state.WARNING, warning))
+        def op(conn: Connection) -> None:
+            server_state.put(conn, server_state.WARNING, warning)
+
+        await persistently(lambda: self._store.write(op))
 
 
 def _worse(one: float, other: float) -> float:

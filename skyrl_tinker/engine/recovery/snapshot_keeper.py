@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.atomic_directory import atomic_directory, storage_errors
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
-from skyrl_tinker.engine.outbox import persistently
+from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
@@ -187,8 +187,7 @@ class SnapshotKeeper:
 
     async def remove_replaced(self, model: ModelKey) -> None:
         """Remove what the model's snapshot, which was committed, has made superfluous."""
-        with self._store.read() as conn:
-            row = snapshot_records.find(conn, model)
+        row = await read_persistently(self._store, partial(snapshot_records.find, model=model))
         if row is not None:
             await self._forget_before(model, row)
 

@@ -121,8 +121,8 @@ class Publisher(SaveFlow[SamplerSave]):
 
         The model must be as it was at this save. Raises TrainerError: the ranks are broken.
         """
-        with self._store.read() as conn:
-            version = sampling_sessions.version_of_save(conn, model.key, row.id)
+        find = partial(sampling_sessions.version_of_save, model_key=model.key, future_id=row.id)
+        version = await read_persistently(self._store, find)
         if version is None or await in_disk_thread(Path(version.directory).exists):
             return
         save = SamplerSave(row, model, SaveSamplerBody(), None, Path(version.directory), version)
