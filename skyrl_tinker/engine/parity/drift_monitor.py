@@ -61,6 +61,7 @@ class DriftMonitor:
         self._bound = bound
         self._gaps: dict[ModelKey, float] = {}  # not reported yet
         self._drifted: set[ModelKey] = set()
+        self._scored: set[ModelKey] = set()  # models that may be compared: not forgotten since
 
     async def clear_warning(self) -> None:
         """Withdraw the warning of an earlier engine."""
@@ -81,6 +82,7 @@ class DriftMonitor:
                 _log.warning("the probe of %s failed: %s", model_id, output.message)
             else:
                 scored.append(ScoredProbe(key, model_id, output))
+                self._scored.add(key)
         return scored
 
     async def compare(self, scored: ScoredProbe, version: WeightVersion, *, inflight: bool) -> None:
@@ -100,6 +102,8 @@ class DriftMonitor:
             return
         if inflight and served != version.name:  # the target has moved on, and is compared again
             return
+        if scored.key not in self._scored:  # released meanwhile
+            return
         self._metrics.compared(gap)
         self._gaps[scored.key] = _worse(gap, self._gaps.get(scored.key, 0.0))
         await self._judge(scored, gap)
@@ -111,6 +115,7 @@ class DriftMonitor:
     async def forget(self, model: ModelKey) -> None:
         """Forget a released model, and withdraw its warning."""
         self._gaps.pop(model, None)
+        self._scored.discard(model)
         await self._note_agreement(model)
 
     async def _judge(self, scored: ScoredProbe, gap: float) -> None:

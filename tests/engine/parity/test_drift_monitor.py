@@ -1,6 +1,6 @@
 """The comparison after a sync tells what it can; what fails in it harms nobody. Both ends are scripted."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -40,13 +40,16 @@ class Ends:
         self.serves = VERSION.name
         self.asked: list[SampleSource] = []
         self.passes = 0
-        self.out_of_memory = {MODEL}
+        self.out_of_memory: set[ModelKey] = set()
+        self.meanwhile: Callable[[], Awaitable[None]] | None = None  # while the samplers score
 
     def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
         return InflightTarget(model, version)
 
     async def sample(self, wanted: SampleSource, request: SampleRequest) -> SampleOutput:
         self.asked.append(wanted)
+        if self.meanwhile is not None:
+            await self.meanwhile()
         if self.error is not None:
             raise self.error
         sequence = SampledSequence((1,), (0.0,), "length", (), (VersionSpan(self.serves, 0, 1),))
@@ -70,13 +73,15 @@ def monitor(store: Store, ends: Ends) -> DriftMonitor:
     return DriftMonitor(store, *parts, FACTS, Metrics(), tokens=TOKENS, bound=1.0)
 
 
-def scored() -> ScoredProbe:
-    return ScoredProbe(MODEL, ModelId("model"), np.full(TOKENS - 1, -1.0, np.float32))
+async def scored(gaps: DriftMonitor, model: ModelKey = MODEL) -> ScoredProbe:
+    """Its logprobs are minus the model's key; the samplers' are -1.5."""
+    (probe,) = await gaps.score({model: ModelId(f"model-{model}")})
+    return probe
 
 
 async def test_the_largest_difference_is_told_once(store: Store) -> None:
     gaps = monitor(store, Ends())
-    await gaps.compare(scored(), VERSION, inflight=False)
+    await gaps.compare(await scored(gaps), VERSION, inflight=False)
     assert gaps.pop_gap(MODEL) == {METRIC: 0.5}
     assert gaps.pop_gap(MODEL) == {}
 
@@ -94,30 +99,39 @@ async def test_what_the_samplers_cannot_score_ends_nothing(store: Store, error: 
     ends = Ends()
     ends.error = error
     gaps = monitor(store, ends)
-    await gaps.compare(scored(), VERSION, inflight=False)
+    await gaps.compare(await scored(gaps), VERSION, inflight=False)
     assert gaps.pop_gap(MODEL) == {}
 
 
 async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(store: Store) -> None:
     ends = Ends()
     gaps = monitor(store, ends)
-    await gaps.compare(scored(), VERSION, inflight=True)
+    await gaps.compare(await scored(gaps), VERSION, inflight=True)
     assert [type(wanted) for wanted in ends.asked] == [InflightTarget]
     assert gaps.pop_gap(MODEL) == {METRIC: 0.5}
     ends.serves = "v4"
-    await gaps.compare(scored(), VERSION, inflight=True)
+    await gaps.compare(await scored(gaps), VERSION, inflight=True)
     assert gaps.pop_gap(MODEL) == {}, "these were the logprobs of newer weights"
 
 
 async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) -> None:
     gaps = monitor(store, Ends())
-    apart = ScoredProbe(MODEL, ModelId("model"), np.full(TOKENS - 1, -9.0, np.float32))
-    other = ScoredProbe(ModelKey(2), ModelId("other"), apart.logprobs)
+    apart, other = await scored(gaps, ModelKey(9)), await scored(gaps, ModelKey(8))
     for each in (apart, other):
         await gaps.compare(each, VERSION, inflight=False)
     await gaps.forget(other.key)
     assert "differ" in str(await warning(store)), "of the other one"
     await gaps.forget(apart.key)
+    assert await warning(store) is None
+    assert gaps.pop_gap(apart.key) == {}
+
+
+async def test_a_model_that_is_released_while_it_is_compared_leaves_no_warning(store: Store) -> None:
+    ends = Ends()
+    gaps = monitor(store, ends)
+    apart = await scored(gaps, ModelKey(9))
+    ends.meanwhile = lambda: gaps.forget(apart.key)
+    await gaps.compare(apart, VERSION, inflight=False)
     assert await warning(store) is None
     assert gaps.pop_gap(apart.key) == {}
 
@@ -128,7 +142,9 @@ async def warning(store: Store) -> object:
 
 
 async def test_a_probe_that_the_trainer_cannot_score_leaves_the_save_alone(store: Store) -> None:
-    assert await monitor(store, Ends()).score({MODEL: ModelId("model")}) == []
+    ends = Ends()
+    ends.out_of_memory = {MODEL}
+    assert await monitor(store, ends).score({MODEL: ModelId("model")}) == []
 
 
 async def test_the_probes_of_several_models_share_a_pass(store: Store) -> None:
