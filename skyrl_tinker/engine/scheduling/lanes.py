@@ -68,12 +68,16 @@ class Lanes:
         self._open[model] = _Lane(next_seq, window_error=window_error)
 
     def close(self, model: ModelKey, failure: Failure) -> list[QueuedRow]:
-        """End a model; returns its pending rows that were waiting."""
+        """End a model; returns its pending rows that were waiting. `forget` it once the store has the end."""
         self._closed[model] = failure
         if len(self._closed) > CLOSED_KEPT:
             del self._closed[next(iter(self._closed))]
         lane = self._open.pop(model, _Lane())
         return [row for row in lane.parked.values() if row.status is FutureStatus.PENDING]
+
+    def forget(self, model: ModelKey) -> None:
+        """Forget a closed model: the store says what its requests get."""
+        self._closed.pop(model, None)
 
     def knows(self, model: ModelKey) -> bool:
         return model in self._open or model in self._closed

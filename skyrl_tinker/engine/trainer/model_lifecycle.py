@@ -67,10 +67,9 @@ class ModelLifecycle:
         if not self._lanes.knows(model):
             with self._store.read() as conn:
                 row = _row(conn, model)
-            if row.state is ModelState.CREATING:
-                self._lanes.open(model)
-            else:
-                self._lanes.close(model, _failure_of(row))
+            if row.state is not ModelState.CREATING:
+                return _failure_of(row)
+            self._lanes.open(model)
         return self._lanes.closed_by(model)
 
     async def fail_creation(self, row: QueuedRow, model: ModelRow, failure: Failure) -> None:
@@ -111,6 +110,7 @@ class ModelLifecycle:
         reason = await read_persistently(self._store, lambda conn: why_lost(conn, _row(conn, model), cause))
         failures = self._close(model, Failure(reason, "server"))
         await self._outbox.send(failures, _set_state(model, ModelState.LOST, reason))
+        self._lanes.forget(model)
         await self._snapshots.forget(model)
 
     async def _release(self, model: ModelKey, failure: Failure) -> None:
@@ -120,6 +120,7 @@ class ModelLifecycle:
         if request := self._unloading.pop(model, None):
             outcomes.append((request.id, json_answer({"model_id": (await self.row(model)).model_id})))
         await self._outbox.send(outcomes, _set_state(model, ModelState.RELEASED, failure.message))
+        self._lanes.forget(model)
         await self._snapshots.forget(model)
 
     def _close(self, model: ModelKey, failure: Failure) -> list[tuple[int, FutureOutcome]]:

@@ -147,6 +147,8 @@ def test_closing_returns_the_waiting_rows_that_nobody_answered_yet() -> None:
     gone = Failure("lost", "server")
     assert [each.seq_id for each in lanes.close(MODEL, gone)] == [1, 4]
     assert lanes.closed_by(MODEL) == gone
+    lanes.forget(MODEL)
+    assert not lanes.knows(MODEL)
     assert lanes.runnable(BUDGET) == {}
 
 

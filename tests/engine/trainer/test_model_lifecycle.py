@@ -65,3 +65,6 @@ async def test_a_released_model_runs_what_it_can_and_fails_the_rest(world: World
     assert "finished" in (await journal.error_of(world.store, parked)).message
     assert (await journal.model_of(world.store, model)).state is ModelState.RELEASED
     assert world.workers.names()[-1] == "release"
+    late = await journal.submit_pass(world.store, model, 4)
+    await world.done(late)
+    assert "finished" in (await journal.error_of(world.store, late)).message
