@@ -1,6 +1,8 @@
 """Intake of new requests: read when the doorbell rings, at most a second late, and given to the drivers."""
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 from sqlalchemy.exc import OperationalError
 
@@ -11,9 +13,12 @@ from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 
 FALLBACK_POLL_S = 1.0
+MOST_BODIES = 4096
+"""Waiting samples beyond which those that arrive wait without their bodies, of up to SMALL_BYTES each."""
 _SAMPLING = frozenset({RequestKind.SAMPLE, RequestKind.CANCEL_SAMPLE})
 _log = logging.getLogger(__name__)
 
@@ -51,6 +56,7 @@ class Intake:
         with self._store.read() as conn:
             rows = queue.queued_after(conn, self._cursor, PAGE)
         if rows:
+            rows = self._without_bodies(rows) if self._sampler.queued() > MOST_BODIES else rows
             self._metrics.arrived(rows)
             # Training first: it reads the database, and where that fails it may get the same rows again.
             if training := [row for row in rows if row.kind not in _SAMPLING]:
@@ -60,3 +66,7 @@ class Intake:
             if cancels := [row for row in rows if row.kind is RequestKind.CANCEL_SAMPLE]:
                 await self._sampler.cancel(cancels)
         return len(rows) == PAGE
+
+    def _without_bodies(self, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
+        """Leave the bodies of samples in the store, as so many wait already."""
+        return [replace(row, body=None) if row.kind is RequestKind.SAMPLE else row for row in rows]

@@ -14,7 +14,8 @@ from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.store import Store
 
 _FALLBACK_POLL_S = 1.0
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 18  # of a result that is read on the loop
+_PAGE = 64  # results read at once
 _REMEMBERED = 4096
 _log = logging.getLogger(__name__)
 
@@ -57,9 +58,16 @@ class FutureWaiter:
             self._expected[request_id] = owner
 
     async def announce(self) -> None:
-        """Answer the waits whose futures finished since the last call; one query reads all results."""
+        """Answer the waits whose futures finished since the last call; one query reads a page of results."""
+        more = True
+        while more:
+            more = await self._announce_page()
+            await asyncio.sleep(0)  # others run between pages
+
+    async def _announce_page(self) -> bool:
+        """Return True if there may be more."""
         with self._store.read() as conn:
-            finished = outcomes.finished_after(conn, self._cursor, _SMALL_BYTES)
+            finished = outcomes.finished_after(conn, self._cursor, _SMALL_BYTES, _PAGE)
         for cursor, outcome in finished:
             self._remember(outcome.request_id)
             if outcome.request_id in self._waiting:
@@ -69,6 +77,7 @@ class FutureWaiter:
             self._cursor = cursor
         if finished:
             self._notify()
+        return len(finished) == _PAGE
 
     def _remember(self, request_id: RequestId) -> None:
         self._expected.pop(request_id, None)

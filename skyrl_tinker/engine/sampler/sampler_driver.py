@@ -17,6 +17,7 @@ from skyrl_tinker.engine.outbox import (
     Outbox,
     failure_of,
     json_answer,
+    persistently,
     read_persistently,
 )
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
@@ -24,6 +25,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.errors import NotFoundError, StateLostError
+from skyrl_tinker.off_loop import OFF_LOOP_BYTES
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.protocol.stored_requests import sample_from_body
@@ -136,12 +138,18 @@ class SamplerDriver:
 
     async def _with_bodies(self, batch: Sequence[QueuedRow]) -> list[tuple[QueuedRow, bytes]]:
         """Pair rows with their bodies, without rows that have finished already."""
-        large = [row.id for row in batch if row.body is None]
-        read = (
-            await read_persistently(self._store, lambda conn: queue.read_bodies(conn, large)) if large else {}
-        )
-        pairs = [(row, row.body or read.get(row.id)) for row in batch]
+        stored = await self._read_bodies([row for row in batch if row.body is None])
+        pairs = [(row, row.body or stored.get(row.id)) for row in batch]
         return [(row, body) for row, body in pairs if body is not None]
+
+    async def _read_bodies(self, rows: Sequence[QueuedRow]) -> dict[int, bytes]:
+        """Read bodies by future id, in a thread where they are large."""
+        read = partial(queue.read_bodies, ids=[row.id for row in rows])
+        if not rows:
+            return {}
+        if sum(row.body_bytes for row in rows) > OFF_LOOP_BYTES:
+            return await persistently(lambda: self._store.fetch(read))
+        return await read_persistently(self._store, read)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         await self._outbox.send([(row.id, await self._outcome(row, body))])

@@ -7,6 +7,7 @@ from sqlalchemy import Connection, bindparam, case, func, select
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, RequestKind
 from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.database.tables import Future, Model, Result, Session
 
 ANY_SIZE = 1 << 62
@@ -55,6 +56,7 @@ _FINISHED = Prepared(
     .outerjoin(Session, Session.session_id == Future.session_id)
     .where(Result.id > bindparam("cursor"))
     .order_by(Result.id)
+    .limit(bindparam("count"))
 )
 
 
@@ -72,9 +74,11 @@ def find_many(
     return [Outcome(*row) for row in rows]
 
 
-def finished_after(conn: Connection, cursor: int, most_bytes: int = ANY_SIZE) -> list[tuple[int, Outcome]]:
-    """Return (results.id, outcome) of requests finished after the cursor, in that order."""
-    rows = _FINISHED.rows(conn, {"cursor": cursor, "most": most_bytes})
+def finished_after(
+    conn: Connection, cursor: int, most_bytes: int = ANY_SIZE, limit: int = PAGE
+) -> list[tuple[int, Outcome]]:
+    """Return (results.id, outcome) of requests finished after the cursor, in that order, at most `limit`."""
+    rows = _FINISHED.rows(conn, {"cursor": cursor, "most": most_bytes, "count": limit})
     return [(row[0], Outcome(*row[1:])) for row in rows]
 
 

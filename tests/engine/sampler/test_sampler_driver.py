@@ -4,8 +4,11 @@ import asyncio
 from contextlib import suppress
 from typing import Any, cast
 
+import pytest
+
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
-from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import BaseModelFacts, Failure, SampleRequest, SamplingParams
+from skyrl_tinker.engine import intake
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.fleet import Fleet
@@ -23,13 +26,15 @@ from tests.engine.support import journal
 FACTS = BaseModelFacts("/nowhere", ("new",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 
 
-async def submit_sample(store: Store, session: SessionId, base_model: str, seq_id: int) -> Accepted:
+async def submit_sample(
+    store: Store, session: SessionId, base_model: str, seq_id: int, prompt: tuple[int, ...] = (1, 2)
+) -> Accepted:
     sampler = await store.write(
         lambda conn: sampling_sessions.create(
             conn, session, 0, base_model=base_model, model_path=None, version_id=None
         )
     )
-    body = sample_body(SampleRequest((1, 2), 1, SamplingParams(max_tokens=1)))
+    body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=1)))
     return await store.write(
         lambda conn: sample_submission.submit_sample(
             conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1
@@ -37,26 +42,55 @@ async def submit_sample(store: Store, session: SessionId, base_model: str, seq_i
     )
 
 
+def make_driver(store: Store, bell: Doorbell) -> tuple[SamplerDriver, Metrics]:
+    nothing = cast(Any, None)
+    fleet = Fleet(nothing, RemoteInferenceClient("", ()))
+    metrics = Metrics()
+    samplers = Samplers(fleet, nothing, FACTS, 8)
+    return SamplerDriver(store, samplers, Outbox(store, bell, metrics), 8, metrics), metrics
+
+
+async def refusal(store: Store, accepted: Accepted) -> Failure:
+    """The samples here are of a base model that is not served: so all that read their bodies refuse them."""
+    async with asyncio.timeout(5):
+        while (await journal.outcome(store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return await journal.error_of(store, accepted)
+
+
 async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
     store: Store, bell: Doorbell
 ) -> None:
     session = await journal.new_session(store)
-    nothing = cast(Any, None)
-    fleet = Fleet(nothing, RemoteInferenceClient("", ()))
-    samplers = Samplers(fleet, nothing, FACTS, 8)
-    metrics = Metrics()
-    driver = SamplerDriver(store, samplers, Outbox(store, bell, metrics), 8, metrics)
+    driver, _ = make_driver(store, bell)
     running = asyncio.create_task(driver.run())
     for seq_id in range(2):  # what the first one found must not open the door to the second
         accepted = await submit_sample(store, session, "old", seq_id)
         with store.read() as conn:
             driver.submit(queue.queued_after(conn, 0)[-1:])
-        async with asyncio.timeout(5):
-            while (await journal.outcome(store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        failure = await journal.error_of(store, accepted)
+        failure = await refusal(store, accepted)
         assert failure.category == "user"
         assert "of base model 'old', expected one that is served: new" in failure.message
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+async def test_where_many_samples_wait_their_bodies_stay_in_the_store(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "MOST_BODIES", 2)
+    driver, metrics = make_driver(store, bell)
+    session = await journal.new_session(store)
+    reading = intake.Intake(store, bell, cast(Any, None), driver, metrics)
+    accepted = []
+    for seq_id, length in enumerate((2, 2, 2, 2, 20_000)):
+        accepted.append(await submit_sample(store, session, "old", seq_id, tuple(range(length))))
+        await reading._read_page()
+    assert [row.body is None for row in metrics.pending()] == [False, False, False, True, True]
+    running = asyncio.create_task(driver.run())
+    for each in accepted:
+        assert "expected one that is served" in (await refusal(store, each)).message
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running

@@ -1,0 +1,41 @@
+"""One reader wakes all who wait, however much has finished at once."""
+
+import asyncio
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.api.waiting import long_poll
+from skyrl_tinker.api.waiting.long_poll import FutureWaiter
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import FutureStatus
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import finish, outcomes
+from skyrl_tinker.store.store import Store
+from tests.store.support.rows import base_sampler, new_session, sample
+
+
+async def test_more_results_than_are_read_at_once_reach_all_who_wait(settings: Settings) -> None:
+    store, bell = Store.open(settings.store_url), Doorbell.bind(settings.root, "api")
+    waiter = FutureWaiter(store, bell)
+    await waiter.start()
+    sampler = await base_sampler(store, await new_session(store))
+    count = 3 * long_poll._PAGE
+    ids = [(await sample(store, sampler, number)).request_id for number in range(count)]
+    waits = [asyncio.create_task(waiter.wait(request_id, None, 60.0)) for request_id in ids]
+    while waiter.waiting < count:  # noqa: ASYNC110 (tasks register one by one)
+        await asyncio.sleep(0)
+    bodies = {request_id: str(number).encode() for number, request_id in enumerate(ids)}
+    bodies[ids[1]] = bytes(2 * long_poll._SMALL_BYTES)
+
+    def end_all(conn: Connection) -> None:
+        for outcome in outcomes.find_many(conn, ids):
+            finish.succeed(conn, outcome.future_id, "t", bodies[outcome.request_id])
+
+    await store.write(end_all)
+    await waiter.announce()
+    found = [outcome for outcome in await asyncio.gather(*waits) if outcome is not None]
+    assert [(each.request_id, each.status, each.body) for each in found] == [
+        (request_id, FutureStatus.DONE, body) for request_id, body in bodies.items()
+    ]
+    bell.close()
+    await store.close()
