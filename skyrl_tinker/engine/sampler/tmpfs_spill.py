@@ -36,7 +36,9 @@ class TmpfsSpill:
                     shutil.copyfile(file, staging / file.name)
 
     def move(self, version: WeightVersion) -> None:
-        """Move it to disk, if it is not there already. OSError: the disk is full, and nothing has changed."""
+        """Move it to disk, if it is in memory. OSError: the disk is full, and nothing has changed."""
+        if not Path(version.directory).exists():  # as after a reboot
+            return
         self.keep(version)
         for file in Path(version.directory).iterdir():
             if not file.is_symlink():

@@ -52,6 +52,17 @@ def test_what_moved_is_read_where_it_was(memory: Path, tmp_path: Path) -> None:
     assert content(version) == bytes([1]) * 1000
 
 
+def test_a_version_whose_files_are_gone_is_no_obstacle(memory: Path, tmp_path: Path) -> None:
+    """As after a reboot: those that come after it must still move."""
+    overflow = TmpfsSpill(memory, tmp_path / "disk", spare=1.0)
+    gone, version = published(memory, 1), published(memory, 2)
+    shutil.rmtree(gone.directory)
+    for each in (gone, version):
+        overflow.move(each)
+    assert not in_memory(version)
+    assert not (tmp_path / "disk" / gone.name).exists()
+
+
 def test_memory_is_not_low_while_the_spare_part_is_free(memory: Path, tmp_path: Path) -> None:
     assert not TmpfsSpill(memory, tmp_path / "disk", spare=0.0).low()
 
