@@ -1,5 +1,6 @@
 """Composition root of the engine: makes every part from the settings and hands it to those that use it."""
 
+import secrets
 from dataclasses import dataclass
 from functools import partial
 
@@ -148,6 +149,7 @@ def sampler_spec(
         weight_backend=backend_of(_transport_name(settings)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         shared_gpus=shared_gpus,
+        token=secrets.token_hex(32),
     )
 
 

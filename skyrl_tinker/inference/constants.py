@@ -9,5 +9,8 @@ VLLM_START_VERSION = "default"
 MAX_SEQUENCES = 256
 """Sequences decoded in one step, and so the most of one call."""
 
+TOKEN = "SKYRL_TINKER_VLLM_TOKEN"
+"""Environment variable with the token that our servers ask for (plugin/token_guard.py)."""
+
 ENABLED_BY = "SKYRL_TINKER_VLLM"
 """Environment variable that switches our plugin on; we set it for the servers that we start."""

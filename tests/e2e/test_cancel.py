@@ -12,7 +12,7 @@ import httpx
 from tinker import types
 
 from tests.e2e.support.client import Client, prompt, random_tokens
-from tests.support.processes import url_of, vllm_servers
+from tests.support.processes import client_of, vllm_servers
 from tests.support.serve import Serve
 
 PROMPT = random_tokens(8, seed=21)
@@ -36,7 +36,7 @@ class Vllm:
 
     def __init__(self, server: Serve) -> None:
         self._process, *_ = vllm_servers(server.process.pid)
-        self._url = url_of(self._process)
+        self._http = client_of(self._process)
 
     def cpu_s(self) -> float:
         times = self._process.cpu_times()
@@ -48,8 +48,8 @@ class Vllm:
 
     def drain(self) -> None:
         """Until everything that it has is sampled to its end, or aborted."""
-        httpx.post(f"{self._url}/pause?mode=wait", timeout=None).raise_for_status()
-        httpx.post(f"{self._url}/resume", timeout=60).raise_for_status()
+        self._http.post("/pause?mode=wait", timeout=None).raise_for_status()
+        self._http.post("/resume", timeout=60).raise_for_status()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

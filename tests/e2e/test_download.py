@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import tinker
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.support.client import Array, Client, logprobs_of, random_tokens, train
 from tests.support.peft_adapters import token_logprobs
-from tests.support.processes import url_of, vllm_servers
+from tests.support.processes import client_of, vllm_servers
 from tests.support.serve import Serve
 
 TOKENS = random_tokens(40, seed=5)
@@ -56,14 +55,14 @@ def peft_logprobs(base: str, adapter: Path) -> Array:
 
 def vllm_logprobs(server: Serve, adapter: Path) -> Array:
     """Of the server's own replica, given the directory as it is."""
-    url = f"{url_of(vllm_servers(server.process.pid)[0])}/v1"
     name = {"lora_name": "downloaded"}
-    httpx.post(f"{url}/load_lora_adapter", json={**name, "lora_path": str(adapter)}).raise_for_status()
-    try:
-        asked = {"model": "downloaded", "prompt": TOKENS, "max_tokens": 1, "prompt_logprobs": 0}
-        answer = httpx.post(f"{url}/completions", json=asked, timeout=60).raise_for_status().json()
-    finally:
-        httpx.post(f"{url}/unload_lora_adapter", json=name).raise_for_status()
+    with client_of(vllm_servers(server.process.pid)[0]) as http:
+        http.post("/v1/load_lora_adapter", json={**name, "lora_path": str(adapter)}).raise_for_status()
+        try:
+            asked = {"model": "downloaded", "prompt": TOKENS, "max_tokens": 1, "prompt_logprobs": 0}
+            answer = http.post("/v1/completions", json=asked, timeout=60).raise_for_status().json()
+        finally:
+            http.post("/v1/unload_lora_adapter", json=name).raise_for_status()
     scored: Sequence[dict[str, dict[str, float]]] = answer["choices"][0]["prompt_logprobs"][1:]
     return np.asarray([entry[str(token)]["logprob"] for entry, token in zip(scored, TOKENS[1:], strict=True)])
 

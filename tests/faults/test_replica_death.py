@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, prompt, random_tokens, train
-from tests.support.processes import url_of, vllm_servers
+from tests.support.processes import client_of, vllm_servers
 from tests.support.serve import HEAL_S, Serve, serving, wait_until
 
 PROMPT = random_tokens(20, seed=3)
@@ -33,8 +33,8 @@ def client(server: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
 
 
 def adapters_of(vllm: psutil.Process) -> set[str]:
-    models = httpx.get(f"{url_of(vllm)}/v1/models").json()["data"]
-    return {model["id"] for model in models if model["parent"]}
+    with client_of(vllm) as http:
+        return {model["id"] for model in http.get("/v1/models").json()["data"] if model["parent"]}
 
 
 def detail(server: Serve) -> str:

@@ -1,6 +1,10 @@
 """The processes below one that a test started. Any of them may end while it is looked at."""
 
+import httpx
 import psutil
+
+from skyrl_tinker.inference.client.http_connection import bearer
+from skyrl_tinker.inference.constants import TOKEN
 
 
 def command(process: psutil.Process) -> list[str]:
@@ -42,6 +46,8 @@ def vllm_servers(pid: int) -> list[psutil.Process]:
     ]
 
 
-def url_of(server: psutil.Process) -> str:
+def client_of(server: psutil.Process) -> httpx.Client:
+    """Return a client of this vLLM server, with the token that its engine gave it."""
     line = command(server)
-    return f"http://127.0.0.1:{line[line.index('--port') + 1]}"
+    url = f"http://127.0.0.1:{line[line.index('--port') + 1]}"
+    return httpx.Client(base_url=url, headers=bearer(server.environ()[TOKEN]))

@@ -70,7 +70,7 @@ class Fleet:
         """Equip the replicas that others started: they may have weights from an earlier server."""
         async with self.changing:
             for url in self.client.server_urls:
-                await _equip(url, equip)
+                await self._equip(url, equip)
 
     async def supervise(self, status: EngineStatus, equip: Equip) -> None:
         """Bring lost replicas back, indefinitely. Meanwhile training continues, and other replicas sample."""
@@ -168,7 +168,7 @@ class Fleet:
     async def _admit(self, index: int, url: str, equip: Equip) -> None:
         """Equip a newcomer and make it a member. SamplerError when it dies before."""
         async with self.changing:
-            equipping = asyncio.ensure_future(_equip(url, equip))
+            equipping = asyncio.ensure_future(self._equip(url, equip))
             lost = asyncio.ensure_future(self._servers.wait_lost(index))
             try:
                 await asyncio.wait((equipping, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -185,6 +185,13 @@ class Fleet:
                 await self._router.add(url)
             self._members[index] = url
             self._retarget()
+
+    async def _equip(self, url: str, equip: Equip) -> None:
+        newcomer = RemoteInferenceClient(url, (url,), self.client.token)
+        try:
+            await equip(newcomer)
+        finally:
+            await newcomer.close()
 
     def _retarget(self) -> None:
         urls = tuple(url for _, url in sorted(self._members.items()))
@@ -259,11 +266,3 @@ class Fleet:
                 await status.report("ready", "")
         except OperationalError as error:  # a database that fails briefly ends no engine
             _log.warning("the status could not be stored: %s", error)
-
-
-async def _equip(url: str, equip: Equip) -> None:
-    newcomer = RemoteInferenceClient(url, (url,))
-    try:
-        await equip(newcomer)
-    finally:
-        await newcomer.close()

@@ -40,7 +40,7 @@ async def assemble(
         to_end.append(router.shutdown)
         await router.start(servers.urls)
     proxy_url = settings.router_url or (router.url if router else servers.urls[0])
-    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls)
+    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, servers.token)
     to_end.append(client.close)
     return Fleet(servers, client, router, placement)
 

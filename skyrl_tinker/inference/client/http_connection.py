@@ -27,12 +27,14 @@ class HttpStatusError(Exception):
 class JsonHttp:
     """HTTP client for JSON. Picklable: a copy makes its own connections."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str = "") -> None:
+        """`token`: that every request bears; none where it is empty."""
+        self._token = token
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_session": None, "_loop": None}
+        return {"_token": self._token, "_session": None, "_loop": None}
 
     async def request(
         self,
@@ -84,14 +86,14 @@ class JsonHttp:
         if pooled:
             yield self._pool()
         else:  # vLLM closes a connection on which a call failed, just when the next call may take it
-            async with _new_session() as session:
+            async with _new_session(self._token) as session:
                 yield session
 
     def _pool(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop or self._session.closed:
             self._loop = loop
-            self._session = _new_session()
+            self._session = _new_session(self._token)
         return self._session
 
     async def close(self) -> None:
@@ -100,8 +102,14 @@ class JsonHttp:
             await session.close()
 
 
-def _new_session() -> aiohttp.ClientSession:
+def bearer(token: str) -> dict[str, str]:
+    """Return the header that bears the token; none where it is empty."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _new_session(token: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
+        headers=bearer(token),
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
     )

@@ -10,15 +10,19 @@ from skyrl_tinker.inference.client.in_flight import InFlight
 
 @dataclass
 class RemoteInferenceClient:
-    """Picklable. `data` reaches any replica by `proxy_url`, `control` all of `server_urls`."""
+    """Picklable. `data` reaches any replica by `proxy_url`, `control` all of `server_urls`.
+
+    `token`: what the servers ask for, if they do.
+    """
 
     proxy_url: str
     server_urls: tuple[str, ...]
+    token: str = field(default="", repr=False)
     data: DataPlane = field(init=False, repr=False, compare=False)
     control: ControlPlane = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        http, in_flight = JsonHttp(), InFlight()
+        http, in_flight = JsonHttp(self.token), InFlight()
         self.data = DataPlane(self.proxy_url, http, in_flight)
         self.control = ControlPlane(self.server_urls, http, in_flight)
 

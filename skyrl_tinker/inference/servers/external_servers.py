@@ -17,6 +17,8 @@ TRY_S = 5.0
 class ExternalServers:
     """Counterpart of ServerGroup that waits for dead servers. They see our files under the same paths."""
 
+    token = ""
+
     def __init__(self, urls: Sequence[str], startup_s: float, hang_s: float) -> None:
         """URLs as http://host:port. `startup_s`: how long `ready` waits for them."""
         self._urls = tuple(url.rstrip("/") for url in urls)

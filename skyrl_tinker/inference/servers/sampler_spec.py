@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -10,9 +10,10 @@ import psutil
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES
+from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES, TOKEN
 
 SMALLEST_KV_BYTES = 64 * MiB
+GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
 KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
 PROCESS_BYTES = 1024 * MiB  # what the two processes need beside weights and KV cache
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,6 +38,7 @@ class SamplerSpec:
     weight_backend: str = "skyrl_staged"  # of vLLM's weight transfer: that one, nccl or ipc
     gpu_memory_utilization: float = 0.85
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
+    token: str = field(default="", repr=False)  # that every request must bear; empty: none
 
     def gpus_of(self, replica: int) -> tuple[Gpu, ...]:
         """Return the shared GPUs that the replica runs on."""
@@ -90,9 +92,10 @@ def flags(spec: SamplerSpec, port: int) -> list[str]:
     quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
     cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes(spec))] if spec.device == "cpu" else []
     device = cpu if spec.device == "cpu" else _gpu_flags(spec)
+    guard = ["--middleware", GUARD] if spec.token else []
     pairs = [text for flag, value in common.items() for text in (flag, str(value))]
     names = [BASE_MODEL, *(name for name in spec.model.names if name != BASE_MODEL)]
-    return [*pairs, "--served-model-name", *names, *switches, *quiet, *device]
+    return [*pairs, "--served-model-name", *names, *switches, *quiet, *guard, *device]
 
 
 def _gpu_flags(spec: SamplerSpec) -> list[str]:
@@ -113,7 +116,7 @@ def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
 
 
 def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of vLLM's API server; its routes for weights and pauses are on loopback only."""
+    """Return the environment of vLLM's API server."""
     common = {
         ENABLED_BY: "1",
         "HF_HUB_OFFLINE": "1",  # the model is always a local directory
@@ -133,6 +136,6 @@ def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) ->
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCH_COMPILE_DISABLE": "1",  # the first prompt logprobs would wait many seconds for a C++ compiler
     }
-    # Handles of GPU memory come pickled, and over loopback only.
+    # Handles of GPU memory come pickled, in requests that bear the token.
     ipc = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if spec.weight_backend == "ipc" else {}
-    return {**inherited, **common, **ipc, **(cpu if spec.device == "cpu" else {})}
+    return {**inherited, **common, **ipc, TOKEN: spec.token, **(cpu if spec.device == "cpu" else {})}

@@ -83,6 +83,11 @@ class ServerGroup:
         """End every server and its actor, whatever state they are in."""
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
 
+    @property
+    def token(self) -> str:
+        """The token that requests to them must bear."""
+        return self._spec.token
+
     def pids(self) -> list[int]:
         """Return process ids of the vLLM API servers; their engine processes are children of these."""
         return [replica.pid for replica in self._replicas if replica.pid]

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import signal
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
+from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from tests.inference.support.samplers import Sampler, ask, prompt_of, spec_of, write_model
 
@@ -51,6 +53,31 @@ async def test_dead_and_hung_servers_are_noticed_and_replaced(ray_cluster: None,
     left = family(group.pids()[1])
     await group.shutdown()
     assert gone(left, within_s=5)
+
+
+async def test_a_server_with_a_token_serves_those_who_bear_it_also_behind_the_router(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    facts = write_model(tmp_path / "model", tied=True)
+    group = ServerGroup.launch(replace(spec_of(facts, tmp_path), token="secret"))
+    await group.ready()
+    router = Router(RouterSpec(str(tmp_path)))
+    await router.start(group.urls)
+    request = ask(prompt_of(5))
+    for url in (group.urls[0], router.url):
+        stranger = RemoteInferenceClient(url, group.urls)
+        with pytest.raises(SamplerError, match="401"):
+            await Sampler(stranger, facts)("base", request)
+        bearing = pickle.loads(pickle.dumps(RemoteInferenceClient(url, group.urls, group.token)))
+        assert (await Sampler(bearing, facts)("base", request)).sequences
+        for route in ("pause", "resume", "weight_version", "adapters", "is_sleeping"):
+            with pytest.raises(SamplerError, match="401"):
+                await getattr(stranger.control, route)()
+            await getattr(bearing.control, route)()
+        await stranger.close()
+        await bearing.close()
+    await router.shutdown()
+    await group.shutdown()
 
 
 async def _an_actor_is_killed(group: ServerGroup, index: int) -> None:

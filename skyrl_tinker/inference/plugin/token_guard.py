@@ -1,0 +1,37 @@
+"""Access to a vLLM server of ours: its routes replace weights and call methods of its workers."""
+
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from skyrl_tinker.inference.constants import TOKEN
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+OPEN_PATH = "/health"
+"""Needs no token: the router, too, asks for it."""
+
+
+class TokenGuard:
+    """ASGI middleware that answers 401 to requests without the token in the environment variable TOKEN.
+
+    Other users of the machine reach loopback as well.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ[TOKEN]}".encode()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._admits(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"this server serves its skyrl-tinker alone"})
+
+    def _admits(self, scope: MutableMapping[str, Any]) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return scope["path"] == OPEN_PATH or secrets.compare_digest(given, self._expected)
