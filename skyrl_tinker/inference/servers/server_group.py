@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import aiohttp
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError
@@ -161,13 +161,13 @@ def _ray_options(spec: SamplerSpec, index: int) -> dict[str, Any]:
 
 
 async def _answer(reference: Awaitable[T]) -> T:
-    """Await the actor's answer. SamplerError when it is dead; the server's own errors pass unchanged."""
+    """Await the actor's answer. SamplerError when it is dead or never ran; its own errors pass unchanged."""
     try:
         return await reference
-    except RayActorError as error:
-        _log.error("the sampler's actor died: %s", error)  # long, with addresses: not for clients
-        raise SamplerError("the sampler's actor died") from error
     except RayTaskError as error:
         raise (
             error.cause if isinstance(error.cause, SkyrlTinkerError) else SamplerError(str(error))
         ) from error
+    except RayError as error:
+        _log.error("the sampler's actor died: %s", error)  # long, with addresses: not for clients
+        raise SamplerError(f"the sampler's actor died ({type(error).__name__})") from error

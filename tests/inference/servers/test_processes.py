@@ -11,12 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyrl_tinker.domain.values import Gpu
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from tests.inference.support.samplers import Sampler, ask, prompt_of, spec_of, write_model
+
+NOWHERE = Gpu("0" * 56, "0")
+"""On a node that does not exist."""
 
 
 def gone(pids: list[int], within_s: float) -> bool:
@@ -111,6 +115,16 @@ async def test_a_server_that_cannot_start_says_why(ray_cluster: None, tmp_path: 
     (tmp_path / "model" / "config.json").write_text("{}")
     group = ServerGroup.launch(spec_of(facts, tmp_path))
     with pytest.raises(SamplerError, match=r"(?s)vLLM ended while starting; its log ends with:.*config"):
+        await group.ready()
+    await group.shutdown()
+
+
+async def test_a_place_that_ray_does_not_find_is_an_error_of_the_replica(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    spec = replace(spec_of(write_model(tmp_path / "model", tied=True), tmp_path), shared_gpus=(NOWHERE,))
+    group = ServerGroup.launch(spec)
+    with pytest.raises(SamplerError, match=r"the sampler's actor died \(ActorUnschedulableError\)"):
         await group.ready()
     await group.shutdown()
 
