@@ -245,6 +245,10 @@ class AwakeLock:
         self._lock = asyncio.Lock()
         self._awake: AbstractAsyncContextManager[None] | None = None
 
+    @property
+    def held(self) -> bool:
+        return self._lock.locked()
+
     async def __aenter__(self) -> None:
         """Acquire the lock first: waiting for it must not keep the samplers awake."""
         await self._lock.acquire()

@@ -56,7 +56,12 @@ class AdapterCache:
         return version.id in self._users or version.id in self._waiting
 
     async def load(self, version: WeightVersion) -> None:
-        """Load it, unless all that are loaded are in use: then it comes with its first request."""
+        """Load it, unless all that are loaded are in use or a change is under way, which may take minutes.
+
+        Then it comes with its first request.
+        """
+        if self._fleet.changing.held:
+            return
         async with self._fleet.changing:
             if version.id not in self._loaded and not self._waiting and self._has_place():
                 await self._load(version)

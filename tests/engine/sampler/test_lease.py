@@ -1,5 +1,6 @@
 """Each request to vLLM has a lease of its own, which leaves nothing held however it ends."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -75,6 +76,18 @@ async def test_an_adapter_that_a_sampler_has_lost_is_loaded_again(tmp_path: Path
     await samplers.sample(version, REQUEST)
     assert (replica.loads, replica.models) == (["v1", "v1"], ["v1", "v1"])
     assert_nothing_held(samplers, version)
+
+
+async def test_a_save_does_not_wait_for_a_change_of_all_samplers(
+    tmp_path: Path,
+) -> None:
+    replica, version = Replica("stop"), adapter(1, tmp_path)
+    samplers = samplers_of(replica)
+    async with samplers._adapters._fleet.changing:
+        await asyncio.wait_for(samplers.load(version), 10)
+    assert replica.loads == []
+    await samplers.sample(version, REQUEST)
+    assert replica.loads == ["v1"]
 
 
 async def test_a_lease_that_fails_releases_what_it_had(tmp_path: Path) -> None:
