@@ -102,6 +102,12 @@ class Settings(BaseSettings):
     sample_concurrency: int = Field(512, ge=1, description="Most samples in flight per replica")
     sampler_startup_s: float = Field(300.0, gt=0, description="Time that a replica may take to start")
     sampler_hang_s: float = Field(10.0, gt=0, description="Silence after which a replica counts as dead")
+    sampler_step_s: float | None = Field(
+        None,
+        gt=0,
+        description="Longest step of vLLM: a replica whose engine core answers nothing for so long is "
+        "replaced [default: 60, on a CPU 600]",
+    )
     canary: bool = Field(True, description="Compare samplers and trainer at start; a mismatch is not served")
     gap_probe_tokens: int = Field(
         32, ge=0, description="Tokens on which samplers and trainer are compared after each sync; 0 = never"

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from sqlalchemy.exc import OperationalError
@@ -11,7 +12,7 @@ from skyrl_tinker.engine.colocation.placement import SEPARATE, AwakeLock, Placem
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.servers.health_checks import Loss
+from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss
 from skyrl_tinker.inference.servers.router import Router
 
 ATTEMPTS = 5
@@ -45,13 +46,19 @@ class Fleet:
         client: RemoteInferenceClient,
         router: Router | None = None,
         placement: Placement = SEPARATE,
+        step_s: float = 600.0,
     ) -> None:
-        """Start with all `client.server_urls`, which are ready, and known to the router if it is ours."""
+        """Start with all `client.server_urls`, which are ready, and known to the router if it is ours.
+
+        `step_s`: a member whose core answers nothing for longer is replaced.
+        """
         self.client = client
         self.changing = AwakeLock(placement)
         self.placement = placement
         self._servers = servers
         self._router = router
+        self._step_s = step_s
+        self._long_calls = 0
         self._proxy_url = client.proxy_url if client.proxy_url not in client.server_urls else None
         self._replicas = len(client.server_urls)
         self._members = dict(enumerate(client.server_urls))
@@ -103,6 +110,15 @@ class Fleet:
                 self._condemned[index] = Loss(index, url, reason)
                 self._remove(index)
 
+    @contextmanager
+    def long_calls(self) -> Iterator[None]:
+        """Enclose calls that may occupy the cores of members for longer than a step."""
+        self._long_calls += 1
+        try:
+            yield
+        finally:
+            self._long_calls -= 1
+
     async def wait_ended(self, url: str) -> None:
         """Return once this former member's process has ended, and its memory is free."""
         await self._wait_for(lambda: url not in self._leaving)
@@ -122,15 +138,25 @@ class Fleet:
             await self._report(status)
 
     async def _wait_lost(self, index: int) -> Loss:
-        """Return once this member has died or is condemned."""
+        """Return once this member has died, is stuck or is condemned."""
+        if index in self._condemned:
+            return self._condemned.pop(index)
         lost = asyncio.ensure_future(self._servers.wait_lost(index))
+        stuck = asyncio.ensure_future(self._wait_stuck(index))
         condemned = asyncio.ensure_future(self._wait_for(lambda: index in self._condemned))
         try:
-            await asyncio.wait((lost, condemned), return_when=asyncio.FIRST_COMPLETED)
-            return self._condemned.pop(index, None) or lost.result()
+            await asyncio.wait((lost, stuck, condemned), return_when=asyncio.FIRST_COMPLETED)
+            return self._condemned.pop(index, None) or (lost if lost.done() else stuck).result()
         finally:
-            lost.cancel()
-            condemned.cancel()
+            for watch in (lost, stuck, condemned):
+                watch.cancel()
+
+    async def _wait_stuck(self, index: int) -> Loss:
+        def excused() -> bool:
+            return self._long_calls > 0 or self.placement.asleep
+
+        url = self._members[index]
+        return await CoreWatch(url, self.client.token, self._step_s, excused).wait_stuck(index)
 
     def _remove(self, index: int) -> None:
         if index in self._members:

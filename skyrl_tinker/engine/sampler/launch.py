@@ -12,6 +12,8 @@ from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 
+STEP_S = {"cuda": 60.0, "cpu": 600.0}
+"""Longer than any step. On a CPU, the prefill of a large model beside a busy trainer takes minutes."""
 ToEnd = list[Callable[[], Awaitable[None]]]
 
 
@@ -42,7 +44,8 @@ async def assemble(
     proxy_url = settings.router_url or (router.url if router else servers.urls[0])
     client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, servers.token)
     to_end.append(client.close)
-    return Fleet(servers, client, router, placement)
+    step_s = settings.sampler_step_s or STEP_S[settings.device]
+    return Fleet(servers, client, router, placement, step_s)
 
 
 def sampler_gpus(settings: Settings) -> int:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from skyrl_tinker.inference.client.http_connection import bearer
+
 POLL_S = 1.0
+CORE_POLL_S = 5.0
 SILENT_TRIES = 4
 """Consecutive checks without an answer after which a server counts as hung."""
 REFUSED_PAUSE_S = 0.3
@@ -22,6 +25,41 @@ class Loss:
     url: str
     reason: str
     silent: bool = False
+
+
+class CoreWatch:
+    """Repeated calls through vLLM's engine core, of which GET /health knows only whether its process lives.
+
+    The core answers between two steps: at once when it is idle, and when its step has ended if it is busy.
+    """
+
+    def __init__(self, url: str, token: str, step_s: float, excused: Callable[[], bool]) -> None:
+        """Watch for silence of `step_s`, while the core is not `excused` by work that takes longer."""
+        self._url = url
+        self._token = token
+        self._try_s = step_s / SILENT_TRIES
+        self._excused = excused
+
+    async def wait_stuck(self, index: int) -> Loss:
+        """Return once it is stuck. Checks count, not seconds, as in HealthWatch."""
+        silent = 0
+        async with aiohttp.ClientSession(headers=bearer(self._token)) as http:
+            while silent < SILENT_TRIES:
+                silent = 0 if await self._answers(http) or self._excused() else silent + 1
+                if not silent:
+                    await asyncio.sleep(min(CORE_POLL_S, self._try_s))
+        reason = f"its engine core does not answer within {self._try_s:g} s, {silent} times in a row"
+        return Loss(index, self._url, reason, silent=True)
+
+    async def _answers(self, http: aiohttp.ClientSession) -> bool:
+        """Return False for silence alone: HealthWatch sees servers that refuse."""
+        try:
+            async with http.get(f"{self._url}/is_sleeping", timeout=aiohttp.ClientTimeout(self._try_s)):
+                return True
+        except TimeoutError:
+            return False
+        except aiohttp.ClientError:
+            return True
 
 
 class Suspicion:

@@ -1,0 +1,102 @@
+"""A vLLM whose engine core spins still answers /health; calls through the core tell it from a busy one."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss, health
+from skyrl_tinker.inference.servers.ports import reserve_port
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, environment, flags
+from skyrl_tinker.inference.servers.vllm_server import ENTRY
+from tests.inference.support.samplers import ask, prompt_of, sample, spec_of, write_model
+
+STEP_S = 4.0
+QUIET_S = 3 * STEP_S
+EXTENSION = """
+class Spin:
+    def spin(self):
+        while True:
+            pass
+"""
+
+
+def launch(directory: Path, spec: SamplerSpec, port: int) -> subprocess.Popen[bytes]:
+    """Start a server whose workers have one more method, which /collective_rpc calls."""
+    (directory / "spinning.py").write_text(EXTENSION)
+    path = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
+    with (directory / "vllm.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", ENTRY, *flags(spec, port), "--worker-extension-cls", "spinning.Spin"],
+            env=environment(spec) | {"PYTHONPATH": path},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[str]:
+    spec = spec_of(write_model(tmp_path / "model", tied=True), tmp_path)
+    guard = reserve_port()
+    port = guard.getsockname()[1]
+    process = launch(tmp_path, spec, port)
+    url = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as http, asyncio.timeout(spec.startup_s):
+        while await health(http, url, 5.0) != 200:
+            assert process.poll() is None, (tmp_path / "vllm.log").read_text()
+            await asyncio.sleep(0.2)
+    yield url
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    guard.close()
+
+
+def watch(url: str) -> asyncio.Task[Loss]:
+    return asyncio.create_task(CoreWatch(url, "", STEP_S, lambda: False).wait_stuck(0))
+
+
+async def sample_on(client: RemoteInferenceClient) -> None:
+    """As many and as long samples as it can have at once, again and again."""
+    while True:
+        requests = [ask(prompt_of(10, seed), max_tokens=240, num_samples=4) for seed in range(64)]
+        await asyncio.gather(*(sample(client, "base", request) for request in requests))
+
+
+async def test_a_core_that_spins_is_noticed_and_an_idle_or_busy_one_is_left_alone(server: str) -> None:
+    client = RemoteInferenceClient(server, (server,))
+    watching = watch(server)
+    assert not (await asyncio.wait((watching,), timeout=QUIET_S))[0], "idle"
+    load = asyncio.create_task(sample_on(client))
+    assert not (await asyncio.wait((watching, load), timeout=QUIET_S))[0], "busy"
+
+    async with aiohttp.ClientSession() as http:
+        spinning = asyncio.create_task(http.post(f"{server}/collective_rpc", json={"method": "spin"}))
+        loss = await asyncio.wait_for(watching, 60)
+        assert "its engine core does not answer" in loss.reason
+        assert loss.silent
+        assert await health(http, server, 5.0) == 200
+        for task in (spinning, load):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+    await client.close()
+
+
+async def test_a_core_with_longer_work_is_excused(server: str) -> None:
+    watching = asyncio.create_task(CoreWatch(server, "", STEP_S, lambda: True).wait_stuck(0))
+    async with aiohttp.ClientSession() as http:
+        spinning = asyncio.create_task(http.post(f"{server}/collective_rpc", json={"method": "spin"}))
+        assert not (await asyncio.wait((watching,), timeout=QUIET_S))[0]
+        for task in (spinning, watching):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
