@@ -237,6 +237,19 @@ async def test_a_unit_does_not_wait_for_a_rank_that_hangs(two: TrainerGroup) -> 
     assert isinstance(output, PassOutput)
 
 
+async def test_fresh_ranks_that_do_not_come_up_are_given_up_and_started_again(two: TrainerGroup) -> None:
+    two.note_work()
+    await kill(two)
+    await two.watch(PATIENCE_S)
+    restarting = asyncio.create_task(two.restart())
+    while not restarting.done():
+        await two.watch(patience_s=0.1)  # they need seconds to answer at first
+    with pytest.raises(TrainerError):
+        await restarting
+    await two.restart()
+    await two.create_model(A, SPECS[0])
+
+
 def test_ranks_that_die_as_soon_as_they_are_up_are_given_up() -> None:
     now = itertools.count(0, 25)  # seconds
     lives, cause = RestartPolicy(lambda: next(now)), TrainerError("rank 0 died")
