@@ -19,6 +19,7 @@ GROUPS = {
     "tests/inference/": "ray_cluster",
     "tests/weight_sync/": "ray_cluster",
     "tests/engine/sampler/test_fleet.py": "ray_cluster",
+    "tests/engine/sampler/test_weight_swaps.py": "ray_cluster",
     "tests/engine/trainer/test_pass_preparation.py": "ray_cluster",
     "tests/cookbook/": "kitchen",
     "tests/faults/test_engine_death.py": "server of faults",

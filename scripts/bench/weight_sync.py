@@ -88,13 +88,12 @@ class World:
         """Medians over the repeats, the first sync (which forms the group) not counted."""
         client = RemoteInferenceClient(self.servers.urls[0], self.servers.urls)
         transport = make_transport(name, self.trainer, self.chunk_bytes)
-        previous = (self.source, "v")
-        await sync_weights(client.control, transport, self.source, "v", previous)
+        await sync_weights(client.control, transport, self.source, "v")
         rows: list[dict[str, float]] = []
         for _ in range(repeats):
             async with rolling(self.servers.urls[0]) as rollout:
                 before = len(rollout.gaps)
-                synced = await sync_weights(client.control, transport, self.source, "v", previous)
+                synced = await sync_weights(client.control, transport, self.source, "v")
             rows.append(
                 {
                     "s_per_gb": synced.seconds / synced.size * 1e9,

@@ -39,7 +39,8 @@ class RankReply(NamedTuple):
 class RankProcess:
     """Actor of one rank. Collectives run in its one default thread.
 
-    `ping`, the weight sender and the checkpoint writer each have a thread, so they run during training.
+    `ping`, the weight sender and the checkpoint writer have threads of their own, so they run during
+    training. The sender has two: one may wait for samplers while the other leaves them.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
@@ -84,7 +85,7 @@ class Actors:
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": gpus,
-            "concurrency_groups": {"ctl": 1, "sync": 1, "disk": 1},
+            "concurrency_groups": {"ctl": 1, "sync": 2, "disk": 1},
         }
         actor: Any = ray.remote(**options)(RankProcess)
         self._actors = tuple(actor.remote(spec, rank) for rank in range(spec.ranks))

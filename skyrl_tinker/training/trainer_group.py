@@ -198,9 +198,11 @@ class TrainerGroup:
     async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
         """Create a weight sender by the picklable `factory(rank)`, in rank 0 or in every rank.
 
-        It has its own thread there: `sender_call` does not wait for units of work, nor they for it.
+        It has its own threads there: `sender_call` does not wait for units of work, nor they for it.
         """
         self._sender = (factory, every_rank)
+        if self.broken is not None:
+            raise self.broken
         await self._ranks.open_sender(factory, every_rank=every_rank)
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
@@ -209,6 +211,8 @@ class TrainerGroup:
         SamplerError when a sender failed, which leaves the group intact; TrainerError when a rank died, whose
         successor has a fresh sender.
         """
+        if self.broken is not None:
+            raise self.broken
         ranks = self._ranks
         try:
             return await ranks.sender_call(method, *args)

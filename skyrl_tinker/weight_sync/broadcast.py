@@ -2,9 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message, Senders
 
@@ -31,7 +33,9 @@ class BroadcastTransport(ABC):
         if not self._opened:
             await self._senders.open_sender(self.factory, every_rank=False)
             self._opened = True
-        self._chunks = await self._call("open", str(directory), self.limit)
+        self._chunks, joined = await self._call("open", str(directory), self.limit)
+        if not joined:
+            self.members = ()
         return self._chunks
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
@@ -59,7 +63,8 @@ class BroadcastTransport(ABC):
     async def leave(self) -> None:
         self.members = ()
         if self._opened:
-            await self._call("leave")
+            with suppress(TrainerError):  # a dead rank is in no group
+                await self._call("leave")
 
     @abstractmethod
     def join_message(self, address: Any, rank_offset: int, world: int) -> Message:
@@ -74,20 +79,24 @@ class BroadcastTransport(ABC):
 
 
 class BroadcastSender(ABC):
-    """Sender in rank 0 of the trainer, in a thread of its own."""
+    """Sender in rank 0 of the trainer, in threads of its own: one that waits, one for `leave`."""
 
     device: str
 
     def __init__(self, rank: int) -> None:
         self._buffer: ChunkBuffer | None = None
         self._loaded: torch.Tensor | None = None
+        self._group: Any = None  # of `meet`
 
-    def open(self, directory: str, limit: int) -> Sequence[WeightChunk]:
-        """Open a version. SamplerError when the directory holds no whole files."""
+    def open(self, directory: str, limit: int) -> tuple[Sequence[WeightChunk], bool]:
+        """Open a version; return its chunks, and whether this sender is in a group.
+
+        SamplerError when the directory holds no whole files.
+        """
         from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
 
         self._buffer = ChunkBuffer(Path(directory), limit, self.device)
-        return self._buffer.chunks
+        return self._buffer.chunks, self._group is not None
 
     def load(self, index: int) -> None:
         assert self._buffer is not None, "open() comes first"
@@ -113,4 +122,4 @@ class BroadcastSender(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Close the connections; harmless without any."""
+        """Close the connections, also while another thread waits in them; harmless without any."""

@@ -8,7 +8,6 @@ import base64
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.weight_sync.chunks import WeightChunk
@@ -57,7 +56,6 @@ class CudaIpcSender:
 class CudaIpcTransport:
     backend = "ipc"
     staged = False
-    discard: Message = MappingProxyType({})  # names nothing, so vLLM refuses it
 
     def __init__(self, senders: Senders, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()

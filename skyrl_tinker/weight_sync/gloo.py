@@ -1,11 +1,12 @@
 """Transport to samplers on CPU, so far on this host: chunks are broadcast over TCP and staged in memory."""
 
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message
@@ -19,6 +20,9 @@ NAME = "gloo"
 HOST = "127.0.0.1"  # the ranks of the trainer meet there as well
 TIMEOUT_S = 60.0
 """Limit for the members to meet, and for one chunk: a member that hangs fails it for all."""
+MEETING_POLL_S = 0.02
+LEFT = "left"
+"""Key by which the sender tells those that wait for the others in `_meet`."""
 
 
 class GlooSender(BroadcastSender):
@@ -27,7 +31,6 @@ class GlooSender(BroadcastSender):
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self._store: TCPStore | None = None
-        self._group: ProcessGroupGloo | None = None
 
     def prepare(self) -> int:
         """Return the port at which the members meet."""
@@ -44,13 +47,16 @@ class GlooSender(BroadcastSender):
         _broadcast(self._group, packed)
 
     def leave(self) -> None:
-        self._group = self._store = None
+        """Leave, also in the middle of `meet`; a broadcast that waits for a member ends at its timeout."""
+        store, self._store = self._store, None
+        self._group = None
+        if store is not None:
+            store.set(LEFT, "")
 
 
 class GlooTransport(BroadcastTransport):
     backend = "skyrl_staged"
     staged = True
-    discard: Message = MappingProxyType({"discard": True})
     factory = GlooSender
 
     def join_message(self, address: int, rank_offset: int, world: int) -> Message:
@@ -107,13 +113,26 @@ def _connect_store(host: str, port: int) -> "TCPStore":
 
 
 def _join(store: "TCPStore", host: str, port: int, rank: int, world: int) -> "ProcessGroupGloo":
-    """Join a group beside the process's default one."""
+    """Join a group beside the process's default one. SamplerError when not all come."""
     from torch.distributed import ProcessGroupGloo
 
+    _meet(store, rank, world)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(host, port))]
     options._timeout = timedelta(seconds=TIMEOUT_S)
     return ProcessGroupGloo(store, rank, world, options)
+
+
+def _meet(store: "TCPStore", rank: int, world: int) -> None:
+    """Wait for all members: the group itself would wait for one that cannot come until its timeout."""
+    store.set(f"member {rank}", "")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not store.check([f"member {other}" for other in range(world)]):
+        if store.check([LEFT]):
+            raise SamplerError("the trainer gave up the group before all samplers had joined")
+        if time.monotonic() > deadline:
+            raise SamplerError(f"not all samplers joined within {TIMEOUT_S:.0f} s")
+        time.sleep(MEETING_POLL_S)
 
 
 def _local_address(host: str, port: int) -> str:

@@ -8,7 +8,6 @@ import base64
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import SamplerError
@@ -28,10 +27,6 @@ class NcclSender(BroadcastSender):
     """Sender that uses vLLM's communicator, so that both sides have the same NCCL."""
 
     device = "cuda"
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self._group: Any = None
 
     def prepare(self) -> str:
         """Return the id by which the members find each other, in base64. It needs no free port."""
@@ -79,7 +74,6 @@ class NcclSender(BroadcastSender):
 class NcclTransport(BroadcastTransport):
     backend = "nccl"
     staged = False
-    discard: Message = MappingProxyType({})  # names nothing, so vLLM refuses it before any broadcast
     factory = NcclSender
 
     def join_message(self, address: str, rank_offset: int, world: int) -> Message:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.weight_sync.chunks import WeightChunk, read_chunks
@@ -24,7 +23,6 @@ class SharedMemoryTransport:
 
     backend = "skyrl_staged"
     staged = True
-    discard: Message = MappingProxyType({"discard": True})
 
     def __init__(self, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()

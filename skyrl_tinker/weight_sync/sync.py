@@ -1,15 +1,20 @@
-"""Sync of full parameters to all replicas or none: its phases, and the restoration when one fails."""
+"""Sync of full parameters to all replicas: its phases, and which replicas a failure loses.
+
+Nothing is restored. A replica that may hold anything but the whole old or the whole new weights is lost: in
+the middle of an update vLLM keeps a layer's first shards, and would mix them with the old ones.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
 from skyrl_tinker.weight_sync.transport import (
+    Message,
     Replica,
     SyncPhase,
     WeightSyncError,
@@ -19,40 +24,48 @@ from skyrl_tinker.weight_sync.transport import (
 
 PATIENCE_S = 300.0
 """Limit for one answer of one replica: loading large weights may take minutes."""
+STRAGGLERS_S = 5.0
+"""Limit for calls after a failure: for the trainer to leave, and for replicas that are lost in any case."""
+PARTIAL = "partial"
+"""Version of a replica that holds part of an update. It outlives this process."""
+DISCARD: Message = {"discard": True}
+"""Update that ends the session of a staged transport; workers answer it with an error on purpose."""
 
+K = TypeVar("K")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """Figures of one sync. `paused_s`: how long requests were paused."""
+    """Figures of one sync. `paused_s`: how long requests were paused.
+
+    `lost`: replicas that failed when others already served the new weights, and why. They must be replaced.
+    """
 
     size: int  # bytes
     seconds: float
     paused_s: float
+    lost: Mapping[str, BaseException]
 
 
 async def sync_weights(
-    control: WeightUpdateTarget,
-    transport: WeightTransport,
-    directory: Path,
-    version: str,
-    previous: tuple[Path, str],
+    control: WeightUpdateTarget, transport: WeightTransport, directory: Path, version: str
 ) -> Synced:
-    """Make every replica of `control` serve the weights in `directory` as `version`.
+    """Make the replicas of `control` serve the weights in `directory` as `version`.
 
     Requests are paused as briefly as the transport can, then continue with the new weights and nothing cached
-    from the old. WeightSyncError, naming phase and replicas: the old weights go on serving everywhere.
-    Replicas that had taken the new ones were given those of `previous` again (directory and version, which
-    must still be there). One sync at a time per transport.
+    from the old. WeightSyncError, naming phase and replicas: no replica serves the new weights, and all but
+    those that are lost serve the old ones. One sync at a time per transport.
     """
+    if not control.server_urls:
+        raise SamplerError("no sampler is running")
     update = _Update({url: control.replica(url) for url in control.server_urls}, transport)
     try:
         return await update.run(directory, version)
     except BaseException as error:
-        lost = await update.undo(previous)
-        if isinstance(error, SkyrlTinkerError):
+        lost = await update.undo()
+        if isinstance(error, Exception):
             raise await update.explain(error, version, lost) from error
         raise
 
@@ -62,141 +75,164 @@ class _Update:
         self._replicas = replicas
         self._transport = transport
         self._phase: SyncPhase = "open"
-        self._failures: dict[str, SkyrlTinkerError] = {}
+        self._failures: Mapping[str, BaseException] = {}
+        self._first: Sequence[str] = ()  # of the failures
         self._paused_at: float | None = None
-        self._changed: tuple[str, ...] = ()  # may hold other weights than the old
+        self._spoiled = False  # replicas may hold part of the new weights
 
     async def run(self, directory: Path, version: str) -> Synced:
         began = time.monotonic()
+        staged = self._transport.staged
         try:
             chunks = await self._transport.open(directory)
             await self._form()
-            await self._start()
+            if not staged:
+                await self._pause()
+            self._spoiled = not staged
+            await self._call_all("start", self._start)
             for index in range(len(chunks)):
                 await self._transfer(index)
-            await self._finish(version)
-            await self._call_all("resume", lambda url: self._replicas[url].resume())
+            if staged:
+                await self._pause()
+            lost = await self._finish(version)
             ended = time.monotonic()
         finally:  # a trainer that fails at it is dead, which the engine notices
-            await _try_all([self._transport.close()])
+            await _try_all([self._transport.close()], STRAGGLERS_S)
         assert self._paused_at is not None
         size = sum(chunk.size for chunk in chunks)
-        return Synced(size, ended - began, ended - self._paused_at)
+        return Synced(size, ended - began, ended - self._paused_at, lost)
 
-    async def undo(self, previous: tuple[Path, str]) -> tuple[str, ...]:
-        """Restore the old weights; return the replicas where that failed."""
-        await _try_all([self._transport.leave()])
-        await self._discard()
-        lost = [url for url in self._changed if not await self._restore(url, previous)]
-        if self._paused_at is not None:
-            await _try_all(replica.resume() for url, replica in self._replicas.items() if url not in lost)
-        return tuple(lost)
+    async def undo(self) -> tuple[str, ...]:
+        """Let the replicas go on with the old weights; return those that cannot."""
+        await self._leave()
+        if self._spoiled:
+            return tuple(self._replicas)
+        await _try_all(replica.update_weights(DISCARD) for replica in self._replicas.values())
+        if self._paused_at is None:
+            return ()
+        resumed = await asyncio.gather(*(_try_all([each.resume()]) for each in self._replicas.values()))
+        return tuple(url for url, done in zip(self._replicas, resumed, strict=True) if not done)
 
-    async def explain(self, error: SkyrlTinkerError, version: str, lost: tuple[str, ...]) -> WeightSyncError:
+    async def explain(self, error: Exception, version: str, lost: tuple[str, ...]) -> WeightSyncError:
         """Make the error; a dead replica explains broken connections of the others, so it is named alone."""
         failures = {} if isinstance(error, TrainerError) else self._failures
-        dead = [url for url in failures if not await _try_all([self._replicas[url].health()])]
-        named = dead or list(failures)
-        causes = "; ".join(f"{url}: {failures[url]}" for url in named) or str(error)
-        text = f"weights {version} are not served, the old ones are: {self._phase} failed: {causes}"
+        dead = [url for url in failures if not await _try_all([self._replicas[url].health()], STRAGGLERS_S)]
+        named = dead or [url for url in self._first if url in failures]
+        causes = "; ".join(f"{url}: {failures[url]}" for url in named) or str(error) or repr(error)
+        text = f"weights {version} are not served: {self._phase} failed: {causes}"
         if lost:
-            text += f"; without usable weights, to be started again: {', '.join(lost)}"
+            text += f"; to be replaced: {', '.join(lost)}"
         return WeightSyncError(text, self._phase, named, lost)
 
     async def _form(self) -> None:
         self._phase = "init"
         if self._transport.members == tuple(self._replicas):
             return
-        workers = await self._call_all("init", lambda url: self._replicas[url].world_size())
+        workers = await self._call_all("init", self._leave_former_group)
         messages = dict(zip(self._replicas, await self._transport.form(workers), strict=True))
-        await self._call_beside(
+        await self._call_all(
             "init",
             lambda url: self._replicas[url].init_weight_transfer_engine(messages[url]),
             self._transport.meet(),
         )
         self._transport.members = tuple(self._replicas)
 
-    async def _start(self) -> None:
-        if not self._transport.staged:
-            await self._pause()
-            self._changed = tuple(self._replicas)
-        await self._call_all("start", lambda url: self._replicas[url].start_weight_update())
+    async def _leave_former_group(self, url: str) -> int:
+        """Free what vLLM holds of it, which a new one would only replace; return the number of workers."""
+        await self._replicas[url].shutdown_weight_transfer_engine()
+        return await self._replicas[url].world_size()
+
+    async def _start(self, url: str) -> None:
+        if self._spoiled:
+            await self._replicas[url].set_weight_version(PARTIAL)
+        await self._replicas[url].start_weight_update()
 
     async def _transfer(self, index: int) -> None:
         self._phase = "update"
         message = await self._transport.load(index)
-        await self._call_beside(
+        await self._call_all(
             "update", lambda url: self._replicas[url].update_weights(message), self._transport.send()
         )
-
-    async def _finish(self, version: str) -> None:
-        if self._transport.staged:
-            await self._pause()
-            self._changed = tuple(self._replicas)
-        await self._call_all("finish", lambda url: self._replicas[url].finish_weight_update(version))
 
     async def _pause(self) -> None:
         """Pause and clear caches of the old weights; running sequences are computed again."""
         self._paused_at = time.monotonic()
         await self._call_all("pause", lambda url: self._replicas[url].pause("keep", clear_cache=True))
 
-    async def _call_all(self, phase: SyncPhase, call: Callable[[str], Awaitable[T]]) -> list[T]:
-        """Make the same call to every replica at once; all run to their end, so none changes things later."""
-        self._phase = phase
+    async def _finish(self, version: str) -> Mapping[str, BaseException]:
+        """Have each replica serve the new weights; return those that failed, unless all did."""
+        self._phase = "finish"
+        self._spoiled = True
         results = await asyncio.gather(
-            *(_answer(call(url)) for url in self._replicas), return_exceptions=True
+            *(_answer(self._serve(url, version)) for url in self._replicas), return_exceptions=True
         )
-        errors = [result for result in results if isinstance(result, BaseException)]
+        named = zip(self._replicas, results, strict=True)
+        failures = {url: result for url, result in named if result is not None}
+        if len(failures) == len(results):
+            self._failures, self._first = failures, tuple(failures)
+            raise next(iter(failures.values()))
+        return failures
+
+    async def _serve(self, url: str, version: str) -> None:
+        await self._replicas[url].finish_weight_update(version)
+        await self._replicas[url].resume()
+
+    async def _call_all(
+        self,
+        phase: SyncPhase,
+        call: Callable[[str], Awaitable[T]],
+        trainers: Coroutine[Any, Any, None] | None = None,
+    ) -> list[T]:
+        """Make the same call to every replica at once, while the trainer does its part.
+
+        At the first failure the trainer leaves, so that nobody waits for those that failed. Then all run to
+        their end, so that none changes things later; replicas that are lost are not waited for.
+        """
+        self._phase = phase
+        calls = {url: asyncio.ensure_future(_answer(call(url))) for url in self._replicas}
+        tasks: list[asyncio.Future[Any]] = [*calls.values()]
+        if trainers is not None:
+            tasks.append(asyncio.ensure_future(trainers))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            self._first = tuple(_failures(calls))
+            if not all(task.done() and not task.exception() for task in tasks):
+                await self._break_off(tasks)
+        self._failures = _failures(calls)
+        errors = _failures(dict(enumerate(reversed(tasks))))  # the trainer's explains those of the replicas
         if errors:
-            self._failures = {
-                url: result
-                for url, result in zip(self._replicas, results, strict=True)
-                if isinstance(result, SkyrlTinkerError)
-            }
-            raise errors[0]
-        return [result for result in results if not isinstance(result, BaseException)]
+            raise next(iter(errors.values()))
+        return [task.result() for task in calls.values()]
 
-    async def _call_beside(
-        self, phase: SyncPhase, call: Callable[[str], Awaitable[None]], trainers: Coroutine[Any, Any, None]
-    ) -> None:
-        """Call all replicas while the trainer does its part; if that fails, they stop waiting for it."""
-        sending = asyncio.ensure_future(trainers)
-        receiving = asyncio.ensure_future(self._call_all(phase, call))
-        try:
-            await sending
-        except BaseException:
-            await _try_all([self._transport.leave()])
-            await _try_all([receiving])
-            raise
-        await receiving
+    async def _break_off(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        await self._leave()
+        await asyncio.wait(tasks, timeout=STRAGGLERS_S if self._spoiled else None)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
-    async def _discard(self) -> None:
-        """End the failed session; the replicas answer with an error by design."""
-        discard = self._transport.discard
-        await _try_all(replica.update_weights(discard) for replica in self._replicas.values())
-
-    async def _restore(self, url: str, previous: tuple[Path, str]) -> bool:
-        """Bring one replica back to the old weights, alone so that a dead one hinders no other."""
-        again = _Update({url: self._replicas[url]}, self._transport)
-        try:
-            await again.run(*previous)
-        except SkyrlTinkerError as error:
-            _log.error("replica %s could not be given weights %s again: %s", url, previous[1], error)
-            return False
-        return True
+    async def _leave(self) -> None:
+        await _try_all([self._transport.leave()], STRAGGLERS_S)
 
 
-async def _answer(call: Awaitable[T]) -> T:
+def _failures(calls: Mapping[K, asyncio.Future[Any]]) -> dict[K, BaseException]:
+    """Return the errors of those that have failed by now."""
+    ended = {key: call.exception() for key, call in calls.items() if call.done() and not call.cancelled()}
+    return {key: error for key, error in ended.items() if error is not None}
+
+
+async def _answer(call: Awaitable[T], patience_s: float = PATIENCE_S) -> T:
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             return await call
     except TimeoutError as error:
-        raise SamplerError(f"no answer within {PATIENCE_S:.0f} s") from error
+        raise SamplerError(f"no answer within {patience_s:.0f} s") from error
 
 
-async def _try_all(calls: Iterable[Awaitable[Any]]) -> bool:
+async def _try_all(calls: Iterable[Awaitable[Any]], patience_s: float = PATIENCE_S) -> bool:
     """Await all, log their errors and return whether there were none."""
-    results = await asyncio.gather(*map(_answer, calls), return_exceptions=True)
+    results = await asyncio.gather(*(_answer(call, patience_s) for call in calls), return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:
         _log.log(logging.INFO if isinstance(error, SkyrlTinkerError) else logging.ERROR, "ignored: %r", error)

@@ -10,13 +10,13 @@ from skyrl_tinker.weight_sync.chunks import WeightChunk
 Message = Mapping[str, Any]
 """JSON object that is sent to the workers of a replica."""
 
-SyncPhase = Literal["open", "init", "pause", "start", "update", "finish", "resume"]
+SyncPhase = Literal["open", "init", "pause", "start", "update", "finish"]
 
 
 class WeightTransport(Protocol):
     """One way to bring a version's directory of safetensors to the replicas, chunk by chunk.
 
-    A sync calls `open`; `form` and `meet` when the replicas are not `members` yet; per chunk `load` and
+    A sync calls `open`; `form` and `meet` when the replicas are not `members` then; per chunk `load` and
     `send`; `close` in any case. Every call may raise SkyrlTinkerError.
     """
 
@@ -25,13 +25,14 @@ class WeightTransport(Protocol):
     staged: bool
     """Whether replicas serve the old weights until the update is finished; if not, they must stand still
     from start to finish, and have no weights at all when it fails."""
-    discard: Message
-    """The update that ends a failed session; workers answer it with an error on purpose."""
     members: tuple[str, ...]
     """The replicas that `meet` brought together, () for none."""
 
     async def open(self, directory: Path) -> Sequence[WeightChunk]:
-        """Return the chunks in the order to send. SamplerError when the directory holds no weights."""
+        """Return the chunks in the order to send. SamplerError when the directory holds no weights.
+
+        `members` becomes () where the trainer has been restarted since: it is in no group.
+        """
         ...
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
@@ -55,7 +56,10 @@ class WeightTransport(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Leave the group, so that no replica waits for the trainer any more; `members` becomes ()."""
+        """Leave the group, so that no replica waits for the trainer any more; `members` becomes ().
+
+        Also in the middle of `meet` or `send`, which then fail as soon as the backend can.
+        """
         ...
 
 
@@ -78,6 +82,8 @@ class Replica(Protocol):
     async def world_size(self) -> int: ...
     async def pause(self, mode: Literal["abort", "wait", "keep"], *, clear_cache: bool) -> None: ...
     async def resume(self) -> None: ...
+    async def set_weight_version(self, version: str) -> None: ...
+    async def shutdown_weight_transfer_engine(self) -> None: ...
     async def init_weight_transfer_engine(self, info: Message) -> None: ...
     async def start_weight_update(self) -> None: ...
     async def update_weights(self, info: Message) -> None: ...
@@ -94,8 +100,8 @@ class WeightUpdateTarget(Protocol):
 class WeightSyncError(SamplerError):
     """Failed sync. `failed`: the replicas that refused or died, empty when it was the trainer or the file.
 
-    `lost`: those that could not be given the old weights back either. They must be restarted: they hold
-    part of the weights, or are dead.
+    `lost`: those that do not serve the old weights either, to be replaced: they hold part of the new ones,
+    stand still or are dead.
     """
 
     def __init__(

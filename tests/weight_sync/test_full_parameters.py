@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.sync import Synced, sync_weights
-from skyrl_tinker.weight_sync.transport import Message, WeightTransport
+from skyrl_tinker.weight_sync.transport import Message, WeightSyncError, WeightTransport
 from tests.inference.support.samplers import (
     Sampler,
     ask,
@@ -42,8 +42,7 @@ def write_files(directory: Path, files: Sequence[dict[str, np.ndarray]]) -> None
 
 
 async def sync(sampler: Sampler, transport: WeightTransport, directory: Path, version: str) -> Synced:
-    base = (Path(sampler.facts.directory), "base")
-    return await sync_weights(sampler.client.control, transport, directory, version, base)
+    return await sync_weights(sampler.client.control, transport, directory, version)
 
 
 async def back_to_base(sampler: Sampler, transport: WeightTransport) -> None:
@@ -92,11 +91,16 @@ async def test_bfloat16_weights_are_served_as_they_are(
 
 async def assert_refused(sampler: Sampler, transport: WeightTransport, directory: Path, match: str) -> None:
     before = await sampler.client.control.weight_version()
-    with pytest.raises(SamplerError, match=match):
+    with pytest.raises(WeightSyncError, match=match) as caught:
         await sync(sampler, transport, directory, "broken")
+    assert caught.value.lost == ()
+    await assert_base(sampler)
+    assert await sampler.client.control.weight_version() == before
+
+
+async def assert_base(sampler: Sampler) -> None:
     prompt = prompt_of(20)
     assert_same_logprobs(await sampler("base", ask(prompt)), reference(sampler.facts.directory), prompt)
-    assert await sampler.client.control.weight_version() == before
 
 
 async def test_a_refused_update_leaves_the_old_weights_and_the_next_one_works(
@@ -140,9 +144,13 @@ async def test_half_an_update_is_never_applied(
         trained / "half", [{"model.norm.weight": load_weights(trained / "trained")["model.norm.weight"]}]
     )
     transport.load = never_last  # type: ignore[method-assign]
-    await assert_refused(
-        each_sampler, transport, trained / "half", "finish failed: .*missing from the update"
-    )
+    with pytest.raises(WeightSyncError, match=r"finish failed: .*missing from the update") as caught:
+        await sync(each_sampler, transport, trained / "half", "broken")
+    assert caught.value.lost == each_sampler.client.server_urls
+    with pytest.raises(SamplerError, match="discarded"):
+        await each_sampler.client.control.update_weights({"discard": True})
+    await each_sampler.client.control.resume()
+    await assert_base(each_sampler)
 
 
 async def test_a_file_that_is_cut_while_it_is_sent_leaves_the_old_weights(

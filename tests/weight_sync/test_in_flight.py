@@ -64,12 +64,11 @@ async def switched_under(
     rollouts: list[Rollout], sampler: Sampler, transport: WeightTransport, new: Path
 ) -> None:
     """Run them all on the base; when each has some tokens, the new weights come."""
-    base = (Path(sampler.facts.directory), "base")
-    await sync_weights(sampler.client.control, transport, *base, base)
+    await sync_weights(sampler.client.control, transport, Path(sampler.facts.directory), "base")
     running = [asyncio.create_task(rollout.run(sampler.client.server_urls[0])) for rollout in rollouts]
     await asyncio.gather(*(rollout.under_way.wait() for rollout in rollouts))
     await sampler.client.control.pause("keep", clear_cache=False)  # held until the sync resumes it
-    await sync_weights(sampler.client.control, transport, new, "new", base)
+    await sync_weights(sampler.client.control, transport, new, "new")
     await asyncio.gather(*running)
 
 
@@ -93,4 +92,4 @@ async def test_a_running_rollout_changes_regime_at_one_token(
             found = [(span["version"], span["start"], span["end"]) for span in rollout.versions]
             assert found == [span for span in spans if span[1] < span[2]]
             changes += [change] if change < LENGTH else []
-    await sync_weights(sampler.client.control, transport, old, "base", (old, "base"))
+    await sync_weights(sampler.client.control, transport, old, "base")

@@ -1,4 +1,4 @@
-"""Weights captured on one and two real trainer ranks reach one and two real replicas, or none of them."""
+"""Weights captured on one and two real trainer ranks reach one and two real replicas; who fails is lost."""
 
 import asyncio
 import os
@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import psutil
@@ -14,12 +15,14 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
-from skyrl_tinker.inference.client.control_plane import ControlPlane
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.control_plane import ControlPlane, Messages
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.factory import make_transport
-from skyrl_tinker.weight_sync.sync import sync_weights
+from skyrl_tinker.weight_sync.gloo import TIMEOUT_S
+from skyrl_tinker.weight_sync.sync import PARTIAL, sync_weights
 from skyrl_tinker.weight_sync.transport import Message, WeightSyncError, WeightTransport
 from tests.inference.support.samplers import (
     Served,
@@ -97,9 +100,9 @@ async def assert_served(url: str, version: str, directory: str | Path) -> None:
 
 
 async def back_to_base(facts: BaseModelFacts, *urls: str) -> None:
-    base = (Path(facts.directory), "base")
     client = client_of(*urls)
-    await sync_weights(client.control, make_transport("shared_memory", NotNeeded(), 1 << 30), *base, base)
+    transport = make_transport("shared_memory", NotNeeded(), 1 << 30)
+    await sync_weights(client.control, transport, Path(facts.directory), "base")
     await client.close()
 
 
@@ -126,7 +129,7 @@ async def test_captured_weights_are_served_exactly(
     transport = make_transport(name, ranks, CHUNK_BYTES)  # type: ignore[arg-type]
     directory = await capture(ranks, facts, tmp_path / "v1")
     client = client_of(*urls)
-    await sync_weights(client.control, transport, directory, "v1", (Path(facts.directory), "base"))
+    await sync_weights(client.control, transport, directory, "v1")
     for url in urls:
         await assert_served(url, "v1", directory)
     assert transport.members == urls
@@ -134,48 +137,149 @@ async def test_captured_weights_are_served_exactly(
     await back_to_base(facts, *urls)
 
 
-async def test_a_changed_set_of_replicas_meets_anew(
-    trainer: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
-) -> None:
-    transport = make_transport("gloo", trainer, CHUNK_BYTES)
-    base = (Path(facts.directory), "base")
-    write_model(tmp_path / "other", tied=True, seed=5)
-    for version, urls in (("v1", pair[:1]), ("v2", pair), ("v3", pair), ("v4", pair[1:])):
-        client = client_of(*urls)
-        await sync_weights(client.control, transport, tmp_path / "other", version, base)
-        await client.close()
-        for url in urls:
-            await assert_served(url, version, tmp_path / "other")
-    await back_to_base(facts, *pair)
-
-
 class Sabotaged(ControlPlane):
-    """All replicas, of which the last has forgotten the update when it is to finish."""
+    """All replicas, of which the last is this one."""
+
+    last: type[ControlPlane]
 
     def replica(self, url: str) -> ControlPlane:
         if url == self.server_urls[-1]:
-            return _Forgetful((url,), http=self.http)
+            return self.last((url,), http=self.http)
         return super().replica(url)
 
 
-class _Forgetful(ControlPlane):
+def sabotaged(last: type[ControlPlane], *urls: str) -> Sabotaged:
+    control = Sabotaged(urls)
+    control.last = last
+    return control
+
+
+class Noted(ControlPlane):
+    """Notes when it joins and leaves groups."""
+
+    notes: ClassVar[list[str]] = []
+
+    async def init_weight_transfer_engine(self, info: Messages) -> None:
+        self.notes.append("joins")
+        await super().init_weight_transfer_engine(info)
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        self.notes.append("leaves")
+        await super().shutdown_weight_transfer_engine()
+
+
+async def test_a_changed_set_of_replicas_leaves_the_former_group_and_meets_anew(
+    trainer: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    transport = make_transport("gloo", trainer, CHUNK_BYTES)
+    write_model(tmp_path / "other", tied=True, seed=5)
+    for version, urls in (("v1", pair[:1]), ("v2", pair), ("v3", pair), ("v4", pair[1:])):
+        control = sabotaged(Noted, *urls)
+        await sync_weights(control, transport, tmp_path / "other", version)
+        await control.http.close()
+        for url in urls:
+            await assert_served(url, version, tmp_path / "other")
+    assert Noted.notes == ["leaves", "joins"] * 3
+    await back_to_base(facts, *pair)
+
+
+class Forgetful(ControlPlane):
+    """Has forgotten the update when it is to finish."""
+
     async def finish_weight_update(self, version: str) -> None:
-        if version != "base":
-            with suppress(Exception):
-                await self.update_weights({"discard": True})
+        with suppress(SamplerError):
+            await self.update_weights({"discard": True})
         await super().finish_weight_update(version)
 
 
-async def test_replicas_that_took_the_new_weights_get_the_old_ones_again_when_another_did_not(
+async def test_one_that_does_not_take_new_weights_which_others_serve_is_lost(
     transport: WeightTransport, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "other", tied=True, seed=5)
-    control = Sabotaged(pair)
-    with pytest.raises(WeightSyncError, match=rf"finish failed: {pair[1]}: .*without a matching") as caught:
-        await sync_weights(control, transport, tmp_path / "other", "v1", (Path(facts.directory), "base"))
-    assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("finish", (pair[1],), ())
+    control = sabotaged(Forgetful, *pair)
+    synced = await sync_weights(control, transport, tmp_path / "other", "v1")
+    assert list(synced.lost) == [pair[1]]
+    assert "without a matching" in str(synced.lost[pair[1]])
+    await assert_served(pair[0], "v1", tmp_path / "other")
+    await control.resume()
+    await back_to_base(facts, *pair)
+    await control.http.close()
+
+
+class Stubborn(ControlPlane):
+    """Never goes on."""
+
+    async def resume(self) -> None:
+        raise SamplerError("it does not go on")
+
+
+async def test_one_that_does_not_go_on_after_an_update_is_lost_and_nothing_is_sent_twice(
+    transport: WeightTransport, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "other", tied=True, seed=5)
+    control = sabotaged(Stubborn, *pair)
+    synced = await sync_weights(control, transport, tmp_path / "other", "v1")
+    assert list(synced.lost) == [pair[1]]
+    await control.resume()
     for url in pair:
-        await assert_served(url, "base", facts.directory)
+        await assert_served(url, "v1", tmp_path / "other")
+    await back_to_base(facts, *pair)
+    await control.http.close()
+
+
+class NoMember(ControlPlane):
+    """Refuses to join."""
+
+    async def init_weight_transfer_engine(self, info: Messages) -> None:
+        raise SamplerError("no")
+
+
+class NoReceiver(ControlPlane):
+    """Refuses an update."""
+
+    async def update_weights(self, info: Messages) -> None:
+        raise SamplerError("no")
+
+
+async def test_a_quick_refusal_is_not_waited_for_by_the_others(
+    trainer: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "other", tied=True, seed=5)
+    transport = make_transport("gloo", trainer, CHUNK_BYTES)
+    control, client = sabotaged(NoMember, *pair), client_of(*pair)
+    async with asyncio.timeout(TIMEOUT_S / 2):
+        with pytest.raises(WeightSyncError, match=f"init failed: {pair[1]}: no$") as caught:
+            await sync_weights(control, transport, tmp_path / "other", "v1")
+        assert (caught.value.failed, caught.value.lost) == ((pair[1],), ())
+        await sync_weights(client.control, transport, tmp_path / "other", "v2")
+    for url in pair:
+        await assert_served(url, "v2", tmp_path / "other")
+    await back_to_base(facts, *pair)
+    await client.close()
+    await control.http.close()
+
+
+async def test_replicas_that_stand_still_for_an_update_that_fails_are_lost_and_nothing_is_waited_for(
+    pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    """As with NCCL and CUDA IPC; here on a transport that is staged, but does not say so."""
+    write_model(tmp_path / "other", tied=True, seed=5)
+    transport = make_transport("shared_memory", NotNeeded(), CHUNK_BYTES)
+    transport.staged = False
+    transport.send = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+    control = sabotaged(NoReceiver, *pair)
+    async with asyncio.timeout(TIMEOUT_S / 2):
+        with pytest.raises(
+            WeightSyncError, match=f"update failed: {pair[1]}: no; to be replaced: "
+        ) as caught:
+            await sync_weights(control, transport, tmp_path / "other", "v1")
+    assert caught.value.lost == pair
+    assert await control.weight_version() == PARTIAL
+    whole = ControlPlane(pair, control.http)
+    with pytest.raises(SamplerError, match="discarded"):
+        await whole.update_weights({"discard": True})
+    await whole.resume()
+    await back_to_base(facts, *pair)
     await control.http.close()
 
 
@@ -203,10 +307,29 @@ async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
     transport = killing(make_transport("gloo", two_ranks, CHUNK_BYTES), 3, two_ranks.pids()[0])
     client = client_of(*pair)
     with pytest.raises(WeightSyncError, match="update failed: rank 0 died") as caught:
-        await sync_weights(
-            client.control, transport, tmp_path / "other", "v1", (Path(facts.directory), "base")
-        )
+        await sync_weights(client.control, transport, tmp_path / "other", "v1")
     assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (), ())
+    with pytest.raises(WeightSyncError, match="open failed: rank 0 died"):
+        await sync_weights(client.control, transport, tmp_path / "other", "v1")
+    await client.close()
+    for url in pair:
+        await assert_served(url, "base", facts.directory)
+    await two_ranks.restart()
+
+
+async def test_a_trainer_that_was_restarted_meets_the_samplers_anew(
+    two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "other", tied=True, seed=5)
+    transport = make_transport("gloo", two_ranks, CHUNK_BYTES)
+    client = client_of(*pair)
+    await sync_weights(client.control, transport, tmp_path / "other", "v1")
+    await two_ranks.ping()
+    os.kill(two_ranks.pids()[0], signal.SIGKILL)
+    while two_ranks.broken is None:
+        await two_ranks.watch(10.0)
+    await two_ranks.restart()
+    await sync_weights(client.control, transport, Path(facts.directory), "base")
     await client.close()
     for url in pair:
         await assert_served(url, "base", facts.directory)
@@ -221,21 +344,18 @@ async def test_a_replica_killed_between_chunks_is_named_and_the_others_keep_the_
 ) -> None:
     await back_to_base(facts, *pair)
     write_model(tmp_path / "other", tied=True, seed=5)
-    base = (Path(facts.directory), "base")
     (pid,) = partner.pids()
     everything = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     transport = make_transport("gloo", trainer, CHUNK_BYTES)
     client = client_of(*pair)
     with pytest.raises(WeightSyncError, match=f"update failed: {pair[1]}") as caught:
-        await sync_weights(client.control, killing(transport, 3, *everything), tmp_path / "other", "v1", base)
+        await sync_weights(client.control, killing(transport, 3, *everything), tmp_path / "other", "v1")
     assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (pair[1],), ())
     await assert_served(pair[0], "base", facts.directory)
     await client.close()
 
     left = client_of(pair[0])
-    await sync_weights(
-        left.control, make_transport("gloo", trainer, CHUNK_BYTES), tmp_path / "other", "v2", base
-    )
+    await sync_weights(left.control, make_transport("gloo", trainer, CHUNK_BYTES), tmp_path / "other", "v2")
     await left.close()
     await assert_served(pair[0], "v2", tmp_path / "other")
     await back_to_base(facts, pair[0])

@@ -10,7 +10,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.engine.colocation.placement import SEPARATE, AwakeLock, Placement
 from skyrl_tinker.engine.status import EngineStatus
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss
 from skyrl_tinker.inference.servers.router import Router
@@ -90,24 +90,29 @@ class Fleet:
     async def with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Make the attempt, again at once when replicas were lost meanwhile and others serve.
 
-        It waits while no replica serves. SamplerError: it failed for another reason.
+        It waits while no replica serves, and for the trainer when that was to bring weights and died.
+        SamplerError: it failed for another reason.
         """
-        for left in reversed(range(ATTEMPTS)):
+        attempts = ATTEMPTS
+        while True:
             await self._wait_for(lambda: self.size > 0)
             losses = self._losses
             try:
                 return await self._interruptible(attempt)
+            except TrainerError as error:
+                _log.info("tried again when the trainer is back: %s", error)
+                await asyncio.sleep(RETRY_S)
             except SamplerError as error:
-                if not left or not await self._loss_since(losses):
+                attempts -= 1
+                if not attempts or not await self._loss_since(losses):
                     raise
                 _log.info("tried again after a loss: %s", error)
-        raise AssertionError("the last attempt returns or raises")
 
     def condemn(self, url: str, reason: str) -> None:
         """End and replace a member that must not serve any more. No effect if it is not a member."""
         for index, member in list(self._members.items()):
             if member == url:
-                self._condemned[index] = Loss(index, url, reason)
+                self._condemned[index] = Loss(index, url, reason, silent=True)
                 self._remove(index)
 
     @contextmanager

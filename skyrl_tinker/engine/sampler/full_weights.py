@@ -8,15 +8,14 @@ from typing import Protocol
 
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource, newest
-from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.constants import BASE_MODEL
 
 
 class Swaps(Protocol):
     """Interface of WeightSwaps. Requests that run during a swap are of an inflight target and go on."""
 
-    async def swap(self, new: WeightVersion | None, old: WeightVersion | None) -> None: ...
-    async def served(self) -> str: ...
+    async def swap(self, new: WeightVersion | None) -> None:
+        """Bring `new` to the samplers; if it raises, they serve the old weights or are replaced."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +24,6 @@ class _State:
 
     group: Hashable
     version: WeightVersion | None
-
-    @property
-    def name(self) -> str:
-        return self.version.name if self.version else BASE_MODEL
 
 
 _BASE = _State(None, None)
@@ -120,27 +115,12 @@ class FullWeights:
         await asyncio.shield(self._swapping)
 
     async def _exchange(self, new: _State) -> None:
-        old = self._state
         try:
-            await self._swaps.swap(new.version, old.version)
+            await self._swaps.swap(new.version)
             self._state = new
-        except BaseException:  # whatever interrupted it: which weights the samplers have must be known
-            await self._update_state(old, new)
-            raise
         finally:
             self._swapping = None
             self._wake()
-
-    async def _update_state(self, old: _State, new: _State) -> None:
-        try:
-            name = await self._swaps.served()
-        except SamplerError:  # they disagree, or one of them is down
-            name = _UNKNOWN
-        for state in (old, new, _BASE):
-            if state.group != _UNKNOWN and state.name == name:
-                self._state = state
-                return
-        self.forget()
 
     def _wake(self) -> None:
         self._changed.set()  # all that wait now, and none later

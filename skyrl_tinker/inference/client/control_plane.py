@@ -127,13 +127,17 @@ class ControlPlane:
                 raise SamplerError("a replica could not reset its prefix cache")
 
     async def init_weight_transfer_engine(self, info: Messages) -> None:
-        await self._messages("/init_weight_transfer_engine", "init_info", info, repeatable=True)
+        await self._messages("/init_weight_transfer_engine", "init_info", info)
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Leave the trainer's group and free what it takes; harmless without one."""
+        await self._call_all("POST", "/shutdown_weight_transfer_engine", long=True)
 
     async def start_weight_update(self) -> None:
         await self._call_all("POST", "/start_weight_update", repeatable=False, long=True)
 
     async def update_weights(self, info: Messages) -> None:
-        await self._messages("/update_weights", "update_info", info, repeatable=False)
+        await self._messages("/update_weights", "update_info", info)
 
     async def finish_weight_update(self, version: str) -> None:
         await self._call_all(
@@ -144,6 +148,10 @@ class ControlPlane:
         """Return the version of the full weights of all replicas; VLLM_START_VERSION until an update."""
         answers = await self._call_all("GET", "/weight_info")
         return _common([str(answer["weight_version"]) for answer in answers])
+
+    async def set_weight_version(self, version: str) -> None:
+        """Set the version that `weight_version` returns; the weights stay."""
+        await self._call_all("POST", "/update_weight_version", {"new_version": version})
 
     async def health(self) -> None:
         """Raise SamplerError when a replica cannot take requests."""
@@ -166,8 +174,8 @@ class ControlPlane:
             if error.answer.status not in (400, 404):  # not loaded
                 raise
 
-    async def _messages(self, path: str, key: str, info: Messages, *, repeatable: bool) -> None:
-        """Send one message to all replicas, or one to each of `server_urls` in their order."""
+    async def _messages(self, path: str, key: str, info: Messages) -> None:
+        """Send one message to all replicas, or one to each of `server_urls` in their order; never twice."""
         urls = self.server_urls
         messages = [info] * len(urls) if isinstance(info, Mapping) else list(info)
         if len(messages) != len(urls):
@@ -175,7 +183,7 @@ class ControlPlane:
         bodies = {url: {key: dict(message)} for url, message in zip(urls, messages, strict=True)}
         _require(
             await self._gather(
-                lambda url: self._call(url, "POST", path, bodies[url], repeatable=repeatable, long=True),
+                lambda url: self._call(url, "POST", path, bodies[url], repeatable=False, long=True),
                 urls,
             )
         )

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.domain.values import SampleOutput
+from skyrl_tinker.engine.sampler import fleet as fleet_module
 from skyrl_tinker.engine.sampler.fleet import Equip, Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.status import EngineStatus
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
@@ -190,6 +191,20 @@ async def test_what_no_loss_explains_is_raised_and_what_cannot_be_served_is_refu
     nobody = ExternalServers(["http://127.0.0.1:9"], startup_s=1.0, hang_s=2.0)
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 \(sampler_urls\) gave no answer in 1 s"):
         await nobody.ready()
+
+
+async def test_what_waits_for_weights_of_a_trainer_that_died_is_tried_again_when_it_may_be_back(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
+    deaths = [TrainerError("rank 0 died")] * 10
+
+    async def attempt() -> str:
+        if deaths:
+            raise deaths.pop()
+        return "sampled"
+
+    assert await fleet.with_retry(attempt) == "sampled"
 
 
 async def test_whoever_is_equipped_joins_the_weight_transport_anew(

@@ -1,5 +1,6 @@
 """Calls to every replica reach all of them or none, and those that failed are named."""
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -103,6 +104,25 @@ async def test_a_weight_message_may_be_one_for_each_replica(both: Sampler) -> No
         await client.control.update_weights([{"path": "/nowhere/0"}, {"path": "/nowhere/1"}])
     for url in client.server_urls:
         assert f"{url}/update_weights" in str(refused.value)
+
+
+async def test_a_replica_is_told_once_to_join_a_group_whose_id_serves_once() -> None:
+    joins = 0
+
+    async def answer_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal joins
+        joins += 1
+        await reader.readline()
+        writer.close()
+
+    server = await asyncio.start_server(answer_nothing, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    client = RemoteInferenceClient(url, (url,))
+    with pytest.raises(SamplerError, match="init_weight_transfer_engine failed"):
+        await client.control.init_weight_transfer_engine({})
+    assert joins == 1
+    await client.close()
+    server.close()
 
 
 async def test_caches_are_reset_everywhere(both: Sampler) -> None:

@@ -1,0 +1,120 @@
+"""A replica that an update spoiled, or whose engine core is stuck, is replaced by a fresh one. Real vLLM."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker.domain.ids import VersionId
+from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, WeightVersion
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_tinker.weight_sync.sync import PARTIAL
+from skyrl_tinker.weight_sync.transport import Message
+from tests.engine.sampler.test_fleet import supervised
+from tests.inference.support.samplers import (
+    ask,
+    assert_same_logprobs,
+    prompt_of,
+    reference,
+    spec_of,
+    write_model,
+)
+from tests.weight_sync.conftest import CHUNK_BYTES
+
+PROMPT = prompt_of(20)
+STEP_S = 4.0
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> BaseModelFacts:
+    return write_model(tmp_path / "model", tied=True)
+
+
+@pytest.fixture
+async def fleet(ray_cluster: None, facts: BaseModelFacts, tmp_path: Path) -> AsyncIterator[Fleet]:
+    """One replica of our own."""
+    group = ServerGroup.launch(spec_of(facts, tmp_path))
+    await group.ready()
+    client = RemoteInferenceClient(group.urls[0], group.urls)
+    yield Fleet(group, client, step_s=STEP_S)
+    await client.close()
+    await group.shutdown()
+
+
+class Unstaged(SharedMemoryTransport):
+    """Like NCCL and CUDA IPC, for which replicas stand still. `opened`: what was sent, in order."""
+
+    staged = False
+
+    def __init__(self) -> None:
+        super().__init__(CHUNK_BYTES)
+        self.opened: list[str] = []
+        self.breaks = False
+
+    async def open(self, directory: Path):  # type: ignore[no-untyped-def]
+        self.opened.append(directory.name)
+        return await super().open(directory)
+
+    async def load(self, index: int) -> Message:
+        if self.breaks and index == 2:
+            self.breaks = False
+            raise SamplerError("the file is broken off")
+        return await super().load(index)
+
+
+def weights(root: Path, number: int) -> WeightVersion:
+    """The base's shapes under other values."""
+    write_model(root / f"v{number}", tied=True, seed=number)
+    return WeightVersion(VersionId(number), "full", str(root / f"v{number}"))
+
+
+async def test_replicas_that_an_update_spoiled_are_replaced_and_given_the_old_weights_first(
+    fleet: Fleet, facts: BaseModelFacts, store: Store, bell: Doorbell, tmp_path: Path
+) -> None:
+    old, new = weights(tmp_path, 1), weights(tmp_path, 2)
+    transport = Unstaged()
+    samplers = Samplers(fleet, transport, facts, 8)
+    (before,) = fleet.client.server_urls
+
+    async def sample(version: WeightVersion) -> SampleOutput:
+        return await samplers.sample(version, ask(PROMPT, max_tokens=16))
+
+    async with supervised(fleet, store, bell, samplers.equip):
+        assert_same_logprobs(await sample(old), reference(old.directory), PROMPT)
+        transport.breaks = True
+        assert_same_logprobs(await sample(new), reference(new.directory), PROMPT)
+        assert before not in fleet.client.server_urls
+        assert transport.opened == ["v1", "v2", "v1", "v2"]
+        assert await fleet.client.control.weight_version() == "v2"
+
+    await fleet.client.control.set_weight_version(PARTIAL)  # as an engine leaves it that dies meanwhile
+    with pytest.raises(SamplerError, match="holds part of an update that failed: start it again"):
+        await fleet.adopt(samplers.equip)
+
+
+async def test_a_replica_whose_core_is_stuck_is_replaced_and_its_samples_are_not_lost(
+    fleet: Fleet, facts: BaseModelFacts, store: Store, bell: Doorbell
+) -> None:
+    """It waits for a member of a group that takes connections and never answers, for a minute."""
+    samplers = Samplers(fleet, SharedMemoryTransport(CHUNK_BYTES), facts, 8)
+    (before,) = fleet.client.server_urls
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = {"host": "127.0.0.1", "port": silent.getsockname()[1], "rank_offset": 1, "world_size": 2}
+        control = fleet.client.control.replica(before)
+        joining = asyncio.create_task(control.init_weight_transfer_engine({"transport": "gloo", **address}))
+        await asyncio.sleep(0.5)
+        async with supervised(fleet, store, bell, samplers.equip):
+            output = await samplers.sample(None, ask(PROMPT, max_tokens=16))
+            assert before not in fleet.client.server_urls
+    with pytest.raises(SamplerError):
+        await joining
+    assert_same_logprobs(output, reference(facts.directory), PROMPT)
