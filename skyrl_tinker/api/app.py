@@ -1,8 +1,8 @@
 """Composition root of the API."""
 
 from asyncio import TaskGroup
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
@@ -85,42 +85,48 @@ NUMBERED = frozenset({"/api/v1/forward_backward"})
 
 def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> FastAPI:
     """Build the API on an open store and a bound doorbell, both of which the caller closes."""
-    waiter = FutureWaiter(store, bell)
+    app = make_app(settings)
+    app.state.services = make_services(settings, store, facts, bell)
+    return app
+
+
+def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> Services:
+    """Build what one run of the app works with; its lifespan starts and ends them."""
     engine = EngineClient(Directories(settings).engine_socket)
-    watch, keys = LoopWatch(), KeyRing(store)
-    signer = Signer(store, settings.trust_forwarded)
     queues = EngineQueues(engine)
-    room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
-    backpressure = Backpressure(queues, settings.sample_backlog)
+    return Services(
+        settings,
+        store,
+        facts,
+        bell,
+        FutureWaiter(store, bell),
+        limits_of(settings, facts),
+        engine,
+        LoopWatch(),
+        Gate(LARGE_AT_ONCE),
+        KeyRing(store),
+        Signer(store, settings.trust_forwarded),
+        queues,
+        Backpressure(queues, settings.sample_backlog),
+        DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb),
+    )
+
+
+def make_app(settings: Settings) -> FastAPI:
+    """Build routes and middleware; `app.state.services` is to be set before the app is started."""
     app = Documented(
         title="skyrl-tinker",
         version=__version__,
-        lifespan=_lifespan(waiter, engine, watch, keys, queues),
+        lifespan=_lifespan,
         openapi_url=docs.OPENAPI_URL,
         responses=ERRORS,
         docs_url=None,
         redoc_url=None,
     )
-    app.state.services = Services(
-        settings,
-        store,
-        facts,
-        bell,
-        waiter,
-        limits_of(settings, facts),
-        engine,
-        watch,
-        Gate(LARGE_AT_ONCE),
-        keys,
-        signer,
-        queues,
-        backpressure,
-        room,
-    )
     app.add_middleware(FastPaths, routes=app.routes)
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings), numbered=NUMBERED)
-    app.add_middleware(DiskRoomMiddleware, room=room)
-    app.add_middleware(AuthMiddleware, keys=keys)  # added last, runs first
+    app.add_middleware(DiskRoomMiddleware)
+    app.add_middleware(AuthMiddleware)  # added last, runs first
     error_responses.install(app)
     app.mount(docs.ASSETS_URL, docs.assets())
     for root in (docs.root, health.root, auth.root, metrics.router, openai.router, download.root):
@@ -138,24 +144,20 @@ def _body_limits(settings: Settings) -> BodyLimits:
     )
 
 
-def _lifespan(
-    waiter: FutureWaiter, engine: EngineClient, watch: LoopWatch, keys: KeyRing, queues: EngineQueues
-) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await waiter.start()
-        await keys.start()
-        async with TaskGroup() as tasks:
-            background = (
-                tasks.create_task(waiter.run(), name="future-waiter"),
-                tasks.create_task(watch.run(), name="loop-watch"),
-                tasks.create_task(keys.run(), name="key-ring"),
-                tasks.create_task(queues.run(), name="engine-queues"),
-            )
-            yield
-            waiter.stop()
-            for task in background:
-                task.cancel()
-            await engine.close()
-
-    return lifespan
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    services: Services = app.state.services
+    await services.waiter.start()
+    await services.keys.start()
+    async with TaskGroup() as tasks:
+        background = (
+            tasks.create_task(services.waiter.run(), name="future-waiter"),
+            tasks.create_task(services.watch.run(), name="loop-watch"),
+            tasks.create_task(services.keys.run(), name="key-ring"),
+            tasks.create_task(services.queues.run(), name="engine-queues"),
+        )
+        yield
+        services.waiter.stop()
+        for task in background:
+            task.cancel()
+        await services.engine.close()

@@ -30,14 +30,14 @@ _BEARER = b"bearer "
 class AuthMiddleware:
     """ASGI layer that sets scope["caller"] and scope["owner"], or answers 401."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN and not scope["path"].startswith(OPEN_BELOW):
+            keys: KeyRing = scope["app"].state.services.keys
             try:
-                caller = self._keys.caller(credential(scope["headers"]))
+                caller = keys.caller(credential(scope["headers"]))
             except UnauthenticatedError as error:
                 await _refusal(scope["path"], error)(scope, receive, send)
                 return

@@ -66,13 +66,14 @@ class DiskRoom:
 class DiskRoomMiddleware:
     """ASGI layer that answers new work with 503 while there is too little room."""
 
-    def __init__(self, app: ASGIApp, room: DiskRoom) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in NEW_WORK and (why := self._room.shortage()):
-            answer = error_responses.refusal(Request(scope), NoRoomError(why, RETRY_S))
-            await answer(scope, receive, send)
-            return
+        if scope["type"] == "http" and scope["path"] in NEW_WORK:
+            room: DiskRoom = scope["app"].state.services.room
+            if why := room.shortage():
+                answer = error_responses.refusal(Request(scope), NoRoomError(why, RETRY_S))
+                await answer(scope, receive, send)
+                return
         await self._app(scope, receive, send)

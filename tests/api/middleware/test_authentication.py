@@ -153,8 +153,9 @@ async def test_a_refused_body_is_not_read(world: World) -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/api/v1/forward_backward", "headers": []}
-    await AuthMiddleware(world.app, world.services.keys)(scope, receive, send)
+    path = "/api/v1/forward_backward"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "app": world.app}
+    await AuthMiddleware(world.app)(scope, receive, send)
     assert [message.get("status") for message in sent] == [401, None]
 
 
