@@ -1,161 +1,66 @@
-"""One history: seeded requests of some models, and crashes at seeded points of the engine's work.
+"""One history: seeded requests of some models to a whole server, while a seed decides what goes wrong.
 
-Real are the journal (SQLite), the engine's training side, its commits, snapshots and replay. The ranks are
-scripted: their arithmetic is exact, so a checker that runs the requests one after another knows every result,
-every checkpoint and the final state.
+Real are the API, the store and the engine; ranks and samplers are scripted, and their arithmetic is exact.
+So a checker that runs the requests one after another knows all answers, all checkpoints and the final state.
 """
 
 import asyncio
 import json
-import random
 import shutil
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from random import Random
+from typing import Any
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, RequestKind
-from skyrl_tinker.domain.values import Failure, PassItem, PassOutput
-from skyrl_tinker.engine.trainer import trainer_driver
-from skyrl_tinker.errors import TrainerError
-from skyrl_tinker.protocol.protobuf import pass_results
-from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
-from skyrl_tinker.store import checkpoint_records
-from skyrl_tinker.store.database.group_commit import Op
-from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures.outcomes import Outcome
-from skyrl_tinker.store.futures.record import Accepted
-from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import TrainerGroup
-from tests.engine.support import journal
-from tests.engine.support.world import STEPS_FILE, CapturedSteps, Workers, World
+import httpx
 
-MODELS, REQUESTS, CRASHES = 3, 18, 4
+from skyrl_tinker.config import Settings
+from skyrl_tinker.protocol.protobuf import sample_results
+from skyrl_tinker.store.database.migrate import migrate
+from tests.api.support.world import FACTS, sample, step
+from tests.engine.support.world import STEPS_FILE
+from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
+from tests.simulation.client import PROTOBUF, Client, loss_of, model_body
+from tests.simulation.faults import Faults
+from tests.simulation.server import Server
+from tests.simulation.virtual_loop import VirtualLoop
+
+MODELS, REQUESTS, FAULTS = 2, 12, 5
 """Most of each in a history."""
-WITHIN_S = 30.0
-POINTS = (
-    "before a commit",
-    "after a commit",
-    "before a call of the ranks",
-    "after a call of the ranks",
-    "while files are written",
-    "the ranks die",
-    "the ranks die after a call",
-    "the ranks die while files are written",
-)
-KINDS = {"pass": 9, "forward": 2, "bad": 1, "refused": 1, "step": 6, "bad step": 1, "save": 2, "load": 1}
-
-
-@dataclass
-class Crashes:
-    """Points at which the engine still has to crash, each after so many passages."""
-
-    left: list[tuple[str, int]]
-    hit: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class Life:
-    """Life of one engine."""
-
-    crashes: Crashes
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def point(self, name: str) -> bool:
-        """Pass a point; return True if it is the next crash. A dead engine stays here for ever."""
-        left = self.crashes.left
-        if self.over.is_set():
-            await asyncio.Event().wait()
-        if not left or left[0][0] != name:
-            return False
-        left[0] = (name, left[0][1] - 1)
-        if left[0][1] > 0:
-            return False
-        left.pop(0)
-        self.crashes.hit[name] += 1
-        return True
-
-    async def end(self) -> None:
-        self.over.set()
-        await asyncio.Event().wait()
-
-
-class CrashingStore:
-    """The engine's store: it may die before and after each commit."""
-
-    def __init__(self, store: Store, life: Life) -> None:
-        self._store = store
-        self._life = life
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    async def write(self, op: Op[Any], *done: Any) -> Any:
-        if await self._life.point("before a commit"):
-            await self._life.end()
-        value = await self._store.write(op, *done)
-        if await self._life.point("after a commit"):
-            await self._life.end()
-        return value
-
-
-class CrashingWorkers(Workers):
-    """`bad`: passes whose loss is not finite."""
-
-    def __init__(self, life: Life, bad: set[tuple[ModelKey, int]]) -> None:
-        super().__init__()
-        self._life = life
-        self._bad = bad
-
-    async def _tell(self, what: str, value: Any) -> None:
-        if await self._life.point("before a call of the ranks"):
-            await self._life.end()
-        if await self._life.point("the ranks die"):
-            self.broken = TrainerError("killed before a call")
-        await super()._tell(what, value)
-
-    async def _after(self) -> None:
-        self.busy_s += 1.0
-        if await self._life.point("after a call of the ranks"):
-            await self._life.end()
-        if await self._life.point("the ranks die after a call"):
-            self.broken = TrainerError("killed after a call")
-            raise self.broken
-
-    async def run_pass(self, items: Sequence[PassItem], row_budget: int | None = None) -> Any:
-        result = await super().run_pass(items, row_budget)
-        await self._after()
-        return result
-
-    async def optim_step(self, steps: Any) -> Any:
-        result = await super().optim_step(steps)
-        await self._after()
-        return result
-
-    async def persist_state(self, captured: CapturedSteps | str, directory: str) -> int:
-        if await self._life.point("while files are written"):
-            Path(directory).parent.mkdir(parents=True, exist_ok=True)
-            (Path(directory).parent / f".{Path(directory).name}.dead.tmp").mkdir(exist_ok=True)
-            await self._life.end()
-        if await self._life.point("the ranks die while files are written"):
-            self.broken = TrainerError("killed while it wrote")
-            raise self.broken
-        return await super().persist_state(captured, directory)
-
-    def _output(self, item: PassItem) -> PassOutput | Failure:
-        if (item.model, item.seq_id) in self._bad:
-            return Failure("loss is not finite", "user")
-        return super()._output(item)
+WITHIN_S = 600.0
+"""Virtual time in which all must be answered: less than a session lives without heartbeats."""
+KINDS = {
+    "pass": 9,
+    "forward": 2,
+    "bad": 1,
+    "refused": 1,
+    "deadly": 1,
+    "step": 6,
+    "bad step": 1,
+    "save": 2,
+    "load": 1,
+    "publish": 2,
+}
+TOKENS = {"bad": NOT_FINITE, "deadly": DEADLY, "refused": FACTS.vocab_size}
 
 
 @dataclass
 class Request:
+    """A training request; `answer` and `samples`, drawn from what it published, come with time."""
+
     kind: str
     seq_id: int
     source: str = ""  # of a load, the name of a save
-    accepted: Accepted | None = None
+    answer: httpx.Response | None = None
+    samples: list[httpx.Response] = field(default_factory=list)
+
+    @property
+    def error(self) -> str | None:
+        assert self.answer is not None
+        return _error(self.answer)
 
 
 @dataclass
@@ -175,7 +80,7 @@ class Truth:
                 return float(len(self.steps))
             case "forward":
                 return float(len(self.steps))
-            case "bad" | "refused":
+            case "bad" | "refused" | "deadly":
                 self.poisoned = True
                 return False
             case "step":
@@ -190,173 +95,185 @@ class Truth:
             case "save":
                 self.saves[f"s{request.seq_id}"] = [list(step) for step in self.steps]
                 return True
-            case "load":
+            case "load" if request.source in self.saves:
                 self.steps, self.gradients = [list(step) for step in self.saves[request.source]], []
                 self.poisoned = False
+                return True
+            case "load":  # its save had an excuse
+                return False
+            case "publish":
                 return True
             case kind:
                 raise AssertionError(kind)
 
 
-class History:
-    """One history in an empty directory. `run` raises AssertionError when the outcome is not the truth."""
+@dataclass
+class _Model:
+    session: str
+    model_id: str
+    requests: list[Request]
 
+
+class History:
     def __init__(self, seed: int, home: Path, template: Path) -> None:
-        """`template`: a migrated database without rows."""
-        self.random = random.Random(seed)
+        self._random = Random(seed)
         self._home = home
         home.mkdir(parents=True)
-        shutil.copyfile(template, home / "store.db")
-        points = [
-            (self.random.choice(POINTS), self.random.randint(1, 12))
-            for _ in range(self.random.randint(0, CRASHES))
-        ]
-        self.crashes = Crashes(points)
-        self._bad: set[tuple[ModelKey, int]] = set()
+        often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
+        shutil.copyfile(template / "store.db", home / "skyrl-tinker.db")
+        self._settings = _settings().model_copy(update={"home": home, "replay_s": often})
+        self._facts = replace(FACTS, directory=str(template))
+        self._deadly = self._random.random() < 0.1
+        self.faults = Faults(self._random, FAULTS, deaths=1 if self._deadly else 2)
 
-    async def run(self) -> None:
-        self._store = Store.open(f"sqlite+aiosqlite:///{self._home / 'store.db'}")
-        self._bell = Doorbell.bind(self._home, "engine")
-        self._failure: BaseException | None = None
-        self._start_engine()
-        restarting = asyncio.create_task(self._restart_engines())
+    def run(self) -> int:
+        """Return a digest of all that happened. Raises AssertionError when the outcome is not the truth."""
+        loop = VirtualLoop(Random(self._random.getrandbits(64)))
+        loop.run(self._story(loop))
+        return loop.trace
+
+    async def _story(self, loop: VirtualLoop) -> None:
+        server = Server(self._settings, self._facts, self.faults)
+        self._server = server
+        self._client = Client(server, self.faults)
+        telling = asyncio.create_task(self._tell())
         try:
             async with asyncio.timeout(WITHIN_S):
-                models = {
-                    await self._create(): self._requests() for _ in range(self.random.randint(1, MODELS))
-                }
-                await self._submit(models)
-                truths = {model: await self._check(model, requests) for model, requests in models.items()}
-                self.crashes.left.clear()
-                for model, truth in truths.items():
-                    await self._check_state(model, truth, len(models[model]) + 1)
+                await asyncio.wait((telling, server.failure), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (server.failure, telling):
+                if ended.done():
+                    ended.result()
+            assert not loop.errors, loop.errors
         finally:
-            restarting.cancel()
-            await self._stop_engine()
-            self._bell.close()
-            await self._store.close()
+            telling.cancel()
+            server.stop()
 
-    def _start_engine(self) -> None:
-        self._life = Life(self.crashes)
-        self._workers = CrashingWorkers(self._life, self._bad)
-        store = cast(Store, CrashingStore(self._store, self._life))
-        trainer = cast(TrainerGroup, self._workers)
-        self._world = World(store, self._bell, self._home / "checkpoints", trainer, replay_s=self._replay_s())
+    async def _tell(self) -> None:
+        count = self._random.randint(1, MODELS)
+        models = await asyncio.gather(*(self._model() for _ in range(count)))
+        truths = [self._truth(model) for model in models]
+        self.faults.end()
+        for model, truth in zip(models, truths, strict=True):
+            await self._check_state(model, truth)
 
-    def _replay_s(self) -> float:
-        """Snapshots often, seldom or never."""
-        return self.random.choice((1.0, 8.0, 1e9))
-
-    async def _restart_engines(self) -> None:
-        while True:
-            waiting = asyncio.create_task(self._life.over.wait())
-            await asyncio.wait((waiting, self._world.running), return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            if not self._life.over.is_set():
-                self._failure = self._world.running.exception()
-                return
-            await self._stop_engine()
-            await self._store.write(lambda conn: None)  # behind what the dead one had begun to commit
-            self._start_engine()
-
-    async def _stop_engine(self) -> None:
-        self._life.over.set()
-        self._world.running.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await self._world.running
-
-    async def _create(self) -> ModelId:
-        created = await journal.submit_create(self._store, await journal.new_session(self._store))
-        assert created.model_id is not None
-        return created.model_id
+    async def _model(self) -> _Model:
+        """Send all requests of a model, which overtake each other now and then, and wait for the answers."""
+        session = (await self._client.ok("create_session", {"sdk_version": "0.38.0"}))["session_id"]
+        created = await self._client.ok("create_model", model_body(session))
+        model = _Model(session, created["model_id"], self._requests())
+        await self._client.result(created["request_id"])
+        sending = []
+        for request in _shuffled(model.requests, self._random):
+            sending.append(asyncio.create_task(self._request(model, request)))
+            await asyncio.sleep(self._random.choice((0.0, 0.001, 0.05, 0.5)))
+        await asyncio.gather(*sending)
+        return model
 
     def _requests(self) -> list[Request]:
         requests: list[Request] = []
-        for seq_id in range(1, self.random.randint(2, REQUESTS)):
-            kind = self.random.choices(list(KINDS), list(KINDS.values()))[0]
+        for seq_id in range(1, self._random.randint(2, REQUESTS)):
+            kind = self._random.choices(list(KINDS), list(KINDS.values()))[0]
             saves = [each for each in requests if each.kind == "save"]
-            if kind == "load" and not saves:
+            if (kind == "load" and not saves) or (kind == "deadly" and not self._deadly):
                 kind = "pass"
-            source = f"s{self.random.choice(saves).seq_id}" if kind == "load" else ""
+            source = f"s{self._random.choice(saves).seq_id}" if kind == "load" else ""
             requests.append(Request(kind, seq_id, source))
         return requests
 
-    async def _submit(self, models: dict[ModelId, list[Request]]) -> None:
-        """Interleave the models; now and then requests overtake each other, or wait for an answer."""
-        queues = {model: _shuffled(requests, self.random) for model, requests in models.items()}
-        while queues:
-            model = self.random.choice(list(queues))
-            request = queues[model].pop(0)
-            request.accepted = await self._send(model, request)
-            self._bell.ring("engine")
-            if not queues[model]:
-                del queues[model]
-            if self.random.random() < 0.2:
-                await asyncio.sleep(self.random.choice((0, 0.001, 0.01)))
+    async def _request(self, model: _Model, request: Request) -> None:
+        request.answer = await self._client.result(await self._submit(model, request))
+        if request.kind == "publish" and request.error is None:
+            session = request.answer.json()["sampling_session_id"]
+            for number in range(self._random.randint(1, 2)):
+                body = sample(session, number, num_samples=1)
+                request.samples.append(await self._client.result(await self._client.submit("asample", body)))
 
-    async def _send(self, model: ModelId, request: Request) -> Accepted:
-        store, seq_id = self._store, request.seq_id
-        refusal = Failure("wrong input", "user")
+    async def _submit(self, model: _Model, request: Request) -> str:
+        submit, seq_id, key = self._client.submit, request.seq_id, model.model_id
+        body: dict[str, Any] = {"model_id": key, "seq_id": seq_id}
         match request.kind:
-            case "pass" | "forward" | "bad":
-                if request.kind == "bad":
-                    self._bad.add((await journal.key_of(store, model), seq_id))
-                only = request.kind == "forward"
-                return await journal.submit_pass(store, model, seq_id, forward_only=only)
-            case "refused":
-                return await journal.submit(
-                    store, model, seq_id, RequestKind.FORWARD_BACKWARD, failure=refusal
-                )
             case "step":
-                return await journal.submit_step(store, model, seq_id)
+                return await submit("optim_step", step(key, seq_id))
             case "bad step":
-                return await journal.submit(store, model, seq_id, RequestKind.OPTIM_STEP, failure=refusal)
+                return await submit("optim_step", step(key, seq_id, beta1=2.0))
             case "save":
-                body = SaveWeightsBody(f"s{seq_id}").to_bytes()
-                return await journal.submit(store, model, seq_id, RequestKind.SAVE_WEIGHTS, body)
-            case _:
-                path = f"tinker://{model}/weights/{request.source}"
-                body = LoadWeightsBody(path, optimizer=True).to_bytes()
-                return await journal.submit(store, model, seq_id, RequestKind.LOAD_WEIGHTS, body)
+                return await submit("save_weights", body | {"path": f"s{seq_id}"})
+            case "load":
+                path = f"tinker://{key}/weights/{request.source}"
+                return await submit("load_weights", body | {"path": path, "optimizer": True})
+            case "publish":
+                return await submit("save_weights_for_sampler", body | {"sampling_session_seq_id": seq_id})
+            case kind:
+                token = TOKENS.get(kind, 1)
+                return await self._client.submit_pass(key, seq_id, token, forward_only=kind == "forward")
 
-    async def _check(self, model: ModelId, requests: list[Request]) -> Truth:
-        """Check every result; returns what the model must have become."""
+    # Checks
+
+    def _truth(self, model: _Model) -> Truth:
+        """Check every answer; returns what the model must have become."""
         truth = Truth()
-        for request in requests:
+        for request in model.requests:
+            assert request.answer is not None
+            if request.error is not None and self._excused(request.kind, request.error):
+                continue
             expected = truth.run(request)
-            assert request.accepted is not None
-            outcome = await self._outcome(request.accepted)
-            found: float | bool = outcome.status is FutureStatus.DONE
-            if found and request.kind in ("pass", "forward"):
-                found = pass_results.metrics_of(outcome.body or b"")["loss:sum"]
-            assert found == expected, (expected, request, outcome)
+            loss = loss_of(request.answer)
+            found = request.error is None if loss is None else loss
+            assert found == expected, (expected, request, request.error)
+            for answer in request.samples:
+                self._check_sample(answer, truth)
         return truth
 
-    async def _check_state(self, model: ModelId, truth: Truth, next_seq: int) -> None:
-        await self._outcome(await journal.submit_pass(self._store, model, next_seq, forward_only=True))
-        trained = self._workers.trained[await journal.key_of(self._store, model)]
-        assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients), model
-        for name, steps in truth.saves.items():
-            with self._store.read() as conn:
-                row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, name)
-            assert row is not None, name
-            assert json.loads((Path(row.directory) / STEPS_FILE).read_text()) == steps
+    def _excused(self, kind: str, error: str) -> bool:
+        """Return whether a request may fail so: nothing was done, and its client is told why."""
+        hit = self.faults.hit
+        if hit["the disk is full"] and "No space left" in error:
+            return kind in ("save", "load", "publish", "sample")
+        return kind == "sample" and bool(hit["the machine starts again"]) and "save them again" in error
 
-    async def _outcome(self, accepted: Accepted) -> Outcome:
-        while (outcome := await journal.outcome(self._store, accepted)).status is FutureStatus.PENDING:
-            if self._failure is not None:
-                raise self._failure
-            self._bell.ring("engine")
-            await asyncio.sleep(0.002)
-        return outcome
+    def _check_sample(self, answer: httpx.Response, truth: Truth) -> None:
+        if answer.headers["content-type"] != PROTOBUF:
+            error = _error(answer)
+            assert error is not None
+            assert self._excused("sample", error), error
+            return
+        (sequence,) = sample_results.sample_response_json(answer.content)["sequences"]
+        assert sequence["tokens"] == drawn(truth.steps)
+
+    async def _check_state(self, model: _Model, truth: Truth) -> None:
+        last = len(model.requests) + 1
+        await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
+        with closing(sqlite3.connect(self._home / "skyrl-tinker.db")) as db:
+            ((key,),) = db.execute("SELECT key FROM models WHERE model_id = ?", (model.model_id,))
+            found = db.execute("SELECT name, directory FROM checkpoints WHERE model_key = ?", (key,))
+            saved = {name: json.loads((Path(at) / STEPS_FILE).read_text()) for name, at in found}
+            ((futures,),) = db.execute("SELECT count(*) FROM futures WHERE model_key = ?", (key,))
+        trained = self._server.ranks.trained[key]
+        assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
+        assert saved == truth.saves
+        assert futures == last + 1
 
 
-def _shuffled(requests: list[Request], random: random.Random) -> list[Request]:
+def _error(answer: httpx.Response) -> str | None:
+    if answer.headers["content-type"] == PROTOBUF:
+        return None
+    error: str | None = answer.json().get("error")
+    return error
+
+
+def _shuffled(requests: list[Request], random: Random) -> list[Request]:
     """Requests of an SDK overtake each other by a few places."""
     keyed = [(index + random.choice((0, 0, 0, 2.5, 4.5)), request) for index, request in enumerate(requests)]
     return [request for _, request in sorted(keyed, key=lambda each: each[0])]
 
 
-def quicken() -> None:
-    """Make idle engines keep their models at once."""
-    trainer_driver.IDLE_S = 0.005
+@cache
+def _settings() -> Settings:
+    return Settings(snapshot_share=0.99, gap_probe_tokens=0)
+
+
+def make_template(directory: Path) -> None:
+    """Write what every history begins with: a database without rows, and a base model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    migrate(f"sqlite+aiosqlite:///{directory / 'store.db'}")
+    (directory / "config.json").write_text("{}")

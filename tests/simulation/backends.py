@@ -1,0 +1,223 @@
+"""Trainer and samplers of a simulated engine: scripted, with exact arithmetic, slow, and mortal.
+
+What a model was trained on shows in its losses, its files, and what a sampler draws from it.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from skyrl_tinker.atomic_directory import atomic_directory, storage_errors
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.peft_config import ADAPTER_FILE
+from skyrl_tinker.domain.values import AdapterWeights, Failure, LoraSpec, PassItem, PassOutput
+from skyrl_tinker.errors import SamplerError, TrainerError
+from skyrl_tinker.inference.client.http_connection import HttpStatusError
+from skyrl_tinker.inference.constants import VLLM_START_VERSION
+from skyrl_tinker.inference.servers.health_checks import Loss
+from skyrl_tinker.protocol.queue_views import QueuesView
+from tests.engine.support.world import STEPS_FILE, CapturedSteps, Workers
+from tests.simulation.faults import fault, point, travel
+from tests.simulation.virtual_loop import PROCESS
+
+NOT_FINITE, DEADLY = 13, 14
+"""First tokens of a pass whose loss is not finite, and of one that kills the ranks whenever it runs."""
+WEIGHT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Steps = Sequence[Sequence[int]]
+
+
+def drawn(steps: Steps) -> list[int]:
+    """Return the tokens that a sampler draws from a model after these steps."""
+    return [len(steps) % 512, crc32(json.dumps(steps).encode()) % 512]
+
+
+class Ranks(Workers):
+    """Ranks of one engine. Each call takes a second of their time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.retried_passes = 0
+        self._standing: asyncio.Future[None] | None = None
+
+    async def _tell(self, what: str, value: Any) -> None:
+        await travel(0.2)
+        point("before a call of the ranks")
+        if fault("the ranks die"):
+            self.broken = TrainerError("killed before a call")
+        if fault("the ranks stand still"):
+            self._standing = asyncio.get_running_loop().create_future()
+            await self._standing
+        await super()._tell(what, value)
+
+    async def _after(self) -> None:
+        self.busy_s += 1.0
+        point("after a call of the ranks")
+        if fault("the ranks die after a call"):
+            self.broken = TrainerError("killed after a call")
+            raise self.broken
+
+    async def watch(self, patience_s: float) -> None:
+        standing, self._standing = self._standing, None
+        if standing is not None:
+            await asyncio.sleep(patience_s)
+            self.broken = TrainerError(f"a trainer process has not answered for {patience_s:.0f} s")
+            standing.set_exception(self.broken)
+
+    async def run_pass(self, items: Sequence[PassItem], row_budget: int | None = None) -> Any:
+        result = await super().run_pass(items, row_budget)
+        if DEADLY in map(_first_token, items):
+            self.broken = TrainerError("killed by a pass")
+            raise self.broken
+        await self._after()
+        return result
+
+    async def release(self, model: ModelKey) -> None:
+        with suppress(TrainerError):
+            await super().release(model)
+
+    async def optim_step(self, steps: Any) -> Any:
+        result = await super().optim_step(steps)
+        await self._after()
+        return result
+
+    async def capture_adapters(self, models: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
+        await self._tell("adapters", tuple(models))
+        texts = {model: json.dumps(self.trained[model].steps).encode() for model in models}
+        arrays = {model: np.frombuffer(text, np.uint8).astype(np.float32) for model, text in texts.items()}
+        return {
+            model: AdapterWeights(LoraSpec(8, 0), {WEIGHT: array[None]}) for model, array in arrays.items()
+        }
+
+    async def persist_state(self, captured: CapturedSteps | str, directory: str) -> int:
+        assert isinstance(captured, CapturedSteps)
+        restarts = self.restarts
+        if fault("the ranks die while files are written"):
+            self.broken = TrainerError("killed while it wrote")
+        else:
+            with storage_errors("the checkpoint could not be written"):
+                await asyncio.to_thread(_write, captured.steps, Path(directory))
+        if self.restarts != restarts or self.broken is not None:
+            raise TrainerError("a rank died with what it was to write")
+        return 1
+
+    def _output(self, item: PassItem) -> PassOutput | Failure:
+        if _first_token(item) == NOT_FINITE:
+            return Failure("loss is not finite", "user")
+        return super()._output(item)
+
+
+def _first_token(item: PassItem) -> int:
+    return int(item.data[0].tokens[0])
+
+
+def _write(steps: Steps, directory: Path) -> None:
+    with atomic_directory(directory) as staging:
+        (staging / STEPS_FILE).write_text(json.dumps(steps))
+
+
+class Replicas:
+    """The process of one sampler at a time: its adapters by name, as the tokens that they draw."""
+
+    def __init__(self) -> None:
+        self._lives = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._lives += 1
+        self.url = f"http://sampler-{self._lives}"
+        self.adapters: dict[str, list[int]] = {}
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait_lost(self, index: int) -> Loss:
+        await asyncio.shield(self.lost)
+        return Loss(index, self.url, "it has died")
+
+    def suspect(self) -> None:
+        """Check nothing: a death is noticed at once."""
+
+    async def end(self, index: int) -> bool:
+        return True
+
+    async def replace(self, index: int) -> str:
+        await travel(2.0)
+        self._start()
+        return self.url
+
+
+class SamplerHttp:
+    """Connections of an engine to its sampler."""
+
+    async def request(
+        self, method: str, url: str, *, json: Mapping[str, Any] | None = None, **options: Any
+    ) -> Any:
+        process = PROCESS.get()
+        assert process is not None
+        replicas: Replicas = process.server.replicas
+        await travel(0.1)
+        point("before a call of a sampler")
+        if fault("a sampler dies") and not replicas.lost.done():
+            replicas.lost.set_result(None)
+        if replicas.lost.done() or not url.startswith(f"{replicas.url}/"):
+            raise SamplerError(f"{method} {url} failed: it is dead")
+        answer = _answer(replicas.adapters, url.removeprefix(replicas.url), json or {})
+        point("after a call of a sampler")
+        return answer
+
+    async def close(self) -> None:
+        """Close nothing."""
+
+
+def _answer(adapters: dict[str, list[int]], path: str, body: Mapping[str, Any]) -> Any:
+    match path:
+        case "/v1/load_lora_adapter":
+            try:
+                array = load_file(Path(body["lora_path"]) / ADAPTER_FILE)[WEIGHT]
+            except FileNotFoundError:
+                raise HttpStatusError(404, "no adapter found") from None
+            adapters[body["lora_name"]] = drawn(json.loads(array.astype(np.uint8).tobytes()))
+        case "/v1/unload_lora_adapter":
+            if adapters.pop(body["lora_name"], None) is None:
+                raise HttpStatusError(404, "not loaded")
+        case "/inference/v1/generate":
+            if body["model"] not in adapters:
+                raise HttpStatusError(404, "no such model")
+            tokens = adapters[body["model"]]
+            choice = {
+                "index": 0,
+                "token_ids": tokens,
+                "logprobs": {"content": [{"logprob": -0.5}] * len(tokens)},
+                "finish_reason": "length",
+            }
+            return {"choices": [choice], "usage": {}, "model": body["model"]}
+        case "/weight_info":
+            return {"weight_version": VLLM_START_VERSION}
+        case "/health":
+            return {}
+        case _:
+            raise AssertionError(path)
+    return None
+
+
+class QueuesOnly:
+    """The engine's HTTP server, without HTTP: the API reads the queues."""
+
+    def __init__(
+        self, socket: Path, openai: object, metrics: object, queues: Callable[[], QueuesView], size: int
+    ) -> None:
+        self._queues = queues
+
+    async def start(self) -> None:
+        process = PROCESS.get()
+        assert process is not None
+        process.ready = True
+        process.server.engine_queues = lambda: self._queues().to_bytes()
+
+    async def close(self) -> None:
+        """Close nothing."""

@@ -1,0 +1,115 @@
+"""A client as the SDK is one: its requests as they are on the wire, sent until they are answered."""
+
+import asyncio
+import json
+from functools import cache
+from typing import Any
+
+import httpx
+from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
+
+from skyrl_tinker.protocol.protobuf import pass_results
+from tests.api.support import passes
+from tests.api.support.world import BASE, Json
+from tests.simulation.faults import Faults, travel
+from tests.simulation.server import Server
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+AGAIN_S = 1.0
+"""Most time until a request without an answer is sent again."""
+
+
+class Client:
+    """Connection to the server on which requests and answers are lost and come twice."""
+
+    def __init__(self, server: Server, faults: Faults) -> None:
+        self._server = server
+        self._faults = faults
+
+    async def ok(self, path: str, body: Json) -> Json:
+        """Return the JSON answer of a request, which succeeds in the end."""
+        return _value(await self._post(path, json.dumps(body).encode(), JSON))
+
+    async def submit_pass(self, model: str, seq_id: int, token: int, *, forward_only: bool) -> str:
+        """Return the id of the future."""
+        message = _pass()
+        message.model_id, message.seq_id, message.forward_only = model, seq_id, forward_only
+        message.data[0].model_input[0].encoded_text.tokens = _tokens(token)
+        answer = await self._post("forward_backward", message.SerializeToString(), PROTOBUF)
+        return str(_value(answer)["request_id"])
+
+    async def submit(self, path: str, body: Json) -> str:
+        return str((await self.ok(path, body))["request_id"])
+
+    async def result(self, request_id: str) -> httpx.Response:
+        """Poll until the future has ended, now and then once more."""
+        body = json.dumps({"request_id": request_id}).encode()
+        answer = await self._post("retrieve_future", body, JSON)
+        if self._faults.random.random() < 0.1:
+            again = await self._post("retrieve_future", body, JSON)
+            assert again.content == answer.content, "a future has one result"
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    async def _post(self, path: str, content: bytes, kind: str) -> httpx.Response:
+        headers = {"Content-Type": kind, "Accept": PROTOBUF, "Content-Length": str(len(content))}
+        while True:
+            try:
+                answer = await self._exchange(path, content, headers)
+            except ConnectionError:
+                await travel(AGAIN_S)
+                continue
+            if answer.status_code not in (408, 429) and answer.status_code < 500:
+                return answer
+            assert answer.status_code == 408 or self._faults.hit["the disk is full"], answer.text
+            if answer.status_code != 408:
+                await travel(AGAIN_S)
+
+    async def _exchange(self, path: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
+        await travel(0.01)
+        if self._faults.due("a request is lost"):
+            raise ConnectionResetError
+        if path != "retrieve_future" and self._faults.due("a request comes twice"):
+            both = (self._answer(path, content, headers) for _ in range(2))
+            one, other = await asyncio.gather(*both, return_exceptions=True)
+            if isinstance(one, BaseException) or isinstance(other, BaseException):
+                raise ConnectionResetError
+            if one.status_code == other.status_code == 200 and path != "create_session":
+                assert one.json() == other.json(), "a request that comes again gets the first one's answer"
+            answer = other
+        else:
+            answer = await self._answer(path, content, headers)
+        if self._faults.due("an answer is lost"):
+            raise ConnectionResetError
+        return answer
+
+    async def _answer(self, path: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
+        request = httpx.Request("POST", f"http://api/api/v1/{path}", content=content, headers=headers)
+        return await self._server.answer(request)
+
+
+def loss_of(answer: httpx.Response) -> float | None:
+    """Return the loss of a pass, None if it failed."""
+    if answer.headers["content-type"] != PROTOBUF:
+        return None
+    return pass_results.metrics_of(answer.content)["loss:sum"]
+
+
+def model_body(session: str) -> Json:
+    return {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
+
+
+def _value(answer: httpx.Response) -> Json:
+    assert answer.status_code == 200, answer.text
+    value: Json = answer.json()
+    return value
+
+
+@cache
+def _pass() -> ForwardBackwardRequest:
+    message: Any = ForwardBackwardRequest.FromString(passes.protobuf("", 0, passes.datum([1, 2])))
+    return message
+
+
+def _tokens(first: int) -> bytes:
+    return first.to_bytes(4, "little") + (2).to_bytes(4, "little")

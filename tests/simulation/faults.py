@@ -1,0 +1,122 @@
+"""What goes wrong in a history, and the points of the server's own code at which it does."""
+
+import asyncio
+from collections import Counter
+from random import Random
+
+from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
+
+FULL_S = 8.0
+"""Most time that a disk is full."""
+CRASHES = (
+    "before a commit",
+    "after a commit",
+    "before an fsync",
+    "before a rename",
+    "after a rename",
+    "before a link",
+    "before a removal",
+    "after a removal",
+)
+POINTS = (
+    *(f"engine: {point}" for point in CRASHES),
+    "engine: before a call of the ranks",
+    "engine: after a call of the ranks",
+    "engine: before a call of a sampler",
+    "engine: after a call of a sampler",
+    "api: before a commit",
+    "api: after a commit",
+    "api: before an answer",
+    "the ranks die",
+    "the ranks die after a call",
+    "the ranks die while files are written",
+    "the ranks stand still",
+    "a sampler dies",
+    "the machine starts again",
+    "the disk is full",
+    "a request is lost",
+    "an answer is lost",
+    "a request comes twice",
+    "a ring is lost",
+)
+"""`engine: …` and `api: …`: that process dies there."""
+DEATHS_OF_RANKS = frozenset(point for point in POINTS if point.startswith("the ranks"))
+
+
+class Faults:
+    """Plan of a history: which points are faults at which of their passages. `hit`: those that came about."""
+
+    def __init__(self, seed: Random, most: int, deaths: int) -> None:
+        """`deaths`: of the ranks, at most; the server lets a unit kill them four times, then gives it up."""
+        self.random = seed
+        self._deaths = deaths
+        self.hit: Counter[str] = Counter()
+        self.disk_full_until = 0.0
+        self._left: dict[str, list[int]] = {}
+        for _ in range(seed.randint(0, most)):
+            self._plan(seed.choice(POINTS))
+
+    def _plan(self, point: str) -> None:
+        deaths = sum(len(left) for each, left in self._left.items() if each in DEATHS_OF_RANKS)
+        if point not in DEATHS_OF_RANKS or deaths < self._deaths:
+            passages = self.random.choice((1, 2, 3, 5, 8, 13, 21))
+            self._left.setdefault(point, []).append(passages)
+
+    def end(self) -> None:
+        self._left.clear()
+        self.disk_full_until = 0.0
+
+    def due(self, point: str) -> bool:
+        """Pass a point; return whether it is a fault this time."""
+        left = self._left.get(point)
+        if not left:
+            return False
+        left[0] -= 1
+        if left[0]:
+            return False
+        del left[0]
+        self.hit[point] += 1
+        return True
+
+
+def point(name: str) -> None:
+    """Pass a point at which the process may die; one that is dead goes no further."""
+    process = PROCESS.get()
+    if process is None:
+        return
+    if process.dead:
+        raise Crash
+    at = f"{process.kind}: {name}"
+    loop = _loop()
+    loop.note(at)
+    faults: Faults = process.server.faults
+    if faults.due("the machine starts again"):
+        process.server.reboot()
+        raise Crash
+    if faults.due(at):
+        process.kill()
+        raise Crash
+    if faults.due("the disk is full"):
+        faults.disk_full_until = loop.time() + faults.random.random() * FULL_S
+
+
+def fault(name: str) -> bool:
+    """Return whether something else than the death of this process happens here."""
+    process = PROCESS.get()
+    return process is not None and process.server.faults.due(name)
+
+
+def disk_full() -> bool:
+    process = PROCESS.get()
+    return process is not None and _loop().time() < process.server.faults.disk_full_until
+
+
+async def travel(most_s: float) -> None:
+    """Take some time."""
+    await asyncio.sleep(_loop().random.random() * most_s)
+
+
+def _loop() -> VirtualLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop

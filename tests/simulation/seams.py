@@ -1,0 +1,125 @@
+"""Seams of the server: what it asks of the system, patched, so that time, threads and disk are simulated."""
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, NullPool, create_engine
+from sqlalchemy.exc import OperationalError
+
+from skyrl_tinker.api import loop_watch
+from skyrl_tinker.api.security import keyring
+from skyrl_tinker.api.waiting.engine_client import EngineClient
+from skyrl_tinker.engine import cleanup, compose, engine
+from skyrl_tinker.inference.client import remote_client
+from skyrl_tinker.store.database import sqlite
+from tests.simulation.backends import QueuesOnly, SamplerHttp
+from tests.simulation.faults import disk_full, point
+from tests.simulation.virtual_loop import PROCESS, VirtualLoop
+
+EPOCH = 1_750_000_000.0
+
+
+def _clock(real: Callable[[], float]) -> Callable[[], float]:
+    def now() -> float:
+        loop = asyncio._get_running_loop()
+        return EPOCH + loop.time() if isinstance(loop, VirtualLoop) else real()
+
+    return now
+
+
+def _random_bytes(real: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    def draw(count: int) -> bytes:
+        loop = asyncio._get_running_loop()
+        return loop.random.randbytes(count) if isinstance(loop, VirtualLoop) else real(count)
+
+    return draw
+
+
+def _at(real: Callable[..., Any], name: str, *, after: bool = False) -> Callable[..., Any]:
+    """Return a function of the system with points around it, which fails while the disk is full."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        point(f"before {name}")
+        if name != "a removal" and disk_full():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        value = real(*args, **options)
+        if after:
+            point(f"after {name}")
+        return value
+
+    return call
+
+
+def _transaction(real: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def transaction(conn: Connection, begin: str = sqlite.BEGIN_READ) -> Iterator[None]:
+        writes = begin == sqlite.BEGIN_WRITE
+        with real(conn, begin):
+            yield
+            if writes:
+                point("before a commit")
+                if disk_full():
+                    raise OperationalError("COMMIT", None, OSError("database or disk is full"))
+        if writes:
+            point("after a commit")
+
+    return transaction
+
+
+class _Engine:
+    """Engine of one database that shares its compiled statements with those of all others."""
+
+    _path = ""
+    _shared = create_engine(
+        "sqlite://",
+        creator=lambda: sqlite.connect(_Engine._path),
+        poolclass=NullPool,
+        json_serializer=sqlite.json_text,
+    )
+
+    def __init__(self, path: str) -> None:
+        self._own_path = path
+
+    def connect(self) -> Connection:
+        _Engine._path = self._own_path
+        return self._shared.connect()
+
+
+async def _no_watch(*_: object) -> None:
+    """There is no Ray."""
+
+
+async def _queues(_: EngineClient, path: str) -> bytes:
+    process = PROCESS.get()
+    assert process is not None
+    return process.server.queues()
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Have everything that runs on a VirtualLoop pass through here; the rest is as it was."""
+    for name in ("time", "monotonic"):
+        patch.setattr(time, name, _clock(getattr(time, name)))
+    for module, name in ((os, "urandom"), (random, "_urandom")):
+        patch.setattr(module, name, _random_bytes(getattr(module, name)))
+    patch.setattr(os, "fsync", _at(os.fsync, "an fsync"))
+    patch.setattr(os, "rename", _at(os.rename, "a rename", after=True))
+    patch.setattr(os, "link", _at(os.link, "a link"))
+    patch.setattr(shutil, "rmtree", _at(shutil.rmtree, "a removal", after=True))
+    patch.setattr(sqlite, "engine", _Engine)
+    patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))
+    patch.setattr(remote_client, "JsonHttp", SamplerHttp)
+    patch.setattr(compose, "EngineHttpServer", QueuesOnly)
+    patch.setattr(EngineClient, "get", _queues)
+    patch.setattr(engine, "_watch_ray", _no_watch)
+    patch.setattr(engine, "freeze_gc", lambda: None)
+    patch.setattr(loop_watch, "BEAT_S", 1e9)  # it measures the machine's clock
+    patch.setattr(cleanup, "SWEEP_S", 10.0)
+    patch.setattr(keyring, "REFRESH_S", 1e9)

@@ -1,0 +1,173 @@
+"""A server on a VirtualLoop: API and engine as they are, each started again when it dies."""
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from contextvars import Context, copy_context
+from functools import cache
+from typing import Any, cast
+
+import httpx
+from fastapi import FastAPI
+from sqlalchemy import Connection
+
+from skyrl_tinker.api.app import make_app, make_services
+from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
+from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.engine.colocation.placement import SEPARATE
+from skyrl_tinker.engine.compose import Backends, Environment, compose, make_samplers
+from skyrl_tinker.engine.engine import Engine
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.start_up import StartUp
+from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.doorbell import Doorbell, Role
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import TrainerGroup
+from tests.simulation.backends import Ranks, Replicas
+from tests.simulation.faults import Faults, disk_full, fault, point, travel
+from tests.simulation.virtual_loop import PROCESS, Process, VirtualLoop
+
+Life = Callable[[Store], Awaitable[None]]
+
+
+class Bell:
+    """Doorbell of a process, where `bells` hang by role. A ring is lost now and then."""
+
+    def __init__(self, bells: dict[str, "Bell"], role: Role) -> None:
+        self._bells = bells
+        self._rung = asyncio.Event()
+        bells[role] = self
+
+    async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109 (as the real one)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._rung.wait()
+        except TimeoutError:
+            return False
+        self._rung.clear()
+        return True
+
+    def ring(self, role: Role) -> None:
+        if role in self._bells and not fault("a ring is lost"):
+            self._bells[role]._rung.set()
+
+
+class Server:
+    """`failure`: what ended a process that must not end by itself."""
+
+    def __init__(self, settings: Settings, facts: BaseModelFacts, faults: Faults) -> None:
+        self.faults = faults
+        self.engine_queues: Callable[[], bytes] | None = None
+        self.replicas: Replicas
+        self.ranks: Ranks
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._settings = settings
+        self._facts = facts
+        self._bells: dict[str, Bell] = {}
+        self._processes: dict[str, Process] = {}
+        self._connections: list[Connection] = []  # that one process has left, and the next one takes over
+        self._writing = sqlite.engine(str(settings.root / "skyrl-tinker.db")).connect()
+        self._directories = Directories(settings)
+        self._directories.ephemeral_dir = self._directories.home / "tmpfs"
+        self._directories.run_dir.mkdir()
+        self._app = _app()
+        self._transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+        lives = {"api": self._run_api, "engine": self._run_engine}
+        self._keeping = [asyncio.create_task(self._keep(kind, life)) for kind, life in lives.items()]
+
+    def stop(self) -> None:
+        for keeping in self._keeping:
+            keeping.cancel()
+        for process in self._processes.values():
+            process.kill()
+        for connection in (*self._connections, self._writing):
+            connection.close()
+
+    def reboot(self) -> None:
+        """End all processes, and lose what is in memory."""
+        for process in self._processes.values():
+            process.kill()
+        Context().run(shutil.rmtree, self._directories.ephemeral_dir, ignore_errors=True)
+
+    def queues(self) -> bytes:
+        if self.engine_queues is None or self._processes["engine"].dead:
+            raise EngineUnavailableError
+        return self.engine_queues()
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        """Have the API answer. Raises ConnectionError when there is none, or it dies before."""
+        process = self._processes.get("api")
+        if process is None or process.dead or not process.ready:
+            raise ConnectionRefusedError
+        answered = asyncio.get_running_loop().create_future()
+        process.connections.add(answered)
+        self._spawn(process, self._handle(request, answered))
+        try:
+            return cast(httpx.Response, await answered)
+        finally:
+            process.connections.discard(answered)
+
+    async def _handle(self, request: httpx.Request, answered: "asyncio.Future[httpx.Response]") -> None:
+        response = await self._transport.handle_async_request(request)
+        await response.aread()
+        point("before an answer")
+        if not answered.done():
+            answered.set_result(response)
+
+    # Processes
+
+    async def _keep(self, kind: str, life: Life) -> None:
+        while True:
+            loop = cast(VirtualLoop, asyncio.get_running_loop())
+            process = self._processes[kind] = Process(kind, self, loop)
+            self._spawn(process, self._live(process, life))
+            await process.died
+            self._bells.pop(kind, None)
+            await travel(1.0)
+
+    def _spawn(self, process: Process, work: Any) -> "asyncio.Task[None]":
+        context = copy_context()
+        context.run(PROCESS.set, process)
+        return asyncio.get_running_loop().create_task(work, context=context)
+
+    async def _live(self, process: Process, life: Life) -> None:
+        store = Store.open(self._settings.store_url)
+        store._idle, store._writer._conn = self._connections, self._writing
+        try:
+            await life(store)
+        except Exception as error:
+            starting = disk_full() and not process.ready
+            if not starting and not self.failure.done():
+                self.failure.set_exception(error)
+        process.kill()
+
+    async def _run_api(self, store: Store) -> None:
+        bell = cast(Doorbell, Bell(self._bells, "api"))
+        self._app.state.services = make_services(self._settings, store, self._facts, bell)
+        async with self._app.router.lifespan_context(self._app):
+            self._processes["api"].ready = True
+            await asyncio.get_running_loop().create_future()
+
+    async def _run_engine(self, store: Store) -> None:
+        bell = cast(Doorbell, Bell(self._bells, "engine"))
+        self.ranks, self.replicas = Ranks(), Replicas()
+        trainer = cast(TrainerGroup, self.ranks)
+        status = EngineStatus(store, bell)
+        env = Environment(self._settings, self._directories, cast(Any, None), store, bell, status)
+        for directory in (self._directories.ephemeral_dir, self._directories.checkpoint_root):
+            directory.mkdir(exist_ok=True)
+        await StartUp(env, self._facts, []).tidy_up()
+        fleet = Fleet(self.replicas, RemoteInferenceClient(self.replicas.url, (self.replicas.url,)))
+        samplers = make_samplers(self._settings, self._facts, trainer, fleet)
+        backends = Backends(trainer, fleet, samplers, SEPARATE)
+        await Engine(env)._serve(compose(env, self._facts, backends), backends)
+
+
+@cache
+def _app() -> FastAPI:
+    """Build it once, as it takes as long as ten histories: of the settings it needs the limits only."""
+    return make_app(Settings())
