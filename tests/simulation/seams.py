@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.api import loop_watch
 from skyrl_tinker.api.security import keyring
 from skyrl_tinker.api.waiting.engine_client import EngineClient
-from skyrl_tinker.engine import cleanup, compose, engine
+from skyrl_tinker.engine import compose, engine
+from skyrl_tinker.engine.upkeep import cleanup
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.store.database import sqlite
 from tests.simulation.backends import QueuesOnly, SamplerHttp
@@ -93,6 +95,10 @@ class _Engine:
         return self._shared.connect()
 
 
+def _disk_usage(path: object) -> Any:
+    return SimpleNamespace(total=1 << 50, free=0 if disk_full() else 1 << 49)
+
+
 async def _no_watch(*_: object) -> None:
     """There is no Ray."""
 
@@ -113,6 +119,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "rename", _at(os.rename, "a rename", after=True))
     patch.setattr(os, "link", _at(os.link, "a link"))
     patch.setattr(shutil, "rmtree", _at(shutil.rmtree, "a removal", after=True))
+    patch.setattr(shutil, "disk_usage", _disk_usage)
     patch.setattr(sqlite, "engine", _Engine)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
