@@ -59,6 +59,22 @@ def _directories(world: World) -> list[str]:
     return sorted(path.name for path in world.root.glob("*/*/*"))
 
 
+async def test_a_save_replaces_what_an_engine_wrote_for_it_and_did_not_record(world: World) -> None:
+    model = await world.model()
+    refused = Failure("wrong input", "user")
+    before = await journal.submit(world.store, model, 1, RequestKind.FORWARD, failure=refused)
+    number = (await journal.outcome(world.store, before)).future_id + 1
+    left = world.root / str(await journal.key_of(world.store, model)) / "weights" / f"a~{number}"
+    left.mkdir(parents=True)
+    (left / "half").write_text("")
+    saved = await _save(world, model, 2)
+    assert (await world.done(saved)).status is FutureStatus.DONE
+    row = await _found(world, model)
+    assert row is not None
+    assert row.directory == str(left)
+    assert not (left / "half").exists()
+
+
 async def test_a_model_trains_on_while_its_save_is_written_and_is_answered_when_it_is_there(
     world: World,
 ) -> None:
