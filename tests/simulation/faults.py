@@ -59,7 +59,7 @@ class Faults:
     def _plan(self, point: str) -> None:
         deaths = sum(len(left) for each, left in self._left.items() if each in DEATHS_OF_RANKS)
         if point not in DEATHS_OF_RANKS or deaths < self._deaths:
-            passages = self.random.choice((1, 2, 3, 5, 8, 13, 21))
+            passages = self.random.choice((1, 1, 2, 3, 5, 8, 13, 21))
             self._left.setdefault(point, []).append(passages)
 
     def end(self) -> None:

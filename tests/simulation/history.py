@@ -28,20 +28,20 @@ from tests.simulation.faults import Faults
 from tests.simulation.server import Server
 from tests.simulation.virtual_loop import VirtualLoop
 
-MODELS, REQUESTS, FAULTS = 2, 12, 5
-"""Most of each in a history."""
+MODELS, REQUESTS, FAULTS = (1, 1, 2), 9, 5
+"""Numbers of models to choose from, and most requests of each and faults in a history."""
 WITHIN_S = 600.0
 """Virtual time in which all must be answered: less than a session lives without heartbeats."""
 KINDS = {
-    "pass": 9,
-    "forward": 2,
+    "pass": 8,
+    "forward": 1,
     "bad": 1,
     "refused": 1,
     "deadly": 1,
     "step": 6,
     "bad step": 1,
     "save": 2,
-    "load": 1,
+    "load": 2,
     "publish": 2,
 }
 TOKENS = {"bad": NOT_FINITE, "deadly": DEADLY, "refused": FACTS.vocab_size}
@@ -149,7 +149,7 @@ class History:
             server.stop()
 
     async def _tell(self) -> None:
-        count = self._random.randint(1, MODELS)
+        count = self._random.choice(MODELS)
         models = await asyncio.gather(*(self._model() for _ in range(count)))
         truths = [self._truth(model) for model in models]
         self.faults.end()
@@ -171,7 +171,7 @@ class History:
 
     def _requests(self) -> list[Request]:
         requests: list[Request] = []
-        for seq_id in range(1, self._random.randint(2, REQUESTS)):
+        for seq_id in range(1, self._random.randint(2, REQUESTS) + 1):
             kind = self._random.choices(list(KINDS), list(KINDS.values()))[0]
             saves = [each for each in requests if each.kind == "save"]
             if (kind == "load" and not saves) or (kind == "deadly" and not self._deadly):

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from sqlalchemy import Connection, NullPool, create_engine
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker import directories
 from skyrl_tinker.api import loop_watch
 from skyrl_tinker.api.security import keyring
 from skyrl_tinker.api.waiting.engine_client import EngineClient
@@ -119,6 +121,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "rename", _at(os.rename, "a rename", after=True))
     patch.setattr(os, "link", _at(os.link, "a link"))
     patch.setattr(shutil, "rmtree", _at(shutil.rmtree, "a removal", after=True))
+    patch.setattr(directories, "_SHM", Path("/nowhere"))
     patch.setattr(shutil, "disk_usage", _disk_usage)
     patch.setattr(sqlite, "engine", _Engine)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))

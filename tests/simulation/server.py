@@ -72,7 +72,6 @@ class Server:
         self._connections: list[Connection] = []  # that one process has left, and the next one takes over
         self._writing = sqlite.engine(str(settings.root / "skyrl-tinker.db")).connect()
         self._directories = Directories(settings)
-        self._directories.ephemeral_dir = self._directories.home / "tmpfs"
         self._directories.run_dir.mkdir()
         self._app = _app()
         self._transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
