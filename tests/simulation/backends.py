@@ -154,6 +154,9 @@ class Replicas:
 class SamplerHttp:
     """Connections of an engine to its sampler."""
 
+    def __init__(self, _: str) -> None:
+        """Take the token, and ask for none."""
+
     async def request(
         self, method: str, url: str, *, json: Mapping[str, Any] | None = None, **options: Any
     ) -> Any:

@@ -246,7 +246,7 @@ class History:
         with closing(sqlite3.connect(self._home / "skyrl-tinker.db")) as db:
             ((key,),) = db.execute("SELECT key FROM models WHERE model_id = ?", (model.model_id,))
             found = db.execute("SELECT name, directory FROM checkpoints WHERE model_key = ?", (key,))
-            saved = {name: json.loads((Path(at) / STEPS_FILE).read_text()) for name, at in found}
+            saved = {name: json.loads((self._home / at / STEPS_FILE).read_text()) for name, at in found}
             ((futures,),) = db.execute("SELECT count(*) FROM futures WHERE model_key = ?", (key,))
         trained = self._server.ranks.trained[key]
         assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)

@@ -23,6 +23,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.engine import compose, engine
 from skyrl_tinker.engine.upkeep import cleanup
 from skyrl_tinker.inference.client import remote_client
+from skyrl_tinker.inference.servers.health_checks import CoreWatch
 from skyrl_tinker.store.database import sqlite
 from tests.simulation.backends import QueuesOnly, SamplerHttp
 from tests.simulation.faults import disk_full, point
@@ -89,12 +90,34 @@ class _Engine:
         json_serializer=sqlite.json_text,
     )
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, home: Path | None) -> None:
         self._own_path = path
+        self._home = home
 
     def connect(self) -> Connection:
         _Engine._path = self._own_path
-        return self._shared.connect()
+        return self._shared.connect().execution_options(home=self._home)
+
+
+class _ThreadedConnection:
+    """Connection whose reads run on the loop."""
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+
+    @classmethod
+    async def open(cls, engine: _Engine) -> "_ThreadedConnection":
+        return cls(engine.connect())
+
+    async def read(self, op: Callable[[Connection], Any]) -> Any:
+        def work() -> Any:
+            with sqlite.transaction(self._conn):
+                return op(self._conn)
+
+        return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    async def close(self) -> None:
+        self._conn.close()
 
 
 def _disk_usage(path: object) -> Any:
@@ -103,6 +126,11 @@ def _disk_usage(path: object) -> Any:
 
 async def _no_watch(*_: object) -> None:
     """There is no Ray."""
+
+
+async def _never_stuck(*_: object) -> None:
+    """A sampler is dead or alive."""
+    await asyncio.get_running_loop().create_future()
 
 
 async def _queues(_: EngineClient, path: str) -> bytes:
@@ -124,11 +152,13 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(directories, "_SHM", Path("/nowhere"))
     patch.setattr(shutil, "disk_usage", _disk_usage)
     patch.setattr(sqlite, "engine", _Engine)
+    patch.setattr(sqlite, "ThreadedConnection", _ThreadedConnection)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
     patch.setattr(compose, "EngineHttpServer", QueuesOnly)
     patch.setattr(EngineClient, "get", _queues)
     patch.setattr(engine, "_watch_ray", _no_watch)
+    patch.setattr(CoreWatch, "wait_stuck", _never_stuck)
     patch.setattr(engine, "freeze_gc", lambda: None)
     patch.setattr(loop_watch, "BEAT_S", 1e9)  # it measures the machine's clock
     patch.setattr(cleanup, "SWEEP_S", 10.0)

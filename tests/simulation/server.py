@@ -70,7 +70,7 @@ class Server:
         self._bells: dict[str, Bell] = {}
         self._processes: dict[str, Process] = {}
         self._connections: list[Connection] = []  # that one process has left, and the next one takes over
-        self._writing = sqlite.engine(str(settings.root / "skyrl-tinker.db")).connect()
+        self._writing = sqlite.engine(str(settings.root / "skyrl-tinker.db"), settings.root).connect()
         self._directories = Directories(settings)
         self._directories.run_dir.mkdir()
         self._app = _app()
@@ -134,7 +134,7 @@ class Server:
         return asyncio.get_running_loop().create_task(work, context=context)
 
     async def _live(self, process: Process, life: Life) -> None:
-        store = Store.open(self._settings.store_url)
+        store = Store.open(self._settings.store_url, self._settings.root)
         store._idle, store._writer._conn = self._connections, self._writing
         try:
             await life(store)

@@ -12,8 +12,6 @@ SAVES = frozenset(
     {RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER}
 )
 STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})
-CLOSED_KEPT = 4096
-"""Closed models that lanes remember, the last ones: others have to be looked up."""
 _BYTES_PER_TOKEN = 16  # a stored token: id 4, target 8, one float 4 (RL losses have two)
 
 
@@ -70,8 +68,6 @@ class Lanes:
     def close(self, model: ModelKey, failure: Failure) -> list[QueuedRow]:
         """End a model; returns its pending rows that were waiting. `forget` it once the store has the end."""
         self._closed[model] = failure
-        if len(self._closed) > CLOSED_KEPT:
-            del self._closed[next(iter(self._closed))]
         lane = self._open.pop(model, _Lane())
         return [row for row in lane.parked.values() if row.status is FutureStatus.PENDING]
 

@@ -77,6 +77,7 @@ class ModelLifecycle:
         waiting = Failure(f"model {model.model_id} was not created: {failure.message}", failure.category)
         failures = [(row.id, failure), *self._close(model.key, waiting)]
         await self._outbox.send(failures, _set_state(model.key, ModelState.FAILED, failure.message))
+        self._lanes.forget(model.key)
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
         """Fail all requests of these models, those that wait and those to come."""

@@ -182,13 +182,3 @@ def test_a_model_that_was_closed_meanwhile_is_resumed_in_vain() -> None:
     lanes.close(MODEL, Failure("lost", "server"))
     lanes.unblock_storage(MODEL)
     assert not lanes.storage_blocked(MODEL)
-
-
-def test_closed_models_are_forgotten_after_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_tinker.engine.scheduling.lanes.CLOSED_KEPT", 2)
-    lanes = Lanes()
-    models = [ModelKey(number) for number in range(3)]
-    for model in models:
-        lanes.open(model)
-        lanes.close(model, Failure("gone", "user"))
-    assert [lanes.knows(model) for model in models] == [False, True, True]
