@@ -174,7 +174,9 @@ class History:
         for seq_id in range(1, self._random.randint(2, REQUESTS) + 1):
             kind = self._random.choices(list(KINDS), list(KINDS.values()))[0]
             saves = [each for each in requests if each.kind == "save"]
-            if (kind == "load" and not saves) or (kind == "deadly" and not self._deadly):
+            if kind == "load" and not saves:
+                kind = "save"
+            if kind == "deadly" and not self._deadly:
                 kind = "pass"
             source = f"s{self._random.choice(saves).seq_id}" if kind == "load" else ""
             requests.append(Request(kind, seq_id, source))
@@ -246,11 +248,13 @@ class History:
         with closing(sqlite3.connect(self._home / "skyrl-tinker.db")) as db:
             ((key,),) = db.execute("SELECT key FROM models WHERE model_id = ?", (model.model_id,))
             found = db.execute("SELECT name, directory FROM checkpoints WHERE model_key = ?", (key,))
-            saved = {name: json.loads((self._home / at / STEPS_FILE).read_text()) for name, at in found}
+            saved = {name: self._home / at for name, at in found}
             ((futures,),) = db.execute("SELECT count(*) FROM futures WHERE model_key = ?", (key,))
         trained = self._server.ranks.trained[key]
         assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
-        assert saved == truth.saves
+        assert {name: json.loads((at / STEPS_FILE).read_text()) for name, at in saved.items()} == truth.saves
+        written = (self._settings.checkpoint_root / str(key)).glob("weights/[!.]*")
+        assert set(written) == set(saved.values()), "nothing is left of saves that were repeated"
         assert futures == last + 1
 
 
