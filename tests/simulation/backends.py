@@ -201,7 +201,7 @@ def _answer(adapters: dict[str, list[int]], path: str, body: Mapping[str, Any]) 
             return {"choices": [choice], "usage": {}, "model": body["model"]}
         case "/weight_info":
             return {"weight_version": VLLM_START_VERSION}
-        case "/health":
+        case "/health" | "/is_sleeping":
             return {}
         case _:
             raise AssertionError(path)

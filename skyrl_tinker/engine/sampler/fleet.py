@@ -161,7 +161,7 @@ class Fleet:
             return self._long_calls > 0 or self.placement.asleep
 
         url = self._members[index]
-        return await CoreWatch(url, self.client.token, self._step_s, excused).wait_stuck(index)
+        return await CoreWatch(url, self.client.control.http, self._step_s, excused).wait_stuck(index)
 
     def _remove(self, index: int) -> None:
         if index in self._members:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from skyrl_tinker.inference.client.http_connection import bearer
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 
 POLL_S = 1.0
 CORE_POLL_S = 5.0
@@ -33,33 +34,33 @@ class CoreWatch:
     The core answers between two steps: at once when it is idle, and when its step has ended if it is busy.
     """
 
-    def __init__(self, url: str, token: str, step_s: float, excused: Callable[[], bool]) -> None:
+    def __init__(self, url: str, http: JsonHttp, step_s: float, excused: Callable[[], bool]) -> None:
         """Watch for silence of `step_s`, while the core is not `excused` by work that takes longer."""
         self._url = url
-        self._token = token
+        self._http = http
         self._try_s = step_s / SILENT_TRIES
         self._excused = excused
 
     async def wait_stuck(self, index: int) -> Loss:
         """Return once it is stuck. Checks count, not seconds, as in HealthWatch."""
         silent = 0
-        async with aiohttp.ClientSession(headers=bearer(self._token)) as http:
-            while silent < SILENT_TRIES:
-                silent = 0 if await self._answers(http) or self._excused() else silent + 1
-                if not silent:
-                    await asyncio.sleep(min(CORE_POLL_S, self._try_s))
+        while silent < SILENT_TRIES:
+            silent = 0 if await self._answers() or self._excused() else silent + 1
+            if not silent:
+                await asyncio.sleep(min(CORE_POLL_S, self._try_s))
         reason = f"its engine core does not answer within {self._try_s:g} s, {silent} times in a row"
         return Loss(index, self._url, reason, silent=True)
 
-    async def _answers(self, http: aiohttp.ClientSession) -> bool:
+    async def _answers(self) -> bool:
         """Return False for silence alone: HealthWatch sees servers that refuse."""
         try:
-            async with http.get(f"{self._url}/is_sleeping", timeout=aiohttp.ClientTimeout(self._try_s)):
-                return True
+            async with asyncio.timeout(self._try_s):
+                await self._http.request("GET", f"{self._url}/is_sleeping", repeatable=False)
         except TimeoutError:
             return False
-        except aiohttp.ClientError:
+        except (SamplerError, HttpStatusError):
             return True
+        return True
 
 
 class Suspicion:

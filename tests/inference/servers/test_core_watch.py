@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss, health
 from skyrl_tinker.inference.servers.ports import reserve_port
@@ -61,7 +62,7 @@ async def server(tmp_path: Path) -> AsyncIterator[str]:
 
 
 def watch(url: str) -> asyncio.Task[Loss]:
-    return asyncio.create_task(CoreWatch(url, "", STEP_S, lambda: False).wait_stuck(0))
+    return asyncio.create_task(CoreWatch(url, JsonHttp(), STEP_S, lambda: False).wait_stuck(0))
 
 
 async def sample_on(client: RemoteInferenceClient) -> None:
@@ -92,7 +93,7 @@ async def test_a_core_that_spins_is_noticed_and_an_idle_or_busy_one_is_left_alon
 
 
 async def test_a_core_with_longer_work_is_excused(server: str) -> None:
-    watching = asyncio.create_task(CoreWatch(server, "", STEP_S, lambda: True).wait_stuck(0))
+    watching = asyncio.create_task(CoreWatch(server, JsonHttp(), STEP_S, lambda: True).wait_stuck(0))
     async with aiohttp.ClientSession() as http:
         spinning = asyncio.create_task(http.post(f"{server}/collective_rpc", json={"method": "spin"}))
         assert not (await asyncio.wait((watching,), timeout=QUIET_S))[0]
