@@ -27,6 +27,8 @@ POINTS = (
     "api: before a commit",
     "api: after a commit",
     "api: before an answer",
+    "engine: at some moment",
+    "api: at some moment",
     "the ranks die",
     "the ranks die after a call",
     "the ranks die while files are written",
@@ -51,6 +53,7 @@ class Faults:
         self.random = seed
         self._deaths = deaths
         self.hit: Counter[str] = Counter()
+        self.ended = False
         self.disk_full_until = 0.0
         self._left: dict[str, list[int]] = {}
         for _ in range(seed.randint(0, most)):
@@ -63,6 +66,7 @@ class Faults:
             self._left.setdefault(point, []).append(passages)
 
     def end(self) -> None:
+        self.ended = True
         self._left.clear()
         self.disk_full_until = 0.0
 

@@ -31,6 +31,8 @@ from tests.simulation.backends import Ranks, Replicas
 from tests.simulation.faults import Faults, disk_full, fault, point, travel
 from tests.simulation.virtual_loop import PROCESS, Process, VirtualLoop
 
+MOMENT_S = 4.0
+"""Most time from a start to a death at some moment."""
 Life = Callable[[Store], Awaitable[None]]
 
 
@@ -124,9 +126,15 @@ class Server:
             loop = cast(VirtualLoop, asyncio.get_running_loop())
             process = self._processes[kind] = Process(kind, self, loop)
             self._spawn(process, self._live(process, life))
+            if self.faults.due(f"{kind}: at some moment"):
+                loop.call_later(self.faults.random.random() * MOMENT_S, self._strike, process)
             await process.died
             self._bells.pop(kind, None)
             await travel(1.0)
+
+    def _strike(self, process: Process) -> None:
+        if not self.faults.ended:
+            process.kill()
 
     def _spawn(self, process: Process, work: Any) -> "asyncio.Task[None]":
         context = copy_context()
