@@ -13,14 +13,22 @@ from tests.simulation.faults import POINTS
 
 SIMULATE = Path(__file__).parents[2] / "scripts" / "simulate"
 HISTORIES = 10_000
-MENDED: tuple[int, ...] = ()
-"""Seeds whose histories found a fault of the server."""
+MENDED = (55, 93, 170)
+"""Seeds that found faults of the server; where its code runs otherwise now, they are other histories.
+
+A look at the queues during a step lost the refusal of a pass behind it (55). A save that two engines died of
+failed (93), and one left files behind (170).
+"""
 
 
 @pytest.mark.timeout(1800)
 def test_every_request_is_answered_once_and_every_model_is_what_it_must_be() -> None:
     report = simulate("--seed", "0", "--histories", str(HISTORIES))
     assert set(report["points"]) == set(POINTS), "every fault comes about"
+
+
+def test_histories_that_found_faults() -> None:
+    simulate("--jobs", "1", "--only", *map(str, MENDED))
 
 
 def test_a_seed_is_one_history() -> None:
