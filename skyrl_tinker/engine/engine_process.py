@@ -40,7 +40,7 @@ def run(settings_file: Path) -> int:
     processes.become_subreaper()
     processes.raise_open_files_limit()
     if settings.ray_address is None:
-        os.environ.update(_ray_environment(settings.log_mb * MiB))
+        os.environ.update(_ray_environment(_ray_directory(directories), settings.log_mb * MiB))
     try:
         with process_lock(directories.engine_lock, "engine"):
             failure = _run(settings, directories)
@@ -58,7 +58,11 @@ def _exit(signum: int, _: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _ray_environment(log_bytes: int) -> dict[str, str]:
+def _ray_directory(directories: Directories) -> Path:
+    return directories.bell_dir / "r"
+
+
+def _ray_environment(directory: Path, log_bytes: int) -> dict[str, str]:
     """Return a local cluster's settings, for this process and its children; Ray reads them when imported."""
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # bind to loopback, as Ray does there
@@ -70,13 +74,15 @@ def _ray_environment(log_bytes: int) -> dict[str, str]:
         "RAY_prestart_worker_first_driver": "0",  # idle workers cost 40 MB each
         "RAY_enable_worker_prestart": "0",
         "RAY_worker_niceness": "0",  # trainers come before samplers, which make themselves nice
+        "RAY_task_events_report_interval_ms": "0",  # off: gcs_server keeps 100,000, 3 kB each
+        "TMPDIR": str(directory),  # what killed processes leave there goes when the next engine starts
     }
 
 
 def _run(settings: Settings, directories: Directories) -> str | None:
     from skyrl_tinker.engine.ray_cluster import RayCluster  # not before its environment is set
 
-    ray = RayCluster(settings, directories.bell_dir / "r")
+    ray = RayCluster(settings, _ray_directory(directories))
     try:
         return uvloop.run(_main(settings, directories, ray))
     finally:

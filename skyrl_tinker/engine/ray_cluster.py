@@ -23,6 +23,7 @@ class RayCluster:
         """
         self._directory = directory
         self._remove_files()
+        directory.mkdir()
         if settings.ray_address is None:
             _init_local(settings.trainer_ranks + settings.replicas, directory)
         else:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
 from tests.support.serve import CORE, HEAL_S, Serve, serving, wait_until
 
 
@@ -50,6 +52,13 @@ def test_it_heals_when_one_is_killed_or_stopped(server: Serve, kind: str, how: s
     assert wait_until(
         lambda: not [each for each in server.seen if each not in current and each.is_running()], 10
     )
+
+
+def test_a_dead_engine_leaves_no_temporary_files(server: Serve) -> None:
+    temporary = Directories(Settings(home=server.home)).bell_dir
+    test_it_heals_when_one_is_killed_or_stopped(server, "engine", signal.SIGKILL)
+    assert wait_until(lambda: server.find("vLLM server") is not None, HEAL_S)
+    assert len(list(temporary.rglob("vllm-*"))) == 1
 
 
 def test_a_pid_file_that_cannot_be_written_ends_nothing(server: Serve) -> None:
