@@ -89,7 +89,8 @@ def flags(spec: SamplerSpec, port: int) -> list[str]:
         "--weight-transfer-config": f'{{"backend": "{spec.weight_backend}"}}',
     }
     switches = ["--enable-scale-out", "--enable-lora", "--enable-prompt-tokens-details"]
-    quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
+    # A dead engine core fails all requests with one exception, whose traceback grows by each that logs it.
+    quiet = ["--disable-uvicorn-access-log", "--disable-log-stats", "--no-log-error-stack"]
     cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes(spec))] if spec.device == "cpu" else []
     device = cpu if spec.device == "cpu" else _gpu_flags(spec)
     guard = ["--middleware", GUARD] if spec.token else []

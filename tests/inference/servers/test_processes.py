@@ -17,7 +17,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
-from tests.inference.support.samplers import Sampler, ask, prompt_of, spec_of, write_model
+from tests.inference.support.samplers import CONTEXT, Sampler, ask, prompt_of, spec_of, write_model
 
 NOWHERE = Gpu("0" * 56, "0")
 """On a node that does not exist."""
@@ -108,6 +108,27 @@ async def _a_server_hangs(group: ServerGroup, index: int) -> None:
     assert "does not answer" in loss.reason
     assert await group.end(index)
     assert await asyncio.to_thread(gone, processes, 5.0)
+
+
+async def test_a_dead_engine_process_fills_no_log(ray_cluster: None, tmp_path: Path) -> None:
+    """All its requests fail by the same exception, whose traceback would grow with each that logs it."""
+    facts = write_model(tmp_path / "model", tied=True)
+    group = ServerGroup.launch(spec_of(facts, tmp_path))
+    await group.ready()
+    client = RemoteInferenceClient(group.urls[0], group.urls)
+    sampler, long = Sampler(client, facts), ask(prompt_of(5), max_tokens=CONTEXT - 10)
+    samples = [asyncio.create_task(sampler("base", long)) for _ in range(64)]
+    await asyncio.sleep(0.5)
+    os.kill(family(group.pids()[0])[1], signal.SIGKILL)
+    failed = [
+        each
+        for each in await asyncio.gather(*samples, return_exceptions=True)
+        if isinstance(each, SamplerError)
+    ]
+    await client.close()
+    await group.shutdown()
+    assert len(failed) > 16
+    assert (tmp_path / "vllm-0.log").read_text().count("Traceback") < 4
 
 
 async def test_a_server_that_cannot_start_says_why(ray_cluster: None, tmp_path: Path) -> None:
