@@ -1,0 +1,45 @@
+"""Kills of the processes of a server, and how it comes back."""
+
+import random
+import time
+
+import psutil
+
+from tests.support.serve import CORE, Serve, wait_until
+
+HEAL_S = 180.0
+ENGINE_EVERY_S = 31.0  # the supervisor gives up after five deaths within two minutes
+VICTIMS = {"trainer": 5, "engine": 3, "API": 3, "vLLM server": 2, CORE: 2, "raylet": 1}
+"""Kinds of processes, by how often they are killed."""
+
+
+class Victims:
+    """Seeded choice of the next kind to kill."""
+
+    def __init__(self, draws: random.Random, weights: dict[str, int]) -> None:
+        self._draws = draws
+        self._weights = weights
+        self._engine_died = 0.0
+
+    def choose(self) -> str:
+        """Return a kind; where the engine would die too soon again, wait until it may."""
+        kind = self._draws.choices(list(self._weights), list(self._weights.values()))[0]
+        if kind in ("engine", "raylet"):
+            time.sleep(max(0.0, self._engine_died + ENGINE_EVERY_S - time.monotonic()))
+            self._engine_died = time.monotonic()
+        return kind
+
+    def serve_restarted(self) -> None:
+        """Note that a new supervisor counts deaths from 0."""
+        self._engine_died = 0.0
+
+
+def await_recovery(serve: Serve, kind: str, victim: psutil.Process) -> None:
+    """Wait until the server is ready and has another process of the kind. Raises TimeoutError."""
+
+    def healed() -> bool:
+        found = serve.find(kind)
+        return found is not None and found != victim and serve.ready()
+
+    if not wait_until(healed, HEAL_S):
+        raise TimeoutError(f"{kind} was not back after {HEAL_S:.0f} s")
