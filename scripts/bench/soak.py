@@ -64,7 +64,7 @@ PROMPT, TOKENS, TRAINED = 16, 16, 8
 GAP = 1e-3
 SLOWER, SLOWER_SHORT = 1.1, 1.5
 """Bars of last / first: in a short run of the p50 only, and wider, since the machine's noise is more."""
-MORE_MB = {"db_live": 1.0, "tmpfs": 2.0, "tmp": 4.0, "files": 4.0}
+MORE_MB = {"db_live": 0.3, "tmpfs": 2.0, "tmp": 4.0, "files": 4.0}
 """Bars of end - start. The file of the database, which never shrinks, holds what lived at once at most."""
 STEP_MB = 0.004
 """Of the database, by step: rows of three requests, a version and a sampler, kept until the session ends."""
