@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 
 
 def _starts_servers(item: pytest.Function) -> bool:
-    folders = ("tests/e2e/", "tests/cookbook/", "tests/faults/")
+    folders = ("tests/e2e/", "tests/cookbook/", "tests/faults/", "tests/simulation/")  # simulated ones, too
     return item.nodeid.startswith(folders) or "ray_cluster" in item.fixturenames
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.faults import POINTS
 
 SIMULATE = Path(__file__).parents[2] / "scripts" / "simulate"
-HISTORIES = 10_000
+HISTORIES = 5_000
 MENDED = (55, 93, 170)
 """Seeds that found faults of the server; where its code runs otherwise now, they are other histories.
 
