@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 import psutil
 from sqlalchemy.exc import OperationalError
@@ -11,6 +12,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.engine.compose import Backends, Environment, Parts, compose
 from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.ray_cluster import RayCluster
+from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.start_up import StartUp, read_base_model
 from skyrl_tinker.engine.status import EnginePhase
@@ -58,8 +60,9 @@ class Engine:
         await parts.http_server.start()
         freeze_gc()
         cursor = await parts.trainer_driver.resume()
+        backends.samplers.await_replay()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(parts.trainer_driver.run(self._report_rebuild))
+            tasks.create_task(parts.trainer_driver.run(partial(self._report_rebuild, backends.samplers)))
             tasks.create_task(parts.sampler_driver.run())
             tasks.create_task(parts.intake.run(cursor))
             tasks.create_task(parts.cleanup.run())
@@ -69,12 +72,13 @@ class Engine:
             tasks.create_task(_watch_trainer(backends.trainer, parts.trainer_driver))
             tasks.create_task(_watch_ray(self._env.ray))
 
-    async def _report_rebuild(self, detail: str) -> None:
+    async def _report_rebuild(self, samplers: Samplers, detail: str) -> None:
         """Report how far the models are back; empty: all are."""
         if detail:
             phase: EnginePhase = "restarting" if self._ready else "starting"
             await persistently(lambda: self._env.status.report(phase, detail))
             return
+        samplers.replay_ended()
         await persistently(lambda: self._env.status.report("ready", ""))
         if not self._ready:
             self._ready = True

@@ -42,6 +42,8 @@ POINTS = (
     "a ring is lost",
 )
 """`engine: …` and `api: …`: that process dies there."""
+ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full"}), 200
+"""Faults that may come at every point of the engine and the API, and how many a history passes about."""
 DEATHS_OF_RANKS = frozenset(point for point in POINTS if point.startswith("the ranks"))
 
 
@@ -62,7 +64,8 @@ class Faults:
     def _plan(self, point: str) -> None:
         deaths = sum(len(left) for each, left in self._left.items() if each in DEATHS_OF_RANKS)
         if point not in DEATHS_OF_RANKS or deaths < self._deaths:
-            passages = self.random.choice((1, 1, 2, 3, 5, 8, 13, 21))
+            few = self.random.choice((1, 1, 2, 3, 5, 8, 13, 21))
+            passages = self.random.randint(1, PASSED) if point in ANYWHERE else few
             self._left.setdefault(point, []).append(passages)
 
     def end(self) -> None:

@@ -21,6 +21,7 @@ from skyrl_tinker.api import loop_watch
 from skyrl_tinker.api.security import keyring
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.engine import compose, engine
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep import cleanup
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
@@ -151,6 +152,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shutil, "rmtree", _at(shutil.rmtree, "a removal", after=True))
     patch.setattr(directories, "_SHM", Path("/nowhere"))
     patch.setattr(shutil, "disk_usage", _disk_usage)
+    patch.setattr(TmpfsSpill, "_would_help", lambda _: True)
     patch.setattr(sqlite, "engine", _Engine)
     patch.setattr(sqlite, "ThreadedConnection", _ThreadedConnection)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))

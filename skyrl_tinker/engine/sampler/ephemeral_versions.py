@@ -100,7 +100,7 @@ class EphemeralVersions:
     async def _enforce_cap(self, kept: list[WeightVersion]) -> None:
         """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""
         for version in kept:
-            if version.id not in self._sizes:
+            if not self._sizes.get(version.id):  # 0: not there yet, after a reboot
                 self._sizes[version.id] = await in_disk_thread(_size_of, Path(version.directory))
         excess = sum(self._sizes[version.id] for version in kept) - await in_disk_thread(self._cap)
         if excess <= 0:

@@ -1,5 +1,6 @@
 """The sampling servers as the drivers see them: any version, at any time, also across a restart of vLLM."""
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -41,10 +42,13 @@ class Samplers:
         self._users: Counter[VersionId] = Counter()
         self._used_at: dict[VersionId, float] = {}  # monotonic time of the load and of the last sample
         self._began_at = time.monotonic()
+        self._restored = asyncio.Event()
+        self._restored.set()
 
     async def sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
         """Sample, again where vLLM died meanwhile; an inflight target is followed to its newest version."""
         with self._counted(source):  # also between the requests that one sample may take
+            await self._await_files(source)
             return await self._fleet.with_retry(lambda: self._sample(source, request))
 
     @property
@@ -62,6 +66,13 @@ class Samplers:
         if self._fleet.placement.asleep:
             return "the trainer is using the samplers' devices"
         return None
+
+    def await_replay(self) -> None:
+        """Let samples of versions without files wait for `replay_ended`: a replay may write them again."""
+        self._restored.clear()
+
+    def replay_ended(self) -> None:
+        self._restored.set()
 
     def in_use(self, version: WeightVersion) -> bool:
         """Return whether a sample of it is under way."""
@@ -129,6 +140,12 @@ class Samplers:
         finally:
             self._users -= users  # drops zeros
             self._used_at.update(dict.fromkeys(users, time.monotonic()))
+
+    async def _await_files(self, source: SampleSource) -> None:
+        if source is None or self._restored.is_set():
+            return
+        if not await asyncio.to_thread(is_there, newest(source)):
+            await self._restored.wait()
 
     async def _sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
         call = SampleCall(

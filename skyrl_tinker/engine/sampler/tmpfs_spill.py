@@ -28,18 +28,15 @@ class TmpfsSpill:
         return usage.free < self._spare * usage.total and self._would_help()
 
     def keep(self, version: WeightVersion) -> None:
-        """Copy it to disk, if it is not there already. Raises OSError: the disk is full."""
-        target = self._disk / version.name
-        if self._would_help() and not target.exists():
-            with atomic_directory(target) as staging:
-                for file in Path(version.directory).iterdir():
-                    shutil.copyfile(file, staging / file.name)
+        """Copy it to disk, if it is in memory only. Raises OSError: the disk is full."""
+        if self._would_help():
+            self._copy(version)
 
     def move(self, version: WeightVersion) -> None:
         """Move it to disk, if it is in memory. OSError: the disk is full, and nothing has changed."""
         if not Path(version.directory).exists():  # as after a reboot
             return
-        self.keep(version)
+        self._copy(version)
         for file in Path(version.directory).iterdir():
             if not file.is_symlink():
                 _replace_by_link(file, self._disk / version.name / file.name)
@@ -62,6 +59,13 @@ class TmpfsSpill:
             for path in root.glob("v*"):
                 if path.name not in known:
                     shutil.rmtree(path, ignore_errors=True)
+
+    def _copy(self, version: WeightVersion) -> None:
+        source, target = Path(version.directory), self._disk / version.name
+        if source.exists() and not target.exists():
+            with atomic_directory(target) as staging:
+                for file in source.iterdir():
+                    shutil.copyfile(file, staging / file.name)
 
     def _would_help(self) -> bool:
         """Return False where the weights lie on a disk anyway."""

@@ -95,3 +95,20 @@ async def test_a_lease_that_fails_releases_what_it_had(tmp_path: Path) -> None:
     with pytest.raises(StateLostError, match="are gone from"):
         await samplers.sample(version, REQUEST)
     assert_nothing_held(samplers, version)
+
+
+async def test_weights_without_files_are_waited_for_while_a_replay_may_bring_them(tmp_path: Path) -> None:
+    replica, restored, lost = Replica("stop", "stop"), tmp_path / "v1", adapter(2, tmp_path / "v2")
+    samplers = samplers_of(replica)
+    samplers.await_replay()
+    waiting = [
+        asyncio.create_task(samplers.sample(version, REQUEST)) for version in (adapter(1, restored), lost)
+    ]
+    await samplers.sample(adapter(3, tmp_path), REQUEST)  # whose files are there
+    assert (replica.models, [task.done() for task in waiting]) == (["v3"], [False, False])
+    restored.mkdir()
+    samplers.replay_ended()
+    await waiting[0]
+    with pytest.raises(StateLostError, match="save them again"):
+        await waiting[1]
+    assert replica.models == ["v3", "v1"]
