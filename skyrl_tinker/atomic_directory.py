@@ -1,12 +1,15 @@
 """Directories that appear complete or not at all, also after a power cut."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_tinker.errors import StorageError
+from skyrl_tinker.errors import DiskFullError, StorageError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextmanager
@@ -44,17 +47,22 @@ def publish(staging: Path, directory: Path) -> int:
         fsync(path)
     size = sum(path.stat().st_size for path in paths if path.is_file())
     staging.rename(directory)
-    fsync(directory.parent)
+    try:
+        fsync(directory.parent)
+    except OSError:
+        directory.rename(staging)
+        raise
     return size
 
 
 @contextmanager
 def storage_errors(message: str) -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError: `message`, and the system's reason."""
+    """Turn an OSError of the block into a StorageError, DiskFullError: `message`, and the system's reason."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{message}: {error.strerror or error}") from error
+        kind = DiskFullError if error.errno in _FULL else StorageError
+        raise kind(f"{message}: {error.strerror or error}") from error
 
 
 def fsync(path: Path) -> None:

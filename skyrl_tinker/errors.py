@@ -15,7 +15,8 @@ SkyrlTinkerError              500  server
 │   └── RankDiedError         500  server   a rank's process ended
 ├── TrainerLostError          500  server   fresh ranks do not help, or Ray is gone: only a new engine does
 ├── SamplerError              500  server   the inference plane failed
-├── StorageError              500  server   a disk is full or broken; models and weights are as before
+├── StorageError              500  server   a disk is broken; models and weights are as before
+│   └── DiskFullError         500  server   it has no room: the same work may succeed later
 ├── OverloadedError           429  server   too many requests wait; says when to try again
 │   └── NoRoomError           503  server   the disk is nearly full
 └── StartupError              500  server   the server cannot start; the message says what to change
@@ -101,6 +102,10 @@ class NoRoomError(OverloadedError):
 
 
 class StorageError(SkyrlTinkerError):
+    pass
+
+
+class DiskFullError(StorageError):
     pass
 
 

@@ -1,5 +1,6 @@
 """Directories that appear complete and durable, or leave nothing."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from skyrl_tinker.atomic_directory import atomic_directory, make_staging, publish, staging_of, storage_errors
 from skyrl_tinker.engine.recovery.leftovers import sweep_partial
-from skyrl_tinker.errors import StorageError
+from skyrl_tinker.errors import DiskFullError, StorageError
 
 
 def test_it_appears_complete_when_the_block_ends(tmp_path: Path) -> None:
@@ -72,3 +73,23 @@ def test_storage_errors_carry_the_systems_reason(tmp_path: Path) -> None:
     expected = "the export could not be written: No such file or directory"
     with pytest.raises(StorageError, match=expected), storage_errors("the export could not be written"):
         (tmp_path / "absent").stat()
+
+
+def test_a_full_disk_leaves_what_was_written_to_be_published_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, full = make_staging(tmp_path / "v1"), OSError(errno.ENOSPC, "No space left on device")
+    (staging / "a").write_bytes(b"abc")
+    sync = os.fsync
+
+    def fail_once(descriptor: int) -> None:
+        if not staging.exists():
+            monkeypatch.setattr(os, "fsync", sync)
+            raise full
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with pytest.raises(DiskFullError, match="not written: No space left"), storage_errors("not written"):
+        publish(staging, tmp_path / "v1")
+    assert [path.name for path in tmp_path.iterdir()] == [staging.name]
+    assert publish(staging, tmp_path / "v1") == len(b"abc")

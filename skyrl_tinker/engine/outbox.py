@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError
 from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.doorbell import Doorbell
@@ -117,6 +117,16 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
             return await op()
         except OperationalError as error:
             _log.warning("the store failed, trying again in %.0f s: %s", RETRY_S, error)
+            await asyncio.sleep(RETRY_S)
+
+
+async def when_there_is_room(work: Callable[[], Awaitable[T]]) -> T:
+    """Retry while a disk is full: what was acknowledged waits for room. Raises what else fails."""
+    while True:
+        try:
+            return await work()
+        except DiskFullError as error:
+            _log.warning("tried again in %.0f s: %s", RETRY_S, error)
             await asyncio.sleep(RETRY_S)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ class CapturedState:
         """Write the checkpoint directory, atomically, while units of work go on; returns its bytes.
 
         Nothing is left on the disk after StorageError, which names the rank, nor after TrainerError: the
-        captured state died with a rank.
+        captured state died with a rank. It may be written again until `drop`.
         """
         target = Path(directory)
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
@@ -37,3 +38,8 @@ class CapturedState:
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
             raise
         return size
+
+    async def drop(self) -> None:
+        """Free the copies; ranks that died have none."""
+        with suppress(SkyrlTinkerError):
+            await self.ranks.disk_call_all("drop_captured", self.number)

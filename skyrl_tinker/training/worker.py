@@ -142,10 +142,13 @@ class Worker:
         return captured.contents
 
     def persist_state(self, number: int, scratch: str) -> dict[str, FileEntry]:
-        """Write the share captured under `number`, in any thread. Its copies are freed when this returns."""
-        captured = self._captured.pop(number)
+        """Write the share captured under `number`, in any thread, until `drop_captured`."""
         with storage_errors(f"rank {self.rank} could not write the checkpoint"):
-            return checkpoint_save.persist(captured, Path(scratch))
+            return checkpoint_save.persist(self._captured[number], Path(scratch))
+
+    def drop_captured(self, number: int) -> None:
+        """Free what was captured under `number`, if it is still there."""
+        self._captured.pop(number, None)
 
     def commit_state(
         self, contents: CheckpointContents, files: Mapping[str, FileEntry], scratch: str, directory: str

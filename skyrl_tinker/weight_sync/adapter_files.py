@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from skyrl_tinker.atomic_directory import atomic_directory
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
@@ -20,6 +20,7 @@ def publish_adapter(weights: AdapterWeights, directory: Path, base_model: str) -
 
 def write_adapter(weights: AdapterWeights, directory: Path, base_model: str) -> None:
     """Write the adapter's files into an existing directory."""
-    save_file(dict(weights.tensors), directory / ADAPTER_FILE, metadata={"format": "pt"})
+    content = save(dict(weights.tensors), metadata={"format": "pt"})
+    (directory / ADAPTER_FILE).write_bytes(content)  # an OSError, which save_file hides
     config = adapter_config(weights.tensors, weights.spec.rank, base_model)
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=1))

@@ -145,10 +145,12 @@ class SnapshotKeeper:
             await in_disk_thread(directory.parent.mkdir, parents=True, exist_ok=True)
             await self._trainer.persist_state(captured, row.directory)
             await self._commits.add(UnitEnd({}, (partial(_require_written, model=model, until=seq_id),)))
+            await captured.drop()
             await self._keep_sampled(model)
             await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
         except Exception as error:  # whatever it was, training goes on
             _log.warning("the snapshot of model %s was not kept: %s", model, error)
+            await captured.drop()
             await self.discard(row)
             if model in self._progress:
                 self._progress[model].replay_s += covered

@@ -3,6 +3,7 @@
 A full export also has the base model's small files, such as its tokenizer. Either may be encrypted.
 """
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +60,14 @@ class Exporter(SaveFlow[ExternalExport]):
         return ExternalExport(row, model, body, path, directory, captured)
 
     async def _write(self, save: ExternalExport) -> int:
+        await in_disk_thread(shutil.rmtree, save.staging, ignore_errors=True)
         await self._trainer.persist_state(save.captured, str(save.staging))
         export = Export(self._facts, save.model.spec, self._trainer.spec.dtype, save.body.recipients)
         with storage_errors("the export could not be written"):
             return await in_disk_thread(finish_export, export, save.staging, save.directory)
+
+    async def _free(self, save: ExternalExport) -> None:
+        await save.captured.drop()
 
     def _record(self, conn: Connection, save: ExternalExport, size: int) -> Mapping[str, Any]:
         checkpoint_records.add(conn, save.checkpoint(size), replace=False)

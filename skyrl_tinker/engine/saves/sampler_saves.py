@@ -15,19 +15,19 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.atomic_directory import make_staging, publish
+from skyrl_tinker.atomic_directory import make_staging, publish, storage_errors
 from skyrl_tinker.domain.ids import CheckpointKind, ModelKey
 from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently
+from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently, when_there_is_room
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
+from skyrl_tinker.errors import DiskFullError, SamplerError, SkyrlTinkerError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
@@ -38,6 +38,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.adapter_files import write_adapter
 
+UNWRITTEN = "the weights could not be written"
 T = TypeVar("T")
 Start = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 """Start work in the background."""
@@ -83,7 +84,9 @@ class Publisher(SaveFlow[SamplerSave]):
         self._gaps = gaps
         self._metrics = metrics
 
-    async def capture_rows(self, rows: Sequence[QueuedRow]) -> dict[int, SamplerSave | Failure]:
+    async def capture_rows(
+        self, rows: Sequence[QueuedRow]
+    ) -> dict[int, SamplerSave | Failure | DiskFullError]:
         """Capture the weights of each request, by future id, as `capture` does."""
         requests = await read_persistently(self._store, partial(_requests, rows=rows))
         saves = await self.capture(requests)
@@ -96,10 +99,13 @@ class Publisher(SaveFlow[SamplerSave]):
         for scored in await self._gaps.score(names):
             start(self._compare(scored, *publishing[scored.key]))
 
-    async def capture(self, requests: Sequence[SamplerSaveRequest]) -> list[SamplerSave | Failure]:
+    async def capture(
+        self, requests: Sequence[SamplerSaveRequest]
+    ) -> list[SamplerSave | Failure | DiskFullError]:
         """Capture each request's weights, adapters in one call; `persist` must follow.
 
-        A request that fails does so alone. Raises TrainerError: the ranks are broken, and nothing is left.
+        A request that fails does so alone; one that has no room may be captured again. Raises TrainerError:
+        the ranks are broken, and nothing is left.
         """
         begun = [await _or_failure(self._begin(*request)) for request in requests]
         saves = [save for save in begun if isinstance(save, SamplerSave)]
@@ -127,9 +133,15 @@ class Publisher(SaveFlow[SamplerSave]):
             return
         save = SamplerSave(row, model, SaveSamplerBody(), None, Path(version.directory), version)
         adapters = await self._trainer.capture_adapters([model.key]) if version.kind == "lora" else {}
-        captured = await self._with_weights(save, adapters)
-        if isinstance(captured, SamplerSave):
-            await in_disk_thread(_write_files, captured, self._facts.directory)
+        await when_there_is_room(partial(self._write_again, save, adapters))
+
+    async def _write_again(self, save: SamplerSave, adapters: Mapping[ModelKey, AdapterWeights]) -> None:
+        if save.version.kind == "full":
+            await self._capture_full(save)
+        else:
+            save = replace(save, adapter=adapters[save.model.key])
+        with storage_errors(UNWRITTEN):
+            await in_disk_thread(_write_files, save, self._facts.directory)
 
     async def persist(self, save: SamplerSave) -> bool:
         started = time.monotonic()
@@ -144,16 +156,15 @@ class Publisher(SaveFlow[SamplerSave]):
         path = TinkerPath(model.model_id, CheckpointKind.SAMPLER_WEIGHTS, body.name) if body.name else None
         kind: Literal["lora", "full"] = "lora" if model.spec.rank else "full"
         async with self._reserving(path):
-            number = await self._store.write(
-                lambda conn: sampling_sessions.insert_version(
-                    conn,
-                    model.key,
-                    kind,
-                    durable=path is not None,
-                    inflight=body.kind == "inflight",
-                    future_id=row.id,
-                )
+            insert = partial(
+                sampling_sessions.insert_version,
+                model_key=model.key,
+                kind=kind,
+                durable=path is not None,
+                inflight=body.kind == "inflight",
+                future_id=row.id,
             )
+            number = await persistently(lambda: self._store.write(insert))
             version = WeightVersion(number, kind, "")
             directory = (
                 await self._new_directory(row, model, path) if path else self._ephemeral / version.name
@@ -162,29 +173,35 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _with_weights(
         self, save: SamplerSave, adapters: Mapping[ModelKey, AdapterWeights] | Failure
-    ) -> SamplerSave | Failure:
-        captured: SamplerSave | Failure
+    ) -> SamplerSave | Failure | DiskFullError:
+        captured: SamplerSave | Failure | DiskFullError
         if save.version.kind == "full":
-            captured = await _or_failure(self._capture_full(save))
+            try:
+                captured = await _or_failure(self._capture_full(save))
+            except DiskFullError as error:
+                captured = error
+                await self._store.write(partial(sampling_sessions.delete_version, version_id=save.version.id))
         elif isinstance(adapters, Failure):
             captured = adapters
         else:
             captured = replace(save, adapter=adapters[save.model.key])
-        if isinstance(captured, Failure):
+        if not isinstance(captured, SamplerSave):
             self._reserved.discard(save.path)
         return captured
 
     async def _capture_full(self, save: SamplerSave) -> SamplerSave:
         try:
-            await in_disk_thread(make_staging, save.directory)
+            with storage_errors(UNWRITTEN):
+                await in_disk_thread(make_staging, save.directory)
             await self._trainer.capture_full(save.model.key, str(save.staging))
-        except (SkyrlTinkerError, OSError):  # its files must not go on filling the memory
+        except SkyrlTinkerError:  # its files must not go on filling the memory
             await in_disk_thread(shutil.rmtree, save.staging, ignore_errors=True)
             raise
         return save
 
     async def _write(self, save: SamplerSave) -> int:
-        size = await in_disk_thread(_write_files, save, self._facts.directory)
+        with storage_errors(UNWRITTEN):
+            size = await in_disk_thread(_write_files, save, self._facts.directory)
         await self._samplers.load(save.version)
         return size
 
@@ -218,10 +235,10 @@ class Publisher(SaveFlow[SamplerSave]):
 
 
 async def _or_failure(work: Awaitable[T]) -> T | Failure:
-    """Return the result of `work`, or its error as a Failure. Raises TrainerError: the workers are broken."""
+    """Return the result of `work`, or its error as a Failure. Raises TrainerError, DiskFullError."""
     try:
         return await work
-    except TrainerError:
+    except (TrainerError, DiskFullError):
         raise
     except Exception as error:  # becomes the result of the request
         return failure_of(error)

@@ -3,7 +3,7 @@
 * A name is reserved from before the store is asked for it until the answer is committed.
 * The weights are captured on the trainer, which then trains on; they are written under a hidden name.
 * The rows of the checkpoint and the answer are one commit.
-* A save that fails leaves no files, and its name is free.
+* A save waits while the disk is full. One that fails leaves no files, and its name is free.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.atomic_directory import staging_of
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.engine.outbox import failure_of, finish_all, json_answer
+from skyrl_tinker.engine.outbox import failure_of, finish_all, json_answer, when_there_is_room
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.off_loop import in_disk_thread
@@ -79,7 +79,7 @@ class SaveFlow(ABC, Generic[S]):
         If a rank dies with the weights it stays unanswered: replay repeats it.
         """
         try:
-            size = await self._write(save)
+            size = await when_there_is_room(lambda: self._write(save))
             await self._commit(save, size)
         except TrainerError:
             await self._discard(save)
@@ -89,6 +89,7 @@ class SaveFlow(ABC, Generic[S]):
             await self._commits.add(UnitEnd({save.row.id: failure_of(error)}))
             return False
         finally:
+            await self._free(save)
             self._reserved.discard(save.path)
         return True
 
@@ -127,7 +128,10 @@ class SaveFlow(ABC, Generic[S]):
 
     @abstractmethod
     async def _write(self, save: S) -> int:
-        """Make the directory appear, complete; returns its size in bytes."""
+        """Make the directory appear, complete; returns its size in bytes. After DiskFullError again."""
+
+    async def _free(self, save: S) -> None:
+        """Free what was captured, if it is in the ranks' memory."""
 
     @abstractmethod
     def _record(self, conn: Connection, save: S, size: int) -> Mapping[str, Any]:

@@ -48,6 +48,9 @@ class Saver(SaveFlow[TrainingSave]):
     async def _write(self, save: TrainingSave) -> int:
         return await self._trainer.persist_state(save.captured, str(save.directory))
 
+    async def _free(self, save: TrainingSave) -> None:
+        await save.captured.drop()
+
     def _record(self, conn: Connection, save: TrainingSave, size: int) -> Mapping[str, Any]:
         checkpoint = replace(
             save.checkpoint(size),

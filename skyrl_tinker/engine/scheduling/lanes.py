@@ -50,6 +50,7 @@ class _Lane:
     parked: dict[int, QueuedRow] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> what the API found wrong
     storage_blocked: bool = False  # a save is being written: no other save and no load begins
+    held: bool = False  # nothing begins
     window_error: str | None = None  # why the gradients of the current accumulation window are invalid
     last: int | None = None  # the last seq_id that runs: the model is to be unloaded
 
@@ -150,6 +151,16 @@ class Lanes:
             model, seq_id = _position(row)
             _pop(self._open[model], seq_id)
 
+    def put_back(self, row: QueuedRow) -> None:
+        """Take back a row that was started, the last of its model, and hold its lane until `resume`."""
+        model, seq_id = _position(row)
+        lane = self._lane(model)
+        lane.parked[seq_id] = row
+        lane.next_seq, lane.held = seq_id, True
+
+    def resume(self, model: ModelKey) -> None:
+        self._lane(model).held = False
+
     def block_storage(self, model: ModelKey) -> None:
         """Make saves and loads of this model wait until `unblock_storage`; the rest goes on."""
         self._lane(model).storage_blocked = True
@@ -213,7 +224,7 @@ def _skip_refused(lane: _Lane) -> None:
 
 def _head(lane: _Lane, budget: int) -> list[QueuedRow]:
     first = lane.parked.get(lane.next_seq)
-    if first is None or (lane.storage_blocked and first.kind in STORAGE):
+    if first is None or lane.held or (lane.storage_blocked and first.kind in STORAGE):
         return []
     return list(_passes(lane, budget)) if first.kind in PASSES else [first]
 

@@ -11,7 +11,7 @@ from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_creation import Finished, ModelCreation
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
-from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.errors import DiskFullError, TrainerError
 from skyrl_tinker.protocol.stored_requests import (
     CreateViaLoadBody,
     LoadWeightsBody,
@@ -53,7 +53,7 @@ class ModelBarriers:
         self._exporter = exporter
 
     async def execute(self, row: QueuedRow) -> BarrierResult:
-        """Run a request. Raises TrainerError: the ranks are broken."""
+        """Run a request. Raises TrainerError: the ranks are broken, DiskFullError: nothing was done."""
         model = await self._models.row(model_of(row))
         bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, [row.id]))
         body = bodies.get(row.id)
@@ -61,7 +61,7 @@ class ModelBarriers:
             return BarrierResult()
         try:
             return await self._execute(row, model, body)
-        except TrainerError:
+        except (TrainerError, DiskFullError):
             raise
         except Exception as error:  # becomes the result of this request
             failure = failure_of(error)

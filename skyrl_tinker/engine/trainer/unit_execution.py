@@ -5,12 +5,13 @@ import itertools
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.outbox import FutureOutcome, read_persistently
+from skyrl_tinker.engine.outbox import RETRY_S, FutureOutcome, read_persistently, when_there_is_room
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
@@ -20,7 +21,7 @@ from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.errors import DiskFullError, TrainerError
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
@@ -98,7 +99,7 @@ class UnitExecution:
                 result = await self._executors.optim_steps.apply(rows)
                 self._end(rows, result.effects, result.outcomes, seconds=self._trainer.busy_s - busy_s)
             case Barriers(rows) if unit.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
-                await self._save_for_samplers(rows)
+                self._postpone(await self._save_for_samplers(rows))
             case Barriers(rows):
                 (row,) = rows
                 await self._run_barrier(row)
@@ -133,7 +134,7 @@ class UnitExecution:
                     model = await self._models.row(model_of(row))
                     await self._executors.sampler_saves.restore(row, model)
             elif row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
-                await self._save_for_samplers([row], recorded=True)
+                await when_there_is_room(partial(self._repeat_for_samplers, row))
             else:
                 await self._run_barrier(row, recorded=True)
 
@@ -153,16 +154,27 @@ class UnitExecution:
         if ready.sequences:
             self._background.create_task(self._executors.passes.renew_records(ready))
 
-    async def _save_for_samplers(self, rows: Sequence[QueuedRow], *, recorded: bool = False) -> None:
-        """Capture, then publish in the background. `recorded`: a replay, whose unit is in the journal."""
+    async def _save_for_samplers(
+        self, rows: Sequence[QueuedRow], *, recorded: bool = False
+    ) -> Sequence[QueuedRow]:
+        """Capture, then publish in the background; returns those for which there is no room yet.
+
+        `recorded`: a replay, whose unit is in the journal.
+        """
         captured = await self._executors.sampler_saves.capture_rows(rows)
+        postponed = [row for row in rows if isinstance(captured.get(row.id), DiskFullError)]
         failures = {row_id: save for row_id, save in captured.items() if isinstance(save, Failure)}
-        self._end([] if recorded else rows, {}, failures)
+        self._end([] if recorded else [row for row in rows if row not in postponed], {}, failures)
         saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
         await self._executors.sampler_saves.publish(saves, self._start_write)
+        return postponed
 
     async def _run_barrier(self, row: QueuedRow, *, recorded: bool = False) -> None:
-        result = await self._executors.model_barriers.execute(row)
+        try:
+            result = await self._executors.model_barriers.execute(row)
+        except DiskFullError:
+            self._postpone([row])
+            return
         finished, rows = result.finished, [] if recorded else [row]
         if finished is None:
             self._end(rows, {}, {})
@@ -187,6 +199,22 @@ class UnitExecution:
         self._snapshots.note(rows, effects, seconds)
         all_effects = {row.id: effects.get(row.id) for row in rows}
         self._commits.add(UnitEnd(answers, ops, next(self._units), all_effects))
+
+    async def _repeat_for_samplers(self, row: QueuedRow) -> None:
+        if await self._save_for_samplers([row], recorded=True):
+            raise DiskFullError(f"request {row.request_id} waits: there is no room on the disk")
+
+    def _postpone(self, rows: Sequence[QueuedRow]) -> None:
+        """Try requests again in a while, each before all others of its model: the disk is full."""
+        for row in rows:
+            _log.warning("request %s waits: there is no room on the disk", row.request_id)
+            self._lanes.put_back(row)
+            self._background.create_task(self._resume(model_of(row)))
+
+    async def _resume(self, model: ModelKey) -> None:
+        await asyncio.sleep(RETRY_S)
+        self._lanes.resume(model)
+        self._woken.set()
 
     def _invalidate(self, row: QueuedRow, failure: Failure) -> None:
         why = f"forward_backward with seq_id {row.seq_id} failed: {failure.message}"

@@ -30,7 +30,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.api.support.world import FACTS, World, running
-from tests.engine.support.world import CapturedSteps, Workers
+from tests.engine.support.world import CapturedExport, CapturedSteps, Workers
 
 Ran = tuple[str, Any]
 
@@ -70,7 +70,7 @@ class Trainer(Workers):
         self._note(model, "save")
         return await super().capture_state(model, optimizer=optimizer)
 
-    async def capture_export(self, model: ModelKey, shard_bytes: int) -> str:
+    async def capture_export(self, model: ModelKey, shard_bytes: int) -> CapturedExport:
         self._note(model, "export")
         return await super().capture_export(model, shard_bytes)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from sqlalchemy import func, select
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, LoraSpec, WeightVersion
@@ -12,9 +13,10 @@ from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.errors import StateLostError, StorageError, TrainerError
+from skyrl_tinker.errors import DiskFullError, StateLostError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import model_records
+from skyrl_tinker.store.database.tables import AdapterVersion
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
@@ -30,10 +32,11 @@ class Trainer:
     def __init__(self) -> None:
         self.fault: Exception | None = None
         self.captured: list[list[ModelKey]] = []
+        self.full: StorageError = StorageError("the weights could not be written: disk broken")
 
     async def capture_full(self, model: ModelKey, directory: str) -> None:
         write(Path(directory))
-        raise StorageError("the weights could not be written: no space left on device")
+        raise self.full
 
     async def capture_adapters(self, keys: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
         self.captured.append(list(keys))
@@ -94,15 +97,20 @@ async def test_adapters_of_several_models_are_captured_in_one_call(
     assert [save.adapter for save in captured] == [AdapterWeights(LoraSpec(8, seed=key), {}) for key in keys]
 
 
-async def test_a_full_memory_is_not_kept_full_and_harms_no_other_save(
-    store: Store, publisher: Publisher, tmp_path: Path
+@pytest.mark.parametrize("error", [StorageError("disk broken"), DiskFullError("no space left on device")])
+async def test_what_cannot_be_written_fills_no_memory_and_harms_no_other_save(
+    store: Store, publisher: Publisher, trainer: Trainer, tmp_path: Path, error: StorageError
 ) -> None:
+    trainer.full = error
     full, lora = await save(store, FULL), await save(store)
     before = names(tmp_path)
     failed, captured = await publisher.capture([full, lora])
-    assert failed == Failure("the weights could not be written: no space left on device", "server")
+    again = isinstance(error, DiskFullError)
+    assert failed == (error if again else Failure("disk broken", "server"))
     assert isinstance(captured, SamplerSave)
     assert names(tmp_path) == before
+    with store.read() as conn:
+        assert conn.scalar(select(func.count()).select_from(AdapterVersion)) == (1 if again else 2)
 
 
 async def test_a_name_is_taken_from_its_capture_on(store: Store, publisher: Publisher) -> None:

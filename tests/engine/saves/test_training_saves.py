@@ -1,5 +1,8 @@
 """Saves: the model trains on while they are written, and what else may come meanwhile."""
 
+import errno
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
-from skyrl_tinker.errors import StorageError
+from skyrl_tinker.errors import DiskFullError, StorageError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
@@ -142,6 +145,43 @@ async def test_the_name_of_a_save_that_failed_is_free(world: World) -> None:
     world.workers.failing.clear()
     assert (await world.done(await _save(world, model, 2))).status is FutureStatus.DONE
     assert (await world.done(await journal.submit_step(world.store, model, 3))).status is FutureStatus.DONE
+
+
+async def test_a_save_waits_while_the_disk_is_full_and_everything_else_goes_on(world: World) -> None:
+    model, other = await world.model(), await world.model()
+    world.workers.failing["persist"] = DiskFullError("rank 0 could not write the checkpoint: disk full")
+    saved = await _save(world, model, 1)
+    await _told(world, "persist")
+    for each, seq_id in ((model, 2), (other, 1)):
+        step = await journal.submit_step(world.store, each, seq_id)
+        assert (await world.done(step)).status is FutureStatus.DONE
+    assert await _found(world, model) is None
+    world.workers.failing.clear()
+    assert (await world.done(saved)).status is FutureStatus.DONE
+    assert world.workers.names().count("capture") == 1, "of the weights as they were at its turn"
+
+
+async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = await world.model(), await world.model()
+    await world.done(await _save(world, model, 1))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "link", fail)
+        full.setattr(shutil, "copy2", fail)
+        loaded = await _load(world, model, 2, model)
+        behind = await journal.submit_step(world.store, model, 3)
+        for seq_id in (1, 2):
+            step = await journal.submit_step(world.store, other, seq_id)
+            assert (await world.done(step)).status is FutureStatus.DONE
+    for each in (loaded, behind):
+        assert (await world.done(each)).status is FutureStatus.DONE
+    order = [what for what, _ in world.workers.told if what in ("load", "step")]
+    assert order == ["step", "step", "load", "step"]
 
 
 async def test_another_model_is_told_that_what_it_loads_is_still_being_written(world: World) -> None:

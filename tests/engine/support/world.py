@@ -59,6 +59,16 @@ class CapturedSteps:
     model: ModelKey
     steps: list[list[int]]
 
+    async def drop(self) -> None:
+        """Free nothing."""
+
+
+class CapturedExport(str):
+    """Of a model, by name."""
+
+    async def drop(self) -> None:
+        """Free nothing."""
+
 
 class Workers:
     """Records its calls; fails what `failing` holds, and dies of passes of `deadly` models.
@@ -161,9 +171,9 @@ class Workers:
             (Path(directory) / STEPS_FILE).write_text(json.dumps(captured.steps))
         return 1
 
-    async def capture_export(self, model: ModelKey, shard_bytes: int) -> str:
+    async def capture_export(self, model: ModelKey, shard_bytes: int) -> CapturedExport:
         await self._tell("export", model)
-        return f"export of {model}"
+        return CapturedExport(f"export of {model}")
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         await self._tell("load", (model, Path(directory).name))

@@ -83,6 +83,9 @@ def test_a_checkpoint_holds_the_state_at_its_capture_whatever_comes_after(
     files = worker.persist_state(7, str(tmp_path / "scratch"))
     worker.commit_state(contents, files, str(tmp_path / "scratch"), str(tmp_path / "late"))
     assert read_manifest(tmp_path / "late") == read_manifest(tmp_path / "now")  # checksums and all
+    assert worker.persist_state(7, str(tmp_path / "scratch")) == files, "as when the first disk was full"
+    worker.drop_captured(7)
+    assert 7 not in worker._captured
 
 
 @pytest.mark.parametrize("spec", [LORA, FULL])
