@@ -40,19 +40,19 @@ def make_staging(directory: Path) -> Path:
 def publish(staging: Path, directory: Path) -> int:
     """Make all of `staging` durable, then rename it to `directory`; returns the size in bytes.
 
-    Raises OSError, also when `directory` exists and is not empty.
+    Raises OSError, also when `directory` exists and is not empty. If it exists then, it is complete, but its
+    name may not outlive a power cut.
     """
-    paths = list(staging.rglob("*"))
-    for path in (*paths, staging):
+    for path in (*staging.rglob("*"), staging):
         fsync(path)
-    size = sum(path.stat().st_size for path in paths if path.is_file())
     staging.rename(directory)
-    try:
-        fsync(directory.parent)
-    except OSError:
-        directory.rename(staging)
-        raise
-    return size
+    return make_durable(directory)
+
+
+def make_durable(directory: Path) -> int:
+    """Make the name of a published directory durable; returns its size in bytes. Raises OSError."""
+    fsync(directory.parent)
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 @contextmanager

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.atomic_directory import atomic_directory, make_staging, publish, staging_of, storage_errors
+from skyrl_tinker.atomic_directory import (
+    atomic_directory,
+    make_durable,
+    make_staging,
+    publish,
+    staging_of,
+    storage_errors,
+)
 from skyrl_tinker.engine.recovery.leftovers import sweep_partial
 from skyrl_tinker.errors import DiskFullError, StorageError
 
@@ -75,21 +82,17 @@ def test_storage_errors_carry_the_systems_reason(tmp_path: Path) -> None:
         (tmp_path / "absent").stat()
 
 
-def test_a_full_disk_leaves_what_was_written_to_be_published_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staging, full = make_staging(tmp_path / "v1"), OSError(errno.ENOSPC, "No space left on device")
+def test_a_full_disk_is_told_from_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, sync = make_staging(tmp_path / "v1"), os.fsync
     (staging / "a").write_bytes(b"abc")
-    sync = os.fsync
 
-    def fail_once(descriptor: int) -> None:
+    def fail(descriptor: int) -> None:
         if not staging.exists():
-            monkeypatch.setattr(os, "fsync", sync)
-            raise full
+            raise OSError(errno.ENOSPC, "No space left on device")
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fail_once)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(DiskFullError, match="not written: No space left"), storage_errors("not written"):
         publish(staging, tmp_path / "v1")
-    assert [path.name for path in tmp_path.iterdir()] == [staging.name]
-    assert publish(staging, tmp_path / "v1") == len(b"abc")
+    monkeypatch.undo()
+    assert make_durable(tmp_path / "v1") == len(b"abc"), "it was complete"

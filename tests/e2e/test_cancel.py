@@ -22,13 +22,15 @@ MANY = 64
 STARTED_S, WHOLE_S = 0.5, 6.0
 """CPU time of vLLM after which it is surely sampling, and which all that is asked here takes by far."""
 CLONE = """
-import pickle, sys
+import os, pickle, sys
 sampler = pickle.loads(bytes.fromhex(sys.stdin.read()))
 import tinker
 params = tinker.SamplingParams(max_tokens=4, stop=[], seed=1)
 print(sampler.sample(tinker.ModelInput.from_ints([5, 6]), 1, params).result().sequences[0].tokens)
-print(sampler._request_id_counter // 10**9)
+print(sampler._request_id_counter // 10**9, flush=True)
+os._exit(0)
 """
+"""A process that ends at once: the SDK's daemon threads may abort it while CPython 3.11 tears itself down."""
 
 
 class Vllm:

@@ -24,7 +24,7 @@ from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
+from skyrl_tinker.errors import SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
@@ -159,11 +159,16 @@ class SnapshotKeeper:
         await self._forget_before(model, row)
 
     async def link(self, model: ModelKey, seq_id: int, source: str, *, optimizer: bool) -> SnapshotRow:
-        """Keep a checkpoint that was loaded, by hard links: it may be deleted. Raises StorageError."""
-        directory = self._new_directory(model, seq_id)
-        with storage_errors("the checkpoint could not be kept for a later replay"):
-            await in_disk_thread(_link_files, Path(source), directory)
-        return SnapshotRow(seq_id, str(directory), optimizer)
+        """Keep a checkpoint that is to be loaded, by hard links: it may be deleted. Raises StorageError."""
+        row = SnapshotRow(seq_id, str(self._new_directory(model, seq_id)), optimizer)
+        try:
+            with storage_errors("the checkpoint could not be kept for a later replay"):
+                await in_disk_thread(_link_files, Path(source), Path(row.directory))
+                await self._keep_sampled(model)
+        except StorageError:
+            await self.discard(row)
+            raise
+        return row
 
     async def discard(self, row: SnapshotRow) -> None:
         """Remove the files of a linked checkpoint that could not be loaded."""

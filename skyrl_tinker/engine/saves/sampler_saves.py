@@ -4,6 +4,7 @@ Publishing (write, load on the samplers, record, answer) needs no trainer and ru
 """
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -27,7 +28,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.errors import DiskFullError, SamplerError, SkyrlTinkerError, TrainerError
+from skyrl_tinker.errors import DiskFullError, SamplerError, SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
@@ -40,6 +41,7 @@ from skyrl_tinker.weight_sync.adapter_files import write_adapter
 
 UNWRITTEN = "the weights could not be written"
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 Start = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 """Start work in the background."""
 
@@ -92,12 +94,16 @@ class Publisher(SaveFlow[SamplerSave]):
         saves = await self.capture(requests)
         return {request.row.id: save for request, save in zip(requests, saves, strict=True)}
 
-    async def publish(self, saves: Sequence[SamplerSave], start: Start) -> None:
-        """Publish and compare in the background; probe on the trainer, with the same weights."""
+    async def publish(self, saves: Sequence[SamplerSave], start: Start) -> dict[ModelKey, asyncio.Task[bool]]:
+        """Publish and compare in the background; probe on the trainer, with the same weights.
+
+        Returns what runs until the saves are answered.
+        """
         publishing = {save.model.key: (save, start(self.persist(save))) for save in saves}
         names = {key: save.model.model_id for key, (save, _) in publishing.items()}
         for scored in await self._gaps.score(names):
             start(self._compare(scored, *publishing[scored.key]))
+        return {key: task for key, (_, task) in publishing.items()}
 
     async def capture(
         self, requests: Sequence[SamplerSaveRequest]
@@ -133,9 +139,14 @@ class Publisher(SaveFlow[SamplerSave]):
             return
         save = SamplerSave(row, model, SaveSamplerBody(), None, Path(version.directory), version)
         adapters = await self._trainer.capture_adapters([model.key]) if version.kind == "lora" else {}
-        await when_there_is_room(partial(self._write_again, save, adapters))
+        try:
+            await when_there_is_room(partial(self._write_lost, save, adapters))
+        except StorageError as error:
+            _log.error("%s could not be written again: %s", version.name, error)
 
-    async def _write_again(self, save: SamplerSave, adapters: Mapping[ModelKey, AdapterWeights]) -> None:
+    async def _write_lost(self, save: SamplerSave, adapters: Mapping[ModelKey, AdapterWeights]) -> None:
+        if await in_disk_thread(save.directory.exists):
+            return
         if save.version.kind == "full":
             await self._capture_full(save)
         else:

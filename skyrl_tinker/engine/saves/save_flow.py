@@ -6,6 +6,7 @@
 * A save waits while the disk is full. One that fails leaves no files, and its name is free.
 """
 
+import asyncio
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
@@ -16,12 +17,12 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.atomic_directory import staging_of
+from skyrl_tinker.atomic_directory import make_durable, staging_of, storage_errors
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.engine.outbox import failure_of, finish_all, json_answer, when_there_is_room
+from skyrl_tinker.engine.outbox import RETRY_S, failure_of, finish_all, json_answer, when_there_is_room
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import TrainerError, UserError
+from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
@@ -79,7 +80,7 @@ class SaveFlow(ABC, Generic[S]):
         If a rank dies with the weights it stays unanswered: replay repeats it.
         """
         try:
-            size = await when_there_is_room(lambda: self._write(save))
+            size = await self._write_with_room(save)
             await self._commit(save, size)
         except TrainerError:
             await self._discard(save)
@@ -128,7 +129,23 @@ class SaveFlow(ABC, Generic[S]):
 
     @abstractmethod
     async def _write(self, save: S) -> int:
-        """Make the directory appear, complete; returns its size in bytes. After DiskFullError again."""
+        """Make the directory appear, complete; returns its size in bytes.
+
+        After DiskFullError it may be called again, if there is no directory yet.
+        """
+
+    async def _write_with_room(self, save: S) -> int:
+        try:
+            return await self._write(save)
+        except DiskFullError:
+            await asyncio.sleep(RETRY_S)
+        return await when_there_is_room(lambda: self._write_again(save))
+
+    async def _write_again(self, save: S) -> int:
+        if not await in_disk_thread(save.directory.exists):
+            return await self._write(save)
+        with storage_errors("the weights could not be made durable"):  # they were renamed already
+            return await in_disk_thread(make_durable, save.directory)
 
     async def _free(self, save: S) -> None:
         """Free what was captured, if it is in the ranks' memory."""

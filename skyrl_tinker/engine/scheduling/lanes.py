@@ -50,6 +50,7 @@ class _Lane:
     parked: dict[int, QueuedRow] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> what the API found wrong
     storage_blocked: bool = False  # a save is being written: no other save and no load begins
+    publishing: int = 0  # saves for samplers being written: no load begins, which would become the snapshot
     held: bool = False  # nothing begins
     window_error: str | None = None  # why the gradients of the current accumulation window are invalid
     last: int | None = None  # the last seq_id that runs: the model is to be unloaded
@@ -168,6 +169,13 @@ class Lanes:
     def unblock_storage(self, model: ModelKey) -> None:
         self._lane(model).storage_blocked = False
 
+    def publish_began(self, model: ModelKey) -> None:
+        """Make loads of this model wait until `publish_ended`: none of it could be repeated behind a load."""
+        self._lane(model).publishing += 1
+
+    def publish_ended(self, model: ModelKey) -> None:
+        self._lane(model).publishing -= 1
+
     def storage_blocked(self, model: ModelKey) -> bool:
         return self._lane(model).storage_blocked
 
@@ -201,7 +209,7 @@ def _status(lane: _Lane) -> LaneStatus:
         lane.next_seq,
         min(lane.parked),
         max(row.created_at for row in lane.parked.values()),
-        lane.storage_blocked and first.kind in STORAGE,
+        _waits_for_storage(lane, first),
     )
 
 
@@ -224,9 +232,15 @@ def _skip_refused(lane: _Lane) -> None:
 
 def _head(lane: _Lane, budget: int) -> list[QueuedRow]:
     first = lane.parked.get(lane.next_seq)
-    if first is None or lane.held or (lane.storage_blocked and first.kind in STORAGE):
+    if first is None or lane.held or _waits_for_storage(lane, first):
         return []
     return list(_passes(lane, budget)) if first.kind in PASSES else [first]
+
+
+def _waits_for_storage(lane: _Lane, first: QueuedRow) -> bool:
+    if lane.publishing and first.kind is RequestKind.LOAD_WEIGHTS:
+        return True
+    return lane.storage_blocked and first.kind in STORAGE
 
 
 def _passes(lane: _Lane, budget: int) -> Iterator[QueuedRow]:

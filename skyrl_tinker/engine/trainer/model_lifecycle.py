@@ -17,12 +17,11 @@ from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.replay import snapshot_records, unit_records
+from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 SESSION_OVER = Failure("the session of this model is finished; its training state is released", "user")
-GONE = Failure("the server was restarted before these weights were published: save them again", "server")
 UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")
 
 
@@ -50,12 +49,11 @@ class ModelLifecycle:
     async def open_ready(self) -> int:
         """Open the lanes of the models that an earlier engine had in training, each where it stopped.
 
-        Fails saves that nothing can repeat. Returns the id after which the journal has all that must run.
+        Returns the id after which the journal has all that must run.
         """
-        states, gone = await read_persistently(self._store, _resumed)
+        states = await read_persistently(self._store, _resumed)
         for model, (next_seq, window_error) in states.items():
             self._lanes.open(model, next_seq, window_error)
-        await self._outbox.send((future_id, GONE) for future_id in gone)
         next_seqs = {model: next_seq for model, (next_seq, _) in states.items()}
         return await read_persistently(self._store, lambda conn: queue.before_waiting(conn, next_seqs))
 
@@ -129,17 +127,13 @@ class ModelLifecycle:
         return [(row.id, failure) for row in self._lanes.close(model, failure)]
 
 
-def _resumed(conn: Connection) -> tuple[dict[ModelKey, tuple[int, str | None]], list[int]]:
-    """Return next seq_id and window error of each model in training, and saves that its snapshot is past."""
-    states: dict[ModelKey, tuple[int, str | None]] = {}
-    gone: list[int] = []
-    for model in model_records.list_in_states(conn, ModelState.READY):
-        next_seq = unit_records.next_seq(conn, model.key)
-        states[model.key] = (next_seq, unit_records.window_error(conn, model.key))
-        snapshot = snapshot_records.find(conn, model.key)
-        if snapshot is not None:
-            gone += unit_records.unfinished_until(conn, model.key, snapshot.seq_id)
-    return states, gone
+def _resumed(conn: Connection) -> dict[ModelKey, tuple[int, str | None]]:
+    """Return next seq_id and window error of each model in training."""
+    models = model_records.list_in_states(conn, ModelState.READY)
+    return {
+        model.key: (unit_records.next_seq(conn, model.key), unit_records.window_error(conn, model.key))
+        for model in models
+    }
 
 
 def _row(conn: Connection, model: ModelKey) -> ModelRow:

@@ -166,8 +166,15 @@ class UnitExecution:
         failures = {row_id: save for row_id, save in captured.items() if isinstance(save, Failure)}
         self._end([] if recorded else [row for row in rows if row not in postponed], {}, failures)
         saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
-        await self._executors.sampler_saves.publish(saves, self._start_write)
+        publishing = await self._executors.sampler_saves.publish(saves, self._start_write)
+        for model, task in publishing.items():
+            self._lanes.publish_began(model)
+            task.add_done_callback(partial(self._publish_ended, model))
         return postponed
+
+    def _publish_ended(self, model: ModelKey, _: "asyncio.Task[bool]") -> None:
+        self._lanes.publish_ended(model)
+        self._woken.set()
 
     async def _run_barrier(self, row: QueuedRow, *, recorded: bool = False) -> None:
         try:

@@ -182,3 +182,24 @@ def test_a_model_that_was_closed_meanwhile_is_resumed_in_vain() -> None:
     lanes.close(MODEL, Failure("lost", "server"))
     lanes.unblock_storage(MODEL)
     assert not lanes.storage_blocked(MODEL)
+
+
+def test_a_load_waits_until_all_saves_for_samplers_before_it_are_written() -> None:
+    lanes = created(row(1, RequestKind.SAVE_WEIGHTS), row(2, RequestKind.LOAD_WEIGHTS), row(3, STEP))
+    lanes.publish_began(MODEL)
+    lanes.publish_began(MODEL)
+    assert drain(lanes) == [1]
+    lanes.publish_ended(MODEL)
+    assert drain(lanes) == []
+    lanes.publish_ended(MODEL)
+    assert drain(lanes) == [2, 3]
+
+
+def test_a_row_that_is_put_back_runs_before_all_others_of_its_model() -> None:
+    lanes = created(row(1, RequestKind.LOAD_WEIGHTS), row(2))
+    (rows,) = lanes.runnable(BUDGET).values()
+    lanes.start(rows)
+    lanes.put_back(rows[0])
+    assert lanes.runnable(BUDGET) == {}
+    lanes.resume(MODEL)
+    assert drain(lanes) == [1, 2]
