@@ -2,15 +2,20 @@
 
 import ipaddress
 import os
+import shutil
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import write_once
 from skyrl_tinker.weight_sync.factory import choose
 
+START_BYTES = 16 * MiB
+"""Room that a start takes under home: sockets, logs, and the pages of the database's log."""
 _BACKLOG = 4096  # thousands of long polls may connect at once
 
 
@@ -22,6 +27,17 @@ def check_settings(settings: Settings) -> None:
         _check_colocated(settings)
     if settings.ray_address is not None:
         raise StartupError("--ray-address: joining a Ray cluster is not supported yet; leave it out")
+
+
+def check_room(home: Path) -> None:
+    """Refuse a disk that is full."""
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < START_BYTES:
+        raise StartupError(
+            f"{free / MiB:.1f} MiB are free at {home}, and a start needs {START_BYTES // MiB}: make room there, then "
+            "start again; nothing that was acknowledged is lost"
+        )
 
 
 def check_host(settings: Settings) -> None:

@@ -103,3 +103,14 @@ def test_what_a_deleted_home_left_in_shared_memory_is_freed(tmp_path: Path) -> N
     assert kept.ephemeral_dir.exists()
     assert not deleted.ephemeral_dir.exists()
     assert not deleted.bell_dir.exists()
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preflight.check_room(tmp_path / "not" / "there")
+    monkeypatch.setattr(preflight, "START_BYTES", 1 << 60)
+    with pytest.raises(
+        StartupError, match=r"MiB are free at .*/home, .* nothing that was acknowledged is lost"
+    ):
+        preflight.check_room(tmp_path / "home")

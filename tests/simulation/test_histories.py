@@ -18,8 +18,8 @@ MENDED = (55, 93, 170, 1117, 2449, 4475)
 
 A look at the queues during a step lost the refusal of a pass behind it (55). A save that two engines died of
 failed (93), and one left files behind (170). After a reboot a sample did not wait for weights that the replay
-was writing (1117), and a load was a snapshot behind which weights were lost (2449). A save failed of a disk that
-was full between its rename and its fsync (4475).
+was writing (1117), and behind a load weights were lost (2449). A save failed of a disk that was full between
+its rename and its fsync (4475).
 """
 
 
