@@ -35,8 +35,8 @@ def check_room(home: Path) -> None:
     free = shutil.disk_usage(existing).free
     if free < START_BYTES:
         raise StartupError(
-            f"{free / MiB:.1f} MiB are free at {home}, and a start needs {START_BYTES // MiB}: make room there, then "
-            "start again; nothing that was acknowledged is lost"
+            f"{free / MiB:.1f} MiB are free at {home}, and a start needs {START_BYTES // MiB}: make room "
+            "there, then start again; nothing that was acknowledged is lost"
         )
 
 
