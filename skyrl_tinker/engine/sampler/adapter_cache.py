@@ -4,13 +4,13 @@ import asyncio
 from collections import Counter, OrderedDict
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, newest
-from skyrl_tinker.errors import SamplerError, StateLostError
+from skyrl_tinker.engine.sampler.version_files import require_files
+from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 
 
@@ -129,10 +129,7 @@ class AdapterCache:
         return next((version for version in self._loaded if version not in self._users), None)
 
     async def _load(self, version: WeightVersion) -> None:
-        if not await asyncio.to_thread(Path(version.directory).is_dir):
-            raise StateLostError(
-                f"the weights of this sampling client are gone from {version.directory}: save them again"
-            )
+        await asyncio.to_thread(require_files, version)
         while len(self._loaded) >= self._capacity and (idle := self._idle()) is not None:
             await self._evict(idle)
         await self._fleet.client.control.load_adapter(version.name, version.directory)

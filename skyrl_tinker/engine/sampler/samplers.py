@@ -17,7 +17,8 @@ from skyrl_tinker.engine.sampler.full_weights import FullWeights
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, SampleSource, newest
 from skyrl_tinker.engine.sampler.lease import Leases
 from skyrl_tinker.engine.sampler.sample_call import SampleCall
-from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps, is_there
+from skyrl_tinker.engine.sampler.version_files import has_files
+from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
@@ -126,7 +127,7 @@ class Samplers:
         """Bring adapters and resident weights to a replica that lacks them; called with `changing` held."""
         await self._adapters.equip(newcomer)
         resident = self._full_weights.resident
-        if resident is not None and not is_there(resident):  # no client samples from it any more
+        if resident is not None and not has_files(resident):  # no client samples from it any more
             self._full_weights.forget()
             resident = None
         await self._swaps.equip(newcomer, resident)
@@ -144,7 +145,7 @@ class Samplers:
     async def _await_files(self, source: SampleSource) -> None:
         if source is None or self._restored.is_set():
             return
-        if not await asyncio.to_thread(is_there, newest(source)):
+        if not await asyncio.to_thread(has_files, newest(source)):
             await self._restored.wait()
 
     async def _sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:

@@ -1,9 +1,11 @@
 """Full weights brought to the replicas: to all members at once, or to a newcomer."""
 
+import asyncio
 from pathlib import Path
 
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.version_files import require_files
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
@@ -22,8 +24,11 @@ class WeightSwaps:
     async def swap(self, new: WeightVersion | None) -> None:
         """Bring `new` to all members; those that are left with neither it nor the old weights are replaced.
 
-        SamplerError: no member serves it. TrainerError: because a rank died, whose successor can send it.
+        StateLostError: its files are gone. SamplerError: no member serves it. TrainerError: because a rank
+        died, whose successor can send it.
         """
+        if new is not None:
+            await asyncio.to_thread(require_files, new)
         async with self._fleet.changing:
             try:
                 with self._fleet.long_calls():
@@ -52,7 +57,3 @@ class WeightSwaps:
 
     def _source(self, version: WeightVersion | None) -> tuple[Path, str]:
         return (Path(version.directory), version.name) if version else self._base
-
-
-def is_there(version: WeightVersion | None) -> bool:
-    return version is not None and Path(version.directory).is_dir()

@@ -136,10 +136,10 @@ class Elsewhere(Separate):
         ("optim_step", {"adam_params": {"learning_rate": 1e-3}}, ["zero", "step", "step"]),
         ("save_weights", {"path": "a"}, ["step", "step"]),
         ("save_weights_for_sampler", {"path": "a"}, ["step", "step"]),
-        ("forward_backward", old_json("", 0), ["zero", "step"]),
+        ("forward_backward", old_json("", 0), ["pass", "zero", "step"]),  # its batch was made before
     ],
 )
-async def test_one_whose_time_is_over_just_before_its_turn_is_not_run_and_ends_no_engine(
+async def test_one_whose_time_is_over_just_before_its_turn_has_no_effect_and_ends_no_engine(
     settings: Settings, path: str, more: Json, ran: list[str]
 ) -> None:
     turn = Elsewhere()

@@ -11,7 +11,7 @@ from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, StateLostError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.store.doorbell import Doorbell
@@ -93,6 +93,8 @@ async def test_replicas_that_an_update_spoiled_are_replaced_and_given_the_old_we
         transport.breaks = True
         assert_same_logprobs(await sample(new), reference(new.directory), PROMPT)
         assert before not in fleet.client.server_urls
+        with pytest.raises(StateLostError, match="save them again"):
+            await sample(WeightVersion(VersionId(3), "full", str(tmp_path / "v3")))
         assert transport.opened == ["v1", "v2", "v1", "v2"]
         assert await fleet.client.control.weight_version() == "v2"
 
