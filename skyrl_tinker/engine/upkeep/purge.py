@@ -14,7 +14,7 @@ from skyrl_tinker.store.retention.slices import Slice
 from skyrl_tinker.store.store import Store
 
 PURGE_S = 600.0
-COUNTED_AT_ONCE = 1000  # results per transaction
+COUNTED_AT_ONCE = 500  # results per transaction
 
 
 class Purge:

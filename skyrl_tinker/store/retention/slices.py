@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, Connection, delete, select
 
 from skyrl_tinker.store.database.tables import Base
 
-SLICE = 100
+SLICE = 50
 """Rows of a slice, which may have large bodies."""
 
 Slice = Callable[[Connection], bool]
