@@ -14,9 +14,9 @@ READY = "skyrl-tinker ready: "
 @contextmanager
 def served(*arguments: str, checkout: Path | None = None) -> Iterator[tuple[str, int]]:
     """URL and pid of `skyrl-tinker serve`, ready. `checkout`: with a .venv, served in place of ours."""
-    python = sys.executable if checkout is None else str(checkout.absolute() / ".venv/bin/python")
+    programs = Path(sys.executable).parent if checkout is None else checkout.absolute() / ".venv" / "bin"
     with tempfile.TemporaryDirectory() as home:
-        command = [python, "-m", "skyrl_tinker", "serve", "--home", home, "--port", "0"]
+        command = [str(programs / "skyrl-tinker"), "serve", "--home", home, "--port", "0"]
         server = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, cwd=checkout)
         assert server.stdout is not None
         try:
