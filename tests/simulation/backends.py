@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -23,7 +24,7 @@ from skyrl_tinker.inference.client.http_connection import HttpStatusError
 from skyrl_tinker.inference.constants import VLLM_START_VERSION
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
-from tests.engine.support.world import STEPS_FILE, CapturedSteps, Workers
+from tests.engine.support.world import STEPS_FILE, CapturedExport, CapturedSteps, Workers, write_export
 from tests.simulation.faults import fault, point, travel
 from tests.simulation.virtual_loop import PROCESS
 
@@ -95,14 +96,14 @@ class Ranks(Workers):
             model: AdapterWeights(LoraSpec(8, 0), {WEIGHT: array[None]}) for model, array in arrays.items()
         }
 
-    async def persist_state(self, captured: CapturedSteps | str, directory: str) -> int:
-        assert isinstance(captured, CapturedSteps)
+    async def persist_state(self, captured: CapturedSteps | CapturedExport, directory: str) -> int:
+        write = write_export if isinstance(captured, CapturedExport) else partial(_write, captured.steps)
         restarts = self.restarts
         if fault("the ranks die while files are written"):
             self.broken = TrainerError("killed while it wrote")
         else:
             with storage_errors("the checkpoint could not be written"):
-                await asyncio.to_thread(_write, captured.steps, Path(directory))
+                await asyncio.to_thread(write, Path(directory))
         if self.restarts != restarts or self.broken is not None:
             raise TrainerError("a rank died with what it was to write")
         return 1

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.protocol.protobuf import sample_results
 from skyrl_tinker.store.database.migrate import migrate
 from tests.api.support.world import FACTS, sample, step
@@ -44,6 +45,7 @@ KINDS = {
     "load": 2,
     "publish": 2,
 }
+EXPORT = "export"
 TOKENS = {"bad": NOT_FINITE, "deadly": DEADLY, "refused": FACTS.vocab_size}
 
 
@@ -150,8 +152,10 @@ class History:
         count = self._random.choice(MODELS)
         models = await asyncio.gather(*(self._model() for _ in range(count)))
         truths = [self._truth(model) for model in models]
+        both = list(zip(models, truths, strict=True))
+        await asyncio.gather(*(self._epilogue(model, truth) for model, truth in both))
         self.faults.end()
-        for model, truth in zip(models, truths, strict=True):
+        for model, truth in both:
             await self._check_state(model, truth)
 
     async def _model(self) -> _Model:
@@ -187,6 +191,35 @@ class History:
             for number in range(self._random.randint(1, 2)):
                 body = sample(session, number, num_samples=1)
                 request.samples.append(await self._client.result(await self._client.submit("asample", body)))
+
+    async def _epilogue(self, model: _Model, truth: Truth) -> None:
+        """Export the model; make another one from one of its saves, train that, and unload it."""
+        body = {"model_id": model.model_id, "seq_id": len(model.requests) + 1, "path": EXPORT}
+        tasks = [self._succeeds("save_weights_external", body)]
+        if truth.saves:
+            name = self._random.choice(list(truth.saves))
+            tasks.append(self._resume(f"tinker://{model.model_id}/weights/{name}", truth.saves[name]))
+        await asyncio.gather(*tasks)
+
+    async def _resume(self, path: str, steps: list[list[int]]) -> None:
+        session = (await self._client.ok("create_session", {"sdk_version": "0.38.0"}))["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        key = (await self._succeeds("load_weights", body))["model_id"]
+        for seq_id, loss in ((1, len(steps)), (3, len(steps) + 1)):
+            passed = await self._client.result(
+                await self._client.submit_pass(key, seq_id, 1, forward_only=False)
+            )
+            assert loss_of(passed) == loss
+            await self._succeeds("optim_step", step(key, seq_id + 1))
+        await self._succeeds("unload_model", {"model_id": key})
+        late = await self._client.result(await self._client.submit("optim_step", step(key, 5)))
+        assert "unloaded" in str(_error(late))
+
+    async def _succeeds(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._client.result(await self._client.submit(path, body))
+        assert _error(answer) is None, (path, answer.text)
+        value: dict[str, Any] = answer.json()
+        return value
 
     async def _submit(self, model: _Model, request: Request) -> str:
         submit, seq_id, key = self._client.submit, request.seq_id, model.model_id
@@ -229,18 +262,21 @@ class History:
         assert sequence["tokens"] == drawn(truth.steps)
 
     async def _check_state(self, model: _Model, truth: Truth) -> None:
-        last = len(model.requests) + 1
+        last = len(model.requests) + 2  # behind the export
         await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
         with closing(sqlite3.connect(self._home / "skyrl-tinker.db")) as db:
             ((key,),) = db.execute("SELECT key FROM models WHERE model_id = ?", (model.model_id,))
             found = db.execute("SELECT name, directory FROM checkpoints WHERE model_key = ?", (key,))
             saved = {name: self._home / at for name, at in found}
+            exported = saved.pop(EXPORT)
             ((futures,),) = db.execute("SELECT count(*) FROM futures WHERE model_key = ?", (key,))
         trained = self._server.ranks.trained[key]
         assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
         assert {name: json.loads((at / STEPS_FILE).read_text()) for name, at in saved.items()} == truth.saves
         written = (self._settings.checkpoint_root / str(key)).glob("weights/[!.]*")
         assert set(written) == set(saved.values()), "nothing is left of saves that were repeated"
+        assert list(exported.parent.iterdir()) == [exported]
+        assert (exported / ADAPTER_FILE).is_file()
         assert futures == last + 1
 
 

@@ -156,7 +156,7 @@ class Workers:
         await self._tell("capture", model)
         return CapturedSteps(model, copy.deepcopy(self.trained[model].steps))
 
-    async def persist_state(self, captured: CapturedSteps | str, directory: str) -> int:
+    async def persist_state(self, captured: CapturedSteps | CapturedExport, directory: str) -> int:
         self.told.append(("persist", captured))
         restarts = self.restarts
         await self.disk.wait()
@@ -164,10 +164,10 @@ class Workers:
             raise TrainerError("rank 0 died in persist_state")
         if "persist" in self.failing:
             raise self.failing["persist"]
-        Path(directory).mkdir(parents=True)  # noqa: ASYNC240
-        if isinstance(captured, str):
-            _write_adapter(Path(directory))
+        if isinstance(captured, CapturedExport):
+            write_export(Path(directory))
         else:
+            Path(directory).mkdir(parents=True)  # noqa: ASYNC240
             (Path(directory) / STEPS_FILE).write_text(json.dumps(captured.steps))
         return 1
 
@@ -189,8 +189,9 @@ class Workers:
         return [what for what, _ in self.told]
 
 
-def _write_adapter(directory: Path) -> None:
-    """What the workers write of an export."""
+def write_export(directory: Path) -> None:
+    """Write what the workers write of an export."""
+    directory.mkdir(parents=True)
     (directory / ADAPTER_FILE).write_bytes(b"weights")
     (directory / ADAPTER_CONFIG_FILE).write_text('{"base_model_name_or_path": "/nowhere"}')
     files = {name: entry_of(directory / name) for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE)}
