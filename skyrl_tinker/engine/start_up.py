@@ -19,14 +19,14 @@ from skyrl_tinker.engine.compose import (
     sampler_spec,
     trainer_spec,
 )
-from skyrl_tinker.engine.outbox import persistently
+from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.parity import startup_check
 from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, sampler_gpus
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.off_loop import in_disk_thread
-from skyrl_tinker.store import sampling_sessions, server_state
+from skyrl_tinker.store import checkpoint_records, sampling_sessions, server_state
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -86,6 +86,8 @@ class StartUp:
         snapshots = self._directories.snapshot_dir.glob("*")
         partial_in = [ephemeral, root, *root.glob("*/*"), *snapshots]
         await in_disk_thread(leftovers.sweep_partial, partial_in)
+        recorded = await read_persistently(self._env.store, checkpoint_records.list_directories)
+        await in_disk_thread(leftovers.sweep_unrecorded, root, recorded)
         versions = await self._write(partial(_settle_versions, ephemeral=ephemeral))
         spill = make_tmpfs_spill(self._directories)
         await in_disk_thread(spill.sweep, {version.name for version in versions})

@@ -161,6 +161,12 @@ def list_garbage(conn: Connection, now: float) -> list[CheckpointRow]:
     return _select(conn, over, SavedCheckpoint.removed_at.is_(None), ~is_held(SavedCheckpoint.version_id))
 
 
+def list_directories(conn: Connection) -> list[str]:
+    """Return the directories of all checkpoints that are not removed yet."""
+    query = select(SavedCheckpoint.directory).where(SavedCheckpoint.removed_at.is_(None))
+    return [from_stored(conn, directory) for directory in conn.scalars(query)]
+
+
 def mark_removed(conn: Connection, checkpoint_id: int) -> None:
     """Note that the directory is removed. The row stays for billing."""
     now = time.time()

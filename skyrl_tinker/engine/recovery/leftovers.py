@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,12 +18,24 @@ from skyrl_tinker.store.model_records import ModelRow
 _TRAINED = "trained_base_model"
 _HEAD_BYTES = 1 << 20
 PARTIAL = (".*.partial", ".*.tmp")  # directories that were being written
+OF_OTHERS = ("copy-*", "import-*")
+"""Directories under the checkpoints that the API and `import-adapter` write, and then record."""
+UNRECORDED_S = 86400.0
+"""Age from which nobody will record one of these any more."""
 
 
 def sweep_partial(directories: Iterable[Path]) -> None:
     """Remove what was half written."""
     for directory in directories:
         for path in (path for pattern in PARTIAL for path in directory.glob(pattern)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep_unrecorded(root: Path, recorded: Iterable[str]) -> None:
+    """Remove copies and imports without a checkpoint: their writer died, or it was the last one in there."""
+    kept = {parent for directory in recorded for parent in Path(directory).parents}
+    for path in (path for pattern in OF_OTHERS for path in root.glob(pattern)):
+        if path not in kept and path.stat().st_mtime < time.time() - UNRECORDED_S:
             shutil.rmtree(path, ignore_errors=True)
 
 

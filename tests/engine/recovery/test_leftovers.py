@@ -1,11 +1,17 @@
 """Leftovers of a dead engine: half-written directories go, and models of another base model are lost."""
 
+import os
 from functools import partial
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelState
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.engine.recovery.leftovers import fingerprint, give_up_foreign_models, sweep_partial
+from skyrl_tinker.engine.recovery.leftovers import (
+    fingerprint,
+    give_up_foreign_models,
+    sweep_partial,
+    sweep_unrecorded,
+)
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.futures import finish
@@ -70,3 +76,14 @@ def test_what_was_half_written_goes_whoever_wrote_it(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     sweep_partial([tmp_path, tmp_path / "absent"])
     assert {path.name for path in tmp_path.iterdir()} == {"0007", "v2"}
+
+
+def test_copies_and_imports_that_nobody_recorded_go_after_a_day(tmp_path: Path) -> None:
+    recorded = tmp_path / "copy-1" / "weights" / "a"
+    old = [tmp_path / name for name in ("copy-1", "copy-2", "import-3", "7")]
+    for directory in (recorded, *old, tmp_path / "copy-4"):
+        directory.mkdir(parents=True, exist_ok=True)
+    for directory in old:
+        os.utime(directory, (0, 0))
+    sweep_unrecorded(tmp_path, [str(recorded)])
+    assert {path.name for path in tmp_path.iterdir()} == {"copy-1", "7", "copy-4"}
