@@ -10,11 +10,11 @@ from sqlalchemy import Connection, and_, bindparam, select, update
 
 from skyrl_tinker.domain.ids import ModelId, ModelState, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import custom_losses, model_records, owners, session_records
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.tables import Future, Model, Session, UploadedLoss
+from skyrl_tinker.store.database.tables import Future, Model, Session, Snapshot, UploadedLoss
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import (
     FIRST,
@@ -32,8 +32,9 @@ from skyrl_tinker.store.owners import OWNED
 
 _FIRST_CREATION = select(*FIRST).where(Future.model_key == bindparam("model_key"), Future.seq_id == 0)
 _MODEL_AND_FIRST = Prepared(
-    select(Model.key, *SESSION, *FIRST)
+    select(Model.key, *SESSION, *FIRST, Snapshot.seq_id.label("snapshot"))
     .join(Session, Session.session_id == Model.session_id)
+    .outerjoin(Snapshot, Snapshot.model_key == Model.key)
     .outerjoin(Future, and_(Future.model_key == Model.key, Future.seq_id == bindparam("seq_id")))
     .where(Model.model_id == bindparam("model_id"), OWNED)
 )
@@ -98,6 +99,8 @@ def submit_training(
     if row.request_id is not None:
         require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
         return existing_answer(row, model_id)
+    if row.snapshot is not None and seq_id < row.snapshot:
+        raise SeqIdReusedError(f"seq_id {seq_id} of model {model_id} was used, and its record is gone by now")
     session_records.check_live(row)
     _TOUCH_MODEL.change(conn, {"model_key": row.key, "now": time.time()})
     new = NewFuture(kind, seq_id, digest, row.session_id, model_key=row.key)

@@ -1,12 +1,15 @@
 """Purges of old rows. Times are UTC seconds since the epoch; True: there may be more."""
 
+from itertools import takewhile
+
 from sqlalchemy import Connection, delete, select
 
-from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.store import server_state, usage_records
 from skyrl_tinker.store.database.tables import (
     AuditEvent,
     Future,
+    Request,
     Result,
     SavedCheckpoint,
     StabilityRecord,
@@ -61,6 +64,32 @@ def purge_samples(conn: Connection, finished_before: float) -> bool:
         conn.execute(delete(Future).where(Future.id.in_(gone)))
         server_state.put(conn, _SWEPT, swept)
     return passed == slices.SLICE
+
+
+def purge_training(conn: Connection, model: ModelKey, before_seq: int, finished_before: float) -> bool:
+    """Delete requests of a model in training before `before_seq`, that of its snapshot; its first one stays.
+
+    It stops at the first one that must stay for now.
+    """
+    query = (
+        select(Future.id, Future.finished_at, Result.id.label("result"))
+        .outerjoin(Result, Result.future_id == Future.id)
+        .where(Future.model_key == model, Future.seq_id > 0, Future.seq_id < before_seq)
+        .order_by(Future.seq_id)
+        .limit(slices.SLICE)
+    )
+    gone = [
+        row.id
+        for row in takewhile(
+            lambda row: (
+                row.result is None and row.finished_at is not None and row.finished_at < finished_before
+            ),
+            conn.execute(query),
+        )
+    ]
+    conn.execute(delete(Request).where(Request.future_id.in_(gone)))
+    conn.execute(delete(Future).where(Future.id.in_(gone)))
+    return len(gone) == slices.SLICE
 
 
 def purge_stability(conn: Connection, used_before: float) -> bool:

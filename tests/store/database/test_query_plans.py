@@ -51,6 +51,7 @@ QUERIES: dict[str, Query] = {
     "bodies that a snapshot covers": lambda conn: unit_records.drop_bodies(conn, MODEL, 1),
     "models with bodies": unit_records.models_with_bodies,
     "purge of results": lambda conn: row_purges.purge_results(conn, time.time()),
+    "purge of what a model ran": lambda conn: row_purges.purge_training(conn, MODEL, 9, time.time()),
     "purge of samples": lambda conn: row_purges.purge_samples(conn, time.time()),
     "sessions to clear": lambda conn: session_purges.ended_sessions(conn, time.time()),
     "sessions to forget": lambda conn: session_purges.forgettable_sessions(conn, time.time()),
