@@ -24,7 +24,7 @@ async def test_what_a_model_ran_before_its_snapshot_goes_and_is_not_accepted_aga
     accepted = [await step(store, model, seq_id) for seq_id in range(1, 7)]
     for each in accepted[:5]:
         future_id = (await outcome(store, each.request_id)).future_id
-        await store.write(lambda conn, id=future_id: finish.succeed(conn, id, "t", b"r", Usage(1, 0, 1)))
+        await store.write(lambda conn, key=future_id: finish.succeed(conn, key, "t", b"r", Usage(1, 0, 1)))
 
     async def seq_ids_after(days: float) -> list[int | None]:
         await Purge(store, Settings()).run(time.time() + days * DAY_S)
