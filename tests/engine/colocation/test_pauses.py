@@ -1,6 +1,7 @@
 """Why no sample gets on is known to those who ask for them."""
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 from skyrl_tinker.domain.ids import VersionId
@@ -15,7 +16,6 @@ from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support.simulation import simulate
 
 NOTHING = cast(Any, None)
-FULL = WeightVersion(VersionId(1), "full", "/nowhere")
 
 
 def samplers_on(*urls: str, placement: Placement = SEPARATE) -> Samplers:
@@ -28,10 +28,11 @@ def test_nobody_serves() -> None:
     assert samplers_on("http://127.0.0.1:1").paused is None
 
 
-async def test_weights_are_on_their_way() -> None:
+async def test_weights_are_on_their_way(tmp_path: Path) -> None:
     samplers = samplers_on("http://127.0.0.1:1")
+    version = WeightVersion(VersionId(1), "full", str(tmp_path))
     async with samplers._fleet.changing:  # so that they have to wait
-        swap = asyncio.create_task(samplers.announce(FULL))
+        swap = asyncio.create_task(samplers.announce(version))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert samplers.paused == "samplers are updating weights"
