@@ -274,7 +274,8 @@ async def test_idle_models_are_kept_and_only_what_came_later_is_replayed(
     await train_busily(after, model, 10, 1)
     assert await steps_of(after, model) == expected(1, 4)
     names = after.workers.names()
-    assert names[:5] == ["create", "load", "pass", "step", "pass"]
+    assert names[:2] == ["create", "load"]
+    assert names.count("step") == 2  # one is replayed, one is new
 
 
 async def train_busily(world: World, model: ModelId, first: int, steps: int) -> None:
