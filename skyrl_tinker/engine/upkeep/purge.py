@@ -41,6 +41,7 @@ class Purge:
         for model, seq_id in (await self._store.fetch(snapshot_records.all_positions)).items():
             purge = partial(row_purges.purge_training, model=model, before_seq=seq_id)
             await self._all(partial(purge, finished_before=requests))
+        await self._all(partial(row_purges.purge_versions, dropped_before=requests))
         await self._all(partial(row_purges.purge_stability, used_before=now - settings.stability_ttl_s))
         await self._all(partial(row_purges.purge_audit, before=history))
         await self._all(partial(row_purges.purge_usage, before=history))

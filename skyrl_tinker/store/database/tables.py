@@ -133,7 +133,7 @@ class AdapterVersion(Base):
     durable: Mapped[bool]
     inflight: Mapped[bool] = mapped_column(server_default=false())
     created_at: Mapped[float]
-    dropped_at: Mapped[float | None]
+    dropped_at: Mapped[float | None] = mapped_column(index=True)
     future_id: Mapped[int | None] = mapped_column(BigInteger)  # of the save, which replay may repeat
 
 

@@ -2,15 +2,17 @@
 
 from itertools import takewhile
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, exists, or_, select
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.store import server_state, usage_records
 from skyrl_tinker.store.database.tables import (
+    AdapterVersion,
     AuditEvent,
     Future,
     Request,
     Result,
+    SamplingSession,
     SavedCheckpoint,
     StabilityRecord,
     UsageRecord,
@@ -89,6 +91,27 @@ def purge_training(conn: Connection, model: ModelKey, before_seq: int, finished_
     ]
     conn.execute(delete(Request).where(Request.future_id.in_(gone)))
     conn.execute(delete(Future).where(Future.id.in_(gone)))
+    return len(gone) == slices.SLICE
+
+
+def purge_versions(conn: Connection, dropped_before: float) -> bool:
+    """Delete weight versions dropped before then, with the sampling sessions made on them.
+
+    Versions of checkpoints stay, versions of which samples are recorded, and inflight ones with a sampling
+    session, which follows newer versions.
+    """
+    version = AdapterVersion.id
+    sampler = SamplingSession.sampling_session_id
+    made_on_it = SamplingSession.version_id == version
+    needed = or_(
+        exists().where(SavedCheckpoint.version_id == version),
+        exists().where(made_on_it, AdapterVersion.inflight),
+        exists().where(made_on_it, Future.sampling_session_id == sampler),
+    )
+    query = select(version).where(AdapterVersion.dropped_at < dropped_before, ~needed).limit(slices.SLICE)
+    gone = list(conn.scalars(query))
+    conn.execute(delete(SamplingSession).where(SamplingSession.version_id.in_(gone)))
+    conn.execute(delete(AdapterVersion).where(version.in_(gone)))
     return len(gone) == slices.SLICE
 
 

@@ -42,7 +42,7 @@ def forgettable_sessions(conn: Connection, finished_before: float) -> list[Sessi
 
 
 def clear_session(conn: Connection, session: SessionId) -> bool:
-    """Delete requests, results, losses, sampling sessions and versions without files of an ended session."""
+    """Delete requests, results, losses and sampling sessions of an ended session."""
     ended = select(Future.id).where(Future.session_id == session, _DONE).limit(slices.SLICE)
     futures = list(conn.scalars(ended))
     for table in (UploadedLoss, Result, Request):
@@ -52,16 +52,7 @@ def clear_session(conn: Connection, session: SessionId) -> bool:
         return True
     key = SamplingSession.sampling_session_id
     unused = ~exists().where(Future.sampling_session_id == key)
-    if delete_some(conn, SamplingSession, key, SamplingSession.session_id == session, unused):
-        return True
-    models = select(Model.key).where(Model.session_id == session)
-    version = AdapterVersion.id
-    unused = ~or_(
-        exists().where(SamplingSession.version_id == version),
-        exists().where(SavedCheckpoint.version_id == version),
-    )
-    dropped = AdapterVersion.model_key.in_(models), AdapterVersion.dropped_at.is_not(None)
-    return delete_some(conn, AdapterVersion, version, *dropped, unused)
+    return delete_some(conn, SamplingSession, key, SamplingSession.session_id == session, unused)
 
 
 def forget_session(conn: Connection, session: SessionId) -> bool:

@@ -52,6 +52,7 @@ QUERIES: dict[str, Query] = {
     "models with bodies": unit_records.models_with_bodies,
     "purge of results": lambda conn: row_purges.purge_results(conn, time.time()),
     "purge of what a model ran": lambda conn: row_purges.purge_training(conn, MODEL, 9, time.time()),
+    "purge of dropped weights": lambda conn: row_purges.purge_versions(conn, time.time()),
     "purge of samples": lambda conn: row_purges.purge_samples(conn, time.time()),
     "sessions to clear": lambda conn: session_purges.ended_sessions(conn, time.time()),
     "sessions to forget": lambda conn: session_purges.forgettable_sessions(conn, time.time()),
@@ -96,6 +97,7 @@ async def test_no_query_goes_through_all_futures(store: Store, sampler: Sampling
 SWEEPS: dict[str, Query] = {
     "silent sessions": lambda conn: session_records.list_expired(conn, time.time(), 60.0),
     "deleted checkpoints": lambda conn: checkpoint_records.list_garbage(conn, time.time()),
+    "purge of dropped weights": lambda conn: row_purges.purge_versions(conn, time.time()),
     "purge of stability": lambda conn: row_purges.purge_stability(conn, time.time()),
     "purge of audit": lambda conn: row_purges.purge_audit(conn, time.time()),
     "purge of usage": lambda conn: row_purges.purge_usage(conn, time.time()),

@@ -6,7 +6,14 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import Connection, func, select
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelState, SamplingSessionId, SessionId
+from skyrl_tinker.domain.ids import (
+    CheckpointKind,
+    FutureStatus,
+    ModelState,
+    SamplingSessionId,
+    SessionId,
+    VersionId,
+)
 from skyrl_tinker.domain.values import LoraSpec, Usage
 from skyrl_tinker.store import (
     checkpoint_records,
@@ -138,6 +145,10 @@ async def lived(store: Store, name: str = "") -> SessionId:
     return session
 
 
+async def purge_versions(store: Store, before: float) -> int:
+    return await run_all(store, lambda conn: row_purges.purge_versions(conn, before))
+
+
 async def clear(store: Store, before: float) -> list[SessionId]:
     with store.read() as conn:
         sessions = session_purges.ended_sessions(conn, before)
@@ -160,6 +171,7 @@ async def test_an_ended_session_leaves_nothing(store: Store) -> None:
     assert await clear(store, time.time() - 60) == []
     assert await clear(store, time.time() + 1) == [session]
     assert await clear(store, time.time() + 1) == []
+    await purge_versions(store, time.time() + 1)
     assert set(await rows(store)) == {"sessions", "models", "usage_records", "audit_events"}
     assert await forget(store, time.time() + 1) == [session]
     assert await rows(store) == {}
@@ -204,6 +216,49 @@ async def test_live_sessions_lose_nothing(store: Store) -> None:
     assert await forget(store, time.time() + 1) == []
     assert await rows(store) == before
     await store.write(lambda conn: session_records.heartbeat(conn, session))
+
+
+async def sampler_of(store: Store, session: SessionId, version: VersionId) -> SamplingSessionId:
+    return await store.write(
+        lambda conn: sampling_sessions.create(
+            conn, session, version, base_model="tiny", model_path=None, version_id=version
+        )
+    )
+
+
+async def test_weights_dropped_long_ago_go_with_their_samplers_while_their_session_lives(
+    store: Store, model: ModelRow
+) -> None:
+    versions = [await ephemeral(store, model.key) for _ in range(5)]
+    samplers = [await sampler_of(store, model.session_id, version) for version in versions]
+    for version in versions[:4]:
+        await store.write(lambda conn, version=version: sampling_sessions.mark_dropped(conn, version))
+    await sample(store, samplers[3], 0)
+    assert await purge_versions(store, time.time() - 60) == 1
+    assert await purge_versions(store, time.time() + 1) == 2
+    with store.read() as conn:
+        kept = [each for each in samplers if sampling_sessions.get(conn, each) is not None]
+        assert kept == samplers[3:], "one has a sample, one was not dropped"
+        assert sampling_sessions.published_version(conn, versions[4])
+    assert (await rows(store))["adapter_versions"] == 2
+
+
+async def test_a_sampler_that_follows_newer_weights_keeps_those_it_was_made_on(
+    store: Store, model: ModelRow
+) -> None:
+    first, second, third = [await ephemeral(store, model.key, inflight=True) for _ in range(3)]
+    sampler = await sampler_of(store, model.session_id, first)
+    for version in (first, second):
+        await store.write(lambda conn, version=version: sampling_sessions.mark_dropped(conn, version))
+    await purge_versions(store, time.time() + 1)
+    with store.read() as conn:
+        row = sampling_sessions.get(conn, sampler)
+        assert row is not None
+        assert row.follows == model.key
+        newest = sampling_sessions.newest_inflight(conn, model.key)
+        assert newest is not None
+        assert newest.id == third
+    assert (await rows(store))["adapter_versions"] == 2
 
 
 async def test_old_audit_events_and_usage_go(store: Store) -> None:

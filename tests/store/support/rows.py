@@ -95,9 +95,11 @@ async def outcome(store: Store, request_id: RequestId) -> outcomes.Outcome:
     return found
 
 
-async def ephemeral(store: Store, model: ModelKey, directory: str = "/ram/v") -> VersionId:
+async def ephemeral(
+    store: Store, model: ModelKey, directory: str = "/ram/v", *, inflight: bool = False
+) -> VersionId:
     version = await store.write(
-        lambda conn: sampling_sessions.insert_version(conn, model, "lora", durable=False)
+        lambda conn: sampling_sessions.insert_version(conn, model, "lora", durable=False, inflight=inflight)
     )
     await store.write(lambda conn: sampling_sessions.publish_version(conn, version, directory))
     return version
