@@ -15,7 +15,7 @@ from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENC
 SMALLEST_KV_BYTES = 64 * MiB
 GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
 KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
-PROCESS_BYTES = 1024 * MiB  # what the two processes need beside weights and KV cache
+PROCESS_BYTES = 1536 * MiB  # measured after hours: what the two processes need beside weights and KV cache
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
