@@ -25,11 +25,13 @@ from skyrl_tinker.inference.constants import VLLM_START_VERSION
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
 from tests.engine.support.world import STEPS_FILE, CapturedExport, CapturedSteps, Workers, write_export
-from tests.simulation.faults import fault, point, travel
+from tests.simulation.faults import fault, point, random_of_history, travel
 from tests.simulation.virtual_loop import PROCESS
 
 NOT_FINITE, DEADLY = 13, 14
 """First tokens of a pass whose loss is not finite, and of one that kills the ranks whenever it runs."""
+PROMPT = 3
+"""Tokens of every prompt."""
 WEIGHT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Steps = Sequence[Sequence[int]]
 
@@ -134,6 +136,7 @@ class Replicas:
         self._lives += 1
         self.url = f"http://sampler-{self._lives}"
         self.adapters: dict[str, list[int]] = {}
+        self.running: dict[str, asyncio.Future[None]] = {}  # samples, by id: a result aborts them
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def wait_lost(self, index: int) -> Loss:
@@ -170,7 +173,11 @@ class SamplerHttp:
             replicas.lost.set_result(None)
         if replicas.lost.done() or not url.startswith(f"{replicas.url}/"):
             raise SamplerError(f"{method} {url} failed: it is dead")
-        answer = _answer(replicas.adapters, url.removeprefix(replicas.url), json or {})
+        path = url.removeprefix(replicas.url)
+        if path == "/inference/v1/generate":
+            answer = await _generate(replicas, json or {}, process.server.rollout_s)
+        else:
+            answer = _answer(replicas, path, json or {})
         point("after a call of a sampler")
         return answer
 
@@ -178,7 +185,28 @@ class SamplerHttp:
         """Close nothing."""
 
 
-def _answer(adapters: dict[str, list[int]], path: str, body: Mapping[str, Any]) -> Any:
+async def _generate(replicas: Replicas, body: Mapping[str, Any], takes_s: float) -> Any:
+    """Draw the tokens of an adapter. Aborted in the middle, it draws one of them, or none."""
+    if body["model"] not in replicas.adapters:
+        raise HttpStatusError(404, "no such model")
+    tokens, finish = replicas.adapters[body["model"]][len(body["token_ids"]) - PROMPT :], "length"
+    if takes_s:
+        name = f"generate-tokens-{body['request_id']}"
+        running, lost = replicas.running, replicas.lost
+        aborted = running[name] = asyncio.get_running_loop().create_future()
+        await asyncio.wait((aborted, lost), timeout=takes_s, return_when=asyncio.FIRST_COMPLETED)
+        running.pop(name, None)  # sent twice, it ends twice
+        if lost.done():
+            raise SamplerError("it has died meanwhile")
+        if aborted.done():
+            tokens, finish = tokens[: random_of_history().randint(0, len(tokens) - 1)], "abort"
+    logprobs = {"content": [{"logprob": -0.5}] * len(tokens)}
+    choice = {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": finish}
+    return {"choices": [choice], "usage": {}, "model": body["model"]}
+
+
+def _answer(replicas: Replicas, path: str, body: Mapping[str, Any]) -> Any:
+    adapters = replicas.adapters
     match path:
         case "/v1/load_lora_adapter":
             try:
@@ -189,17 +217,10 @@ def _answer(adapters: dict[str, list[int]], path: str, body: Mapping[str, Any]) 
         case "/v1/unload_lora_adapter":
             if adapters.pop(body["lora_name"], None) is None:
                 raise HttpStatusError(404, "not loaded")
-        case "/inference/v1/generate":
-            if body["model"] not in adapters:
-                raise HttpStatusError(404, "no such model")
-            tokens = adapters[body["model"]]
-            choice = {
-                "index": 0,
-                "token_ids": tokens,
-                "logprobs": {"content": [{"logprob": -0.5}] * len(tokens)},
-                "finish_reason": "length",
-            }
-            return {"choices": [choice], "usage": {}, "model": body["model"]}
+        case "/inference/v1/abort_requests":
+            for name in body["request_ids"]:
+                if name in replicas.running and not replicas.running[name].done():
+                    replicas.running[name].set_result(None)
         case "/weight_info":
             return {"weight_version": VLLM_START_VERSION}
         case "/health" | "/is_sleeping":

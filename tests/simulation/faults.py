@@ -120,7 +120,11 @@ def disk_full() -> bool:
 
 async def travel(most_s: float) -> None:
     """Take some time."""
-    await asyncio.sleep(_loop().random.random() * most_s)
+    await asyncio.sleep(random_of_history().random() * most_s)
+
+
+def random_of_history() -> Random:
+    return _loop().random
 
 
 def _loop() -> VirtualLoop:

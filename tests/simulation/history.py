@@ -45,19 +45,28 @@ KINDS = {
     "load": 2,
     "publish": 2,
 }
+INFLIGHT = "publish inflight"
+"""In a quarter of the histories, instead of some others: its clients follow newer ones of its kind."""
+ROLLOUT_S = 4.0
+"""Time that a sample takes in these."""
 EXPORT = "export"
 TOKENS = {"bad": NOT_FINITE, "deadly": DEADLY, "refused": FACTS.vocab_size}
 
 
 @dataclass
 class Request:
-    """A training request; `answer` and `samples`, drawn from what it published, come with time."""
+    """A training request; `answer` and `samples`, drawn from what it published, come with time.
+
+    `drawable`: tokens that its samplers may draw, the newest last. `late`: a sample at the end.
+    """
 
     kind: str
     seq_id: int
     source: str = ""  # of a load, the name of a save
     answer: httpx.Response | None = None
     samples: list[httpx.Response] = field(default_factory=list)
+    drawable: list[list[int]] = field(default_factory=list)
+    late: httpx.Response | None = None
 
     @property
     def error(self) -> str | None:
@@ -101,7 +110,7 @@ class Truth:
                 self.steps, self.gradients = [list(step) for step in self.saves[request.source]], []
                 self.poisoned = False
                 return True
-            case "publish":
+            case "publish" | "publish inflight":
                 return True
             case kind:
                 raise AssertionError(kind)
@@ -117,6 +126,7 @@ class _Model:
 class History:
     def __init__(self, seed: int, home: Path, template: Path) -> None:
         self._random = Random(seed)
+        self._follows = seed % 4 == 0
         self._home = home
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
@@ -133,7 +143,7 @@ class History:
         return loop.trace
 
     async def _story(self, loop: VirtualLoop) -> None:
-        server = Server(self._settings, self._facts, self.faults)
+        server = Server(self._settings, self._facts, self.faults, ROLLOUT_S if self._follows else 0.0)
         self._server = server
         self._client = Client(server, self.faults)
         telling = asyncio.create_task(self._tell())
@@ -169,6 +179,9 @@ class History:
             sending.append(asyncio.create_task(self._request(model, request)))
             await asyncio.sleep(self._random.choice((0.0, 0.001, 0.05, 0.5)))
         await asyncio.gather(*sending)
+        for request in model.requests:
+            if request.kind == INFLIGHT and request.error is None:
+                request.late = await self._sample(request, 2)
         return model
 
     def _requests(self) -> list[Request]:
@@ -180,17 +193,22 @@ class History:
                 kind = "save"
             if kind == "deadly" and not self._deadly:
                 kind = "pass"
+            if self._follows and (kind in ("publish", "forward") or (kind == "pass" and seq_id % 3 == 0)):
+                kind = INFLIGHT
             source = f"s{self._random.choice(saves).seq_id}" if kind == "load" else ""
             requests.append(Request(kind, seq_id, source))
         return requests
 
     async def _request(self, model: _Model, request: Request) -> None:
         request.answer = await self._client.result(await self._submit(model, request))
-        if request.kind == "publish" and request.error is None:
-            session = request.answer.json()["sampling_session_id"]
+        if request.kind in ("publish", INFLIGHT) and request.error is None:
             for number in range(self._random.randint(1, 2)):
-                body = sample(session, number, num_samples=1)
-                request.samples.append(await self._client.result(await self._client.submit("asample", body)))
+                request.samples.append(await self._sample(request, number))
+
+    async def _sample(self, request: Request, number: int) -> httpx.Response:
+        assert request.answer is not None
+        body = sample(request.answer.json()["sampling_session_id"], number, num_samples=1)
+        return await self._client.result(await self._client.submit("asample", body))
 
     async def _epilogue(self, model: _Model, truth: Truth) -> None:
         """Export the model; make another one from one of its saves, train that, and unload it."""
@@ -234,8 +252,10 @@ class History:
             case "load":
                 path = f"tinker://{key}/weights/{request.source}"
                 return await submit("load_weights", body | {"path": path, "optimizer": True})
-            case "publish":
-                return await submit("save_weights_for_sampler", body | {"sampling_session_seq_id": seq_id})
+            case "publish" | "publish inflight":
+                kind = "snapshot" if request.kind == "publish" else "inflight"
+                body |= {"sampling_session_seq_id": seq_id, "kind": kind}
+                return await submit("save_weights_for_sampler", body)
             case kind:
                 token = TOKENS.get(kind, 1)
                 return await self._client.submit_pass(key, seq_id, token, forward_only=kind == "forward")
@@ -251,15 +271,26 @@ class History:
             loss = loss_of(request.answer)
             found = request.error is None if loss is None else loss
             assert found == expected, (expected, request, request.error)
+            tokens = drawn(truth.steps)
+            for earlier in model.requests[: request.seq_id]:
+                if earlier is request or earlier.kind == request.kind == INFLIGHT:
+                    earlier.drawable.append(tokens)
+        for request in model.requests:
             for answer in request.samples:
-                self._check_sample(answer, truth)
+                self._check_sample(answer, request.drawable)
+            if request.late is not None:
+                self._check_sample(request.late, request.drawable[-1:])
         return truth
 
-    def _check_sample(self, answer: httpx.Response, truth: Truth) -> None:
+    def _check_sample(self, answer: httpx.Response, drawable: list[list[int]]) -> None:
         if answer.headers["content-type"] != PROTOBUF:
             raise AssertionError(_error(answer))
         (sequence,) = sample_results.sample_response_json(answer.content)["sequences"]
-        assert sequence["tokens"] == drawn(truth.steps)
+        first, last = sequence["tokens"]  # others may have been published between them
+        assert any(
+            first == each[0] and [last] in [newer[1:] for newer in drawable[at:]]
+            for at, each in enumerate(drawable)
+        )
 
     async def _check_state(self, model: _Model, truth: Truth) -> None:
         last = len(model.requests) + 2  # behind the export

@@ -59,10 +59,13 @@ class Bell:
 
 
 class Server:
-    """`failure`: what ended a process that must not end by itself."""
+    """`failure`: what ended a process that must not end by itself. `rollout_s`: time that a sample takes."""
 
-    def __init__(self, settings: Settings, facts: BaseModelFacts, faults: Faults) -> None:
+    def __init__(
+        self, settings: Settings, facts: BaseModelFacts, faults: Faults, rollout_s: float = 0.0
+    ) -> None:
         self.faults = faults
+        self.rollout_s = rollout_s
         self.engine_queues: Callable[[], bytes] | None = None
         self.replicas: Replicas
         self.ranks: Ranks
