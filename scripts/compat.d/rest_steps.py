@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -21,10 +22,18 @@ def fetch(url: str) -> bytes:
 
 
 def cli(run: Run, *arguments: str) -> str:
-    """Run this version's own `tinker` command and return its output."""
+    """Run this version's own `tinker` command and return its output.
+
+    Once more if Python aborted, as it may at its end while a thread of the SDK writes (python/cpython#86883).
+    """
     command = [str(Path(sys.executable).with_name("tinker")), "--format", "json", *arguments]
     environment = {**os.environ, "TINKER_BASE_URL": run.url}
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if ended.returncode == -signal.SIGABRT:
+        print(f"aborted, run again: {command}\n{ended.stderr}", file=sys.stderr)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    ended.check_returncode()
+    return ended.stdout
 
 
 @step()

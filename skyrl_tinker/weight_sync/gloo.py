@@ -47,11 +47,19 @@ class GlooSender(BroadcastSender):
         _broadcast(self._group, packed)
 
     def leave(self) -> None:
-        """Leave, also in the middle of `meet`; a broadcast that waits for a member ends at its timeout."""
-        store, self._store = self._store, None
+        """Leave, also in the middle of `meet`; a broadcast that waits for a member ends at its timeout.
+
+        The store stays until `close`, to tell members that come late: to a closed port torch tries to connect
+        for twice the timeout, and a replica samples nothing meanwhile.
+        """
         self._group = None
-        if store is not None:
-            store.set(LEFT, "")
+        if self._store is not None:
+            self._store.set(LEFT, "")
+
+    def close(self) -> None:
+        super().close()
+        if self._group is None:
+            self._store = None
 
 
 class GlooTransport(BroadcastTransport):
