@@ -3,8 +3,6 @@ and that PEFT, transformers and vLLM load it."""
 
 import json
 import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.support.client import Array, Client, logprobs_of, random_tokens, train
 from tests.support.peft_adapters import token_logprobs
 from tests.support.processes import client_of, vllm_servers
+from tests.support.sdk_command import run_tinker
 from tests.support.serve import Serve
 
 TOKENS = random_tokens(40, seed=5)
@@ -31,8 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 def cli(server: Serve, home: Path, *arguments: str) -> str:
     """What the SDK's command prints."""
     environment = os.environ | {"TINKER_BASE_URL": server.url, "HOME": str(home)}
-    command = [str(Path(sys.executable).with_name("tinker")), "-f", "json", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_tinker(("-f", "json", *arguments), environment, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -22,8 +22,7 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store, write_once
 from tests.api.support.process import Api, launched
 from tests.api.support.world import settings_for, write_facts
-
-TINKER = Path(sys.executable).with_name("tinker")
+from tests.support.sdk_command import run_tinker
 
 
 @pytest.fixture
@@ -56,14 +55,8 @@ class Laptop:
     def tinker(self, *arguments: str, typed: str = "", key: str | None = None) -> tuple[int, str]:
         """Exit code and all that was printed."""
         given = {} if key is None else {"TINKER_API_KEY": key}
-        done = subprocess.run(
-            [str(TINKER), *arguments],
-            input=typed,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**self._environment, **given},
-        )
+        streams = {"input": typed, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = run_tinker(arguments, {**self._environment, **given}, **streams)
         return done.returncode, done.stdout
 
 

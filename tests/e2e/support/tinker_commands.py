@@ -4,6 +4,7 @@ JSON of what each printed out.
 
 import io
 import json
+import os
 import sys
 from contextlib import redirect_stdout
 
@@ -19,4 +20,5 @@ def said(arguments: list[str]) -> str:
 
 if __name__ == "__main__":
     answers = [said(arguments) for arguments in json.loads(sys.argv[1])]
-    print(json.dumps(answers))
+    print(json.dumps(answers), flush=True)
+    os._exit(0)  # without an end of Python, which may abort while a thread of the SDK writes
