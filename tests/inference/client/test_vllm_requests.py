@@ -81,7 +81,7 @@ def test_kv_memory_is_four_contexts_and_at_least_64_mib(tmp_path: object) -> Non
 
 def test_a_sampler_that_does_not_fit_is_refused_with_the_numbers(tmp_path: object) -> None:
     spec = spec_of(facts(64), tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(SamplerError, match=r"needs 1538 MiB \(514 for the KV cache .* but 700 MiB are free"):
+    with pytest.raises(SamplerError, match=r"needs 2050 MiB \(514 for the KV cache .* but 700 MiB are free"):
         require_memory(spec, available=700 * MiB)
 
 
