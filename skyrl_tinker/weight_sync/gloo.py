@@ -20,6 +20,8 @@ NAME = "gloo"
 HOST = "127.0.0.1"  # the ranks of the trainer meet there as well
 TIMEOUT_S = 60.0
 """Limit for the members to meet, and for one chunk: a member that hangs fails it for all."""
+CONNECT_S = 5.0
+"""Limit for reaching the sender's store, which is open before anybody is told of it; torch takes twice."""
 MEETING_POLL_S = 0.02
 LEFT = "left"
 """Key by which the sender tells those that wait for the others in `_meet`."""
@@ -49,8 +51,8 @@ class GlooSender(BroadcastSender):
     def leave(self) -> None:
         """Leave, also in the middle of `meet`; a broadcast that waits for a member ends at its timeout.
 
-        The store stays until `close`, to tell members that come late: to a closed port torch tries to connect
-        for twice the timeout, and a replica samples nothing meanwhile.
+        The store stays until `close`, to tell members that come late: a replica samples nothing while torch
+        tries to connect to a closed port.
         """
         self._group = None
         if self._store is not None:
@@ -117,7 +119,9 @@ def _open_store() -> "TCPStore":
 def _connect_store(host: str, port: int) -> "TCPStore":
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+    store.set_timeout(timedelta(seconds=TIMEOUT_S))
+    return store
 
 
 def _join(store: "TCPStore", host: str, port: int, rank: int, world: int) -> "ProcessGroupGloo":

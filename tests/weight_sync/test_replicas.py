@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import psutil
 import pytest
+from torch.distributed import DistNetworkError
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
@@ -21,6 +22,7 @@ from skyrl_tinker.inference.client.control_plane import ControlPlane, Messages
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.training.trainer_group import TrainerGroup
+from skyrl_tinker.weight_sync import gloo
 from skyrl_tinker.weight_sync.factory import make_transport
 from skyrl_tinker.weight_sync.gloo import TIMEOUT_S, GlooReceiver, GlooSender
 from skyrl_tinker.weight_sync.sync import PARTIAL, sync_weights
@@ -242,8 +244,16 @@ class NoReceiver(ControlPlane):
         raise SamplerError("no")
 
 
+def test_who_comes_to_a_group_of_a_dead_trainer_gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica samples nothing meanwhile: torch tried for two minutes."""
+    monkeypatch.setattr(gloo, "CONNECT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(DistNetworkError, match="timed out after 500ms"):
+        GlooReceiver("127.0.0.1", port, rank=1, world=2)
+
+
 def test_who_comes_to_a_group_that_was_given_up_is_told_so() -> None:
-    """At a closed port a replica would stand still for minutes."""
     sender = GlooSender(0)
     port = sender.prepare()
     sender.leave()
