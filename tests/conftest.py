@@ -39,7 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         slow = {item for item in items if _starts_servers(item)}
         config.hook.pytest_deselected(items=list(slow))
         items[:] = [item for item in items if item not in slow]
-    order = [*GROUPS, "tests/faults/", "tests/"]
+    # No long file at the end, with one process idle.
+    order = [*GROUPS, "tests/faults/", "tests/simulation/", "tests/"]
     items.sort(
         key=lambda item: next(place for place, start in enumerate(order) if item.nodeid.startswith(start))
     )

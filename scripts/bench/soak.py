@@ -14,7 +14,8 @@ count by one, and logprobs of the trainer that differ from the sampler's by more
 has not the newest weights.
 
 Steps between a kill and the end of the first step that began after the recovery are disturbed, the others
-quiet. `first` and `last` are latencies in the first and the last tenth of the quiet steps.
+quiet. `first` and `last` are latencies in the first and the last tenth of the quiet steps, `by_tenth` those
+in each tenth, with the machine's pace (`pace_ms`: processor time of a fixed piece of work), as that wanders.
 
 Needs the packages of `scripts/setup tests`. With the default arguments it ends within five minutes.
 Prints, as its last line, one JSON object: errors; p99_ratio: of quiet samples, last / first; db_mb, tmpfs_mb,
@@ -76,10 +77,11 @@ MB = 2**20
 
 @dataclass
 class Step:
-    """`began`, `ended`: of the monotonic clock; `samples`: seconds of each."""
+    """`began`, `ended`: of the monotonic clock; `samples`: seconds of each; `pace`: what `pace` returned."""
 
     began: float
     ended: float = 0.0
+    pace: float = 0.0
     samples: list[float] = field(default_factory=list)
 
 
@@ -110,6 +112,13 @@ class Rollout:
 # The clients
 
 
+def pace() -> float:
+    """Return the seconds of processor time that a fixed piece of work takes."""
+    began = time.thread_time()
+    sum(range(100_000))
+    return time.thread_time() - began
+
+
 class Session:
     """One adapter that trains, and its samplers."""
 
@@ -129,6 +138,7 @@ class Session:
         rollouts = await asyncio.gather(*(self._sample(sampler, step) for _ in range(samples)))
         self._rollouts = [rollout for rollout in rollouts if rollout is not None][:TRAINED]
         step.ended = time.monotonic()
+        step.pace = pace()
         self.steps.append(step)
 
     def _train(self) -> Awaitable[None]:
@@ -296,6 +306,15 @@ def latencies(steps: Sequence[Step]) -> dict[str, float]:
     }
 
 
+def by_tenth(steps: Sequence[Step]) -> list[dict[str, float]]:
+    """Return the latencies of each tenth, and the machine's pace in it, in milliseconds."""
+    tenths = [steps[number * len(steps) // 10 : (number + 1) * len(steps) // 10] for number in range(10)]
+    return [
+        latencies(tenth) | {"pace_ms": round(1000 * percentile([step.pace for step in tenth], 0.5), 2)}
+        for tenth in tenths
+    ]
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))] if values else float("nan")
 
@@ -339,10 +358,7 @@ def report(
         "steps": len(session.steps),
         "kills": len(kills),
         "ratios": ratios,
-        "sample_p50_ms_by_tenth": [
-            latencies(quiet[number * len(quiet) // 10 : (number + 1) * len(quiet) // 10])["sample_p50_ms"]
-            for number in range(10)
-        ],
+        "by_tenth": by_tenth(quiet),
         "first": first,
         "last": last,
         "disturbed": latencies(disturbed) if disturbed else None,
