@@ -46,7 +46,7 @@ async def test_a_sample_that_waits_is_never_sampled(made: Waiting) -> None:
     await cancel(made.api, ids[2])
     assert "cancelled" in await made.api.failure(ids[2])
     made.samplers.go_on.set()
-    assert (await made.api.retrieve(ids[3], **PROTOBUF)).status_code == 200
+    assert (await made.api.result(ids[3], **PROTOBUF)).status_code == 200
     assert sorted(made.samplers.drawn) == [(0, 1), (1, 1), (3, 1)]
 
 
@@ -59,7 +59,7 @@ async def test_a_sample_that_runs_is_stopped_and_makes_room_for_the_next(made: W
     assert made.samplers.stopped == [(0, 1)]
     made.samplers.go_on.set()
     for request_id in ids[1:]:
-        answer = await made.api.retrieve(request_id, **PROTOBUF)
+        answer = await made.api.result(request_id, **PROTOBUF)
         assert answer.headers["content-type"] == "application/x-protobuf"
 
 
@@ -92,10 +92,10 @@ async def test_another_api_process_may_be_told(settings: Settings) -> None:
 async def test_what_is_done_stays_done(made: Waiting) -> None:
     made.samplers.go_on.set()
     (request_id,) = await sampled(made.api, 1)
-    before = await made.api.retrieve(request_id, **PROTOBUF)
+    before = await made.api.result(request_id, **PROTOBUF)
     for _ in range(2):
         await cancel(made.api, request_id)
-    assert (await made.api.retrieve(request_id, **PROTOBUF)).content == before.content
+    assert (await made.api.result(request_id, **PROTOBUF)).content == before.content
 
 
 async def test_twice_is_once(made: Waiting) -> None:
@@ -104,7 +104,7 @@ async def test_twice_is_once(made: Waiting) -> None:
         await cancel(made.api, ids[0])
     assert "cancelled" in await made.api.failure(ids[0])
     made.samplers.go_on.set()
-    assert (await made.api.retrieve(ids[1], **PROTOBUF)).status_code == 200
+    assert (await made.api.result(ids[1], **PROTOBUF)).status_code == 200
 
 
 async def test_a_training_request_is_not_cancelled(made: Waiting) -> None:

@@ -51,7 +51,7 @@ async def test_a_gap_that_never_fills_ends_its_model_alone(made: Waiting) -> Non
     too_late = await submit(made.api, "optim_step", step(stuck, 1))
     assert "did not arrive" in await made.api.failure(too_late)
     fine = await submit(made.api, "optim_step", step(other, 1))
-    assert (await made.api.retrieve(fine)).json()["metrics"] == STEP["metrics"]
+    assert (await made.api.result(fine)).json()["metrics"] == STEP["metrics"]
 
 
 async def test_whoever_still_sends_is_waited_for(made: Waiting) -> None:
@@ -64,7 +64,7 @@ async def test_whoever_still_sends_is_waited_for(made: Waiting) -> None:
     assert await made.deadlines.enforce(due) > due  # the last one came later than the first
     await submit(made.api, "optim_step", step(model, 1))
     for request_id in (last, early):
-        assert (await made.api.retrieve(request_id)).json()["metrics"] == STEP["metrics"]
+        assert (await made.api.result(request_id)).json()["metrics"] == STEP["metrics"]
 
 
 async def test_the_engine_wakes_up_for_it_by_itself(settings: Settings) -> None:
@@ -85,7 +85,7 @@ async def test_a_pass_that_has_begun_may_still_take_effect_so_its_window_fails(m
     made.trainer.go_on.set()
     assert "the gradients of its window are cleared" in await made.api.failure(stepped)
     again = await submit(made.api, "optim_step", step(model, 3))
-    assert (await made.api.retrieve(again)).json()["metrics"] == STEP["metrics"]
+    assert (await made.api.result(again)).json()["metrics"] == STEP["metrics"]
 
 
 async def test_one_that_had_no_turn_is_skipped(made: Waiting) -> None:
@@ -99,7 +99,7 @@ async def test_one_that_had_no_turn_is_skipped(made: Waiting) -> None:
     assert "it never started on the trainer" in await server_failure(made, late)
     made.trainer.go_on.set()
     after = await submit(made.api, "optim_step", step(waiting_long, 2))
-    assert (await made.api.retrieve(after)).json()["metrics"] == STEP["metrics"]
+    assert (await made.api.result(after)).json()["metrics"] == STEP["metrics"]
     assert [value for what, value in made.trainer.told if what == "pass"] == [[(ModelKey(1), True)]]
 
 
@@ -152,7 +152,7 @@ async def test_one_whose_time_is_over_just_before_its_turn_has_no_effect_and_end
         await made.deadlines.enforce(time.time() + DAY + 1)
         assert "it has begun and may still take effect" in await server_failure(made, late)
         turn.mine.set()
-        await made.api.retrieve(await submit(made.api, "optim_step", step(model, 2)))
+        await made.api.result(await submit(made.api, "optim_step", step(model, 2)))
         after = await submit(made.api, "optim_step", step(model, 3))
-        assert (await made.api.retrieve(after)).json()["metrics"] == STEP["metrics"]
+        assert (await made.api.result(after)).json()["metrics"] == STEP["metrics"]
         assert [what for what, _ in made.trainer.ran[ModelKey(1)]] == ["create", *ran]

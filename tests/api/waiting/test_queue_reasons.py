@@ -61,7 +61,7 @@ async def test_who_is_ahead_is_counted(made: Waiting) -> None:
     text = "1 earlier request of this model and 2 tenants ahead, less than a second"
     await is_told(made.api, behind, "paused_capacity", text)
     made.trainer.go_on.set()
-    assert (await made.api.retrieve(behind)).status_code == 200
+    assert (await made.api.result(behind)).status_code == 200
 
 
 async def test_a_save_that_is_being_written_says_so_and_who_waits_for_it_too(made: Waiting) -> None:
@@ -75,7 +75,7 @@ async def test_a_save_that_is_being_written_says_so_and_who_waits_for_it_too(mad
     text = "waiting for an earlier save of this model, which is being written"
     await is_told(made.api, saves[1], "paused_capacity", text)
     made.trainer.disk.set()
-    assert (await made.api.retrieve(saves[1])).status_code == 200
+    assert (await made.api.result(saves[1])).status_code == 200
 
 
 # Sampling

@@ -32,10 +32,10 @@ async def test_what_came_before_runs_and_what_comes_later_does_not(made: Waiting
     later = await submit(made.api, "optim_step", step(model, 3))
     first = await submit(made.api, "optim_step", step(model, 1))  # the SDK sends first chunks last
     made.trainer.go_on.set()
-    answer = (await made.api.retrieve(promise)).json()
+    answer = (await made.api.result(promise)).json()
     assert answer == {"model_id": model}
     for request_id in (first, second):
-        assert (await made.api.retrieve(request_id)).json()["metrics"] == STEP["metrics"]
+        assert (await made.api.result(request_id)).json()["metrics"] == STEP["metrics"]
     assert "this model was unloaded, as its client asked" in await made.api.failure(later)
     assert made.trainer.names()[-3:] == ["step", "step", "release"]
 
@@ -43,7 +43,7 @@ async def test_what_came_before_runs_and_what_comes_later_does_not(made: Waiting
 async def test_again_is_the_same_promise_and_the_model_can_still_be_described(made: Waiting) -> None:
     model = await ready_model(made.api)
     promise = await submit(made.api, "unload_model", unload(model))
-    assert (await made.api.retrieve(promise)).json() == {"model_id": model}
+    assert (await made.api.result(promise)).json() == {"model_id": model}
     assert await submit(made.api, "unload_model", unload(model)) == promise
     assert made.trainer.names().count("release") == 1
     assert (await made.api.ok("get_info", {"model_id": model}))["model_id"] == model
@@ -54,9 +54,9 @@ async def test_again_is_the_same_promise_and_the_model_can_still_be_described(ma
 async def test_other_models_of_the_session_stay(made: Waiting) -> None:
     session = await made.api.session()
     gone, kept = await made.api.model(session, 0), await made.api.model(session, 1)
-    await made.api.retrieve(await submit(made.api, "unload_model", unload(gone)))
+    await made.api.result(await submit(made.api, "unload_model", unload(gone)))
     fine = await submit(made.api, "optim_step", step(kept, 1))
-    assert (await made.api.retrieve(fine)).json()["metrics"] == STEP["metrics"]
+    assert (await made.api.result(fine)).json()["metrics"] == STEP["metrics"]
 
 
 async def test_an_unknown_model_is_404(made: Waiting) -> None:
