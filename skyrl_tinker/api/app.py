@@ -13,6 +13,7 @@ from skyrl_tinker.api.middleware.authentication import AuthMiddleware
 from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.middleware.disk_room import DiskRoom, DiskRoomMiddleware
 from skyrl_tinker.api.middleware.fast_routes import FastPaths
+from skyrl_tinker.api.middleware.own_hosts import OwnHostsMiddleware
 from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
 from skyrl_tinker.api.routes import (
@@ -126,7 +127,9 @@ def make_app(settings: Settings) -> FastAPI:
     app.add_middleware(FastPaths, routes=app.routes)
     app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings), numbered=NUMBERED)
     app.add_middleware(DiskRoomMiddleware)
-    app.add_middleware(AuthMiddleware)  # added last, runs first
+    app.add_middleware(AuthMiddleware)
+    app.add_middleware(OwnHostsMiddleware, host=settings.host, allowed=settings.allowed_hosts)
+    # added last, runs first
     error_responses.install(app)
     app.mount(docs.ASSETS_URL, docs.assets())
     for root in (docs.root, health.root, auth.root, metrics.router, openai.router, download.root):

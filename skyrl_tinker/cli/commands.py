@@ -40,6 +40,7 @@ def main(
     "model_name",
     "host",
     "port",
+    "allowed_hosts",
     "insecure",
     "home",
     "database_url",

@@ -84,7 +84,7 @@ class Client:
         return answer
 
     async def _answer(self, path: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
-        request = httpx.Request("POST", f"http://api/api/v1/{path}", content=content, headers=headers)
+        request = httpx.Request("POST", f"http://localhost/api/v1/{path}", content=content, headers=headers)
         return await self._server.answer(request)
 
 

@@ -23,18 +23,26 @@ OPEN = frozenset(
 )
 OPEN_BELOW = ("/docs/", "/download/")
 """Prefixes of the documentation's assets, and of downloads, whose URLs are signed."""
+_READING = ("GET", "HEAD")
 _OPENAI = "/oai/"
 _BEARER = b"bearer "
 
 
 class AuthMiddleware:
-    """ASGI layer that sets scope["caller"] and scope["owner"], or answers 401."""
+    """ASGI layer that sets scope["caller"] and scope["owner"], or answers 401.
+
+    Open paths are read only: no stranger's body is received.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN and not scope["path"].startswith(OPEN_BELOW):
+        if scope["type"] == "http" and _is_open(scope["path"]):
+            if scope["method"] not in _READING:
+                await _not_allowed(scope)(scope, receive, send)
+                return
+        elif scope["type"] == "http":
             keys: KeyRing = scope["app"].state.services.keys
             try:
                 caller = keys.caller(credential(scope["headers"]))
@@ -43,6 +51,15 @@ class AuthMiddleware:
                 return
             scope["caller"], scope["owner"] = caller, caller.owner
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN or path.startswith(OPEN_BELOW)
+
+
+def _not_allowed(scope: Scope) -> JSONResponse:
+    detail = f"{scope['path']}: found {scope['method']}, expected {' or '.join(_READING)}"
+    return JSONResponse({"detail": detail}, 405, {"Allow": ", ".join(_READING)})
 
 
 def credential(headers: Iterable[tuple[bytes, bytes]]) -> str | None:

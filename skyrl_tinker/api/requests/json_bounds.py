@@ -9,7 +9,7 @@ from skyrl_tinker.errors import TooLargeError, UserError
 MAX_DEPTH = 64
 MAX_PARTS = 4_000_000
 """Brackets, quotes and commas: a parsed value of two bytes takes about a hundred."""
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: no memory for each escape
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 

@@ -143,7 +143,11 @@ async def test_every_route_but_those_that_are_meant_to_be_open_wants_a_key(world
     )
 
 
-async def test_a_refused_body_is_not_read(world: World) -> None:
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/api/v1/forward_backward", 401), ("/healthz", 405), ("/metrics", 405), ("/download/x", 405)],
+)
+async def test_a_refused_body_is_not_read(world: World, path: str, status: int) -> None:
     await key_of(world, "alice")
     sent: list[Message] = []
 
@@ -153,10 +157,9 @@ async def test_a_refused_body_is_not_read(world: World) -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    path = "/api/v1/forward_backward"
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "app": world.app}
     await AuthMiddleware(world.app)(scope, receive, send)
-    assert [message.get("status") for message in sent] == [401, None]
+    assert [message.get("status") for message in sent] == [status, None]
 
 
 # JWTs

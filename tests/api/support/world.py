@@ -150,7 +150,9 @@ class World:
 
 
 def settings_for(home: Path, **changes: Any) -> Settings:
-    return Settings(home=home, **{"long_poll_s": 0.3, "gap_probe_tokens": 0, **changes})
+    return Settings(
+        home=home, **{"long_poll_s": 0.3, "gap_probe_tokens": 0, "allowed_hosts": ("api",), **changes}
+    )
 
 
 @asynccontextmanager
