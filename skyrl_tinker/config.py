@@ -33,8 +33,8 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="0 = any free one")
     allowed_hosts: tuple[str, ...] = Field(
         (),
-        description="Further name by which clients reach a server without keys, beside localhost, its host name "
-        "and addresses, such as a proxy's; give it once for each, * for any",
+        description="Further name by which clients reach a server without keys, such as a proxy's, beside "
+        "localhost, its host name and addresses; give it once for each, * for any",
     )
     insecure: bool = Field(False, description="Allow a host that is open to the network without API keys")
     home: Path = Field(Path(".skyrl-tinker"), description="Database, logs and checkpoints")

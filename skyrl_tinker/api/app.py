@@ -125,7 +125,12 @@ def make_app(settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     app.add_middleware(FastPaths, routes=app.routes)
-    app.add_middleware(BodyLimitMiddleware, limits=_body_limits(settings), numbered=NUMBERED)
+    app.add_middleware(
+        BodyLimitMiddleware,
+        limits=_body_limits(settings),
+        spool=Directories(settings).run_dir,
+        numbered=NUMBERED,
+    )
     app.add_middleware(DiskRoomMiddleware)
     app.add_middleware(AuthMiddleware)
     app.add_middleware(OwnHostsMiddleware, host=settings.host, allowed=settings.allowed_hosts)

@@ -1,10 +1,12 @@
-"""Memory budget in bytes, shared by concurrent requests."""
+"""Memory budget in bytes, shared by the requests of all owners."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+
+from skyrl_tinker.domain.ids import OwnerId
 
 
 @dataclass(slots=True)
@@ -15,7 +17,7 @@ class Share:
 
 
 class ByteBudget:
-    """Budget of `total` bytes, granted first come, first served.
+    """Budget of `total` bytes, granted to the owners in turn, and within each first come, first served.
 
     A request for more than is left waits; one for more than `total` waits until it is the only holder.
     """
@@ -23,13 +25,13 @@ class ByteBudget:
     def __init__(self, total: int) -> None:
         self._total = total
         self._left = total
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: OrderedDict[OwnerId | None, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
 
     @asynccontextmanager
-    async def holding(self, size: int) -> AsyncIterator[Share]:
+    async def holding(self, size: int, owner: OwnerId | None) -> AsyncIterator[Share]:
         """Hold `size` bytes inside the context; `shrink` gives a part back earlier."""
         share = Share(min(size, self._total))
-        await self._acquire(share.size)
+        await self._acquire(share.size, owner)
         try:
             yield share
         finally:
@@ -42,9 +44,9 @@ class ByteBudget:
         share.size = size
         self._grant()
 
-    async def _acquire(self, size: int) -> None:
+    async def _acquire(self, size: int, owner: OwnerId | None) -> None:
         granted = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, granted))
+        self._waiting.setdefault(owner, deque()).append((size, granted))
         self._grant()
         try:
             await granted
@@ -56,10 +58,14 @@ class ByteBudget:
 
     def _grant(self) -> None:
         while self._waiting:
-            size, granted = self._waiting[0]
+            owner, queue = next(iter(self._waiting.items()))
+            size, granted = queue[0]
             if not granted.cancelled():
                 if size > self._left:
                     return
                 self._left -= size
                 granted.set_result(None)
-            self._waiting.popleft()
+                self._waiting.move_to_end(owner)
+            queue.popleft()
+            if not queue:
+                del self._waiting[owner]

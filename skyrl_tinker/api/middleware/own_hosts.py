@@ -1,8 +1,8 @@
 """Refusal of foreign hosts and foreign web pages while a server has no keys.
 
-A page in the user's browser reaches a server on loopback: blindly from its own origin, and, with a name that it
-makes resolve to 127.0.0.1 (DNS rebinding), with all answers. Browsers tell by Host, Origin and Sec-Fetch-*
-(W3C Fetch Metadata), which pages cannot set; SDKs and curl send no Origin. Pages do not know keys, so a server
+A page in the user's browser reaches a server on loopback: blindly from its own origin, and, with a name that
+it makes resolve to 127.0.0.1 (DNS rebinding), with all answers. Browsers tell by Host, Origin and Sec-Fetch-*
+(W3C Fetch Metadata), which pages cannot set; SDKs and curl send no Origin. Pages know no keys, so a server
 that has some needs no such check.
 """
 
@@ -24,7 +24,7 @@ class OwnHostsMiddleware:
     """ASGI layer that answers 403 to foreign hosts and pages until the first key exists."""
 
     def __init__(self, app: ASGIApp, host: str, allowed: Collection[str]) -> None:
-        """`host`: where the server listens. `allowed`: further names, also of pages; ANY switches this off."""
+        """`host`: where the server listens. `allowed`: further names, also of pages; with ANY no check."""
         self._app = app
         self._allowed = frozenset(map(str.lower, allowed))
         self._own = self._allowed | {"localhost", socket.gethostname().lower(), host.lower()}

@@ -6,22 +6,48 @@ import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import httpx
 import pytest
 import zstandard
-from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from skyrl_tinker.api.middleware import body_limits
-from skyrl_tinker.api.middleware.body_limits import LARGE_BYTES, BodyLimitMiddleware, BodyLimits
+from skyrl_tinker.api.middleware import arriving_body
+from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget, Share
 from skyrl_tinker.api.middleware.compression import decompress, most_expanded
 from skyrl_tinker.api.requests.json_bounds import MAX_PARTS, parse_json
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import TooLargeError, UserError
 from tests.api.support.world import World
 
 CAP = 1 << 20
+
+
+async def never_called(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("a refused body must not get through")
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    await Response((await receive())["body"])(scope, receive, send)
+
+
+async def length(scope: Scope, receive: Receive, send: Send) -> None:
+    await PlainTextResponse(str(len((await receive())["body"])))(scope, receive, send)
+
+
+def client_of(app: ASGIApp, spool: Path) -> httpx.AsyncClient:
+    """Client of an app behind the layer, with X-API-Key in place of the owner."""
+    limited = BodyLimitMiddleware(app, BodyLimits(wire=CAP, expanded=CAP, held=CAP), spool)
+
+    async def owned(scope: Scope, receive: Receive, send: Send) -> None:
+        key = Headers(scope=scope).get("x-api-key")
+        await limited({**scope, "owner": key}, receive, send)
+
+    return httpx.AsyncClient(transport=httpx.ASGITransport(owned), base_url="http://api")
 
 
 def zstd(data: bytes) -> bytes:
@@ -66,15 +92,12 @@ async def test_an_unknown_encoding_is_refused(world: World) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_a_body_over_the_wire_cap_is_413_with_both_sizes(announced: bool) -> None:
-    async def app(scope: object, receive: object, send: object) -> None:
-        raise AssertionError("a refused body must not get through")
-
+async def test_a_body_over_the_wire_cap_is_413_with_both_sizes(announced: bool, tmp_path: Path) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(20):
             yield bytes(100)
 
-    limited = BodyLimitMiddleware(app, BodyLimits(wire=1000, expanded=1000, held=1000))
+    limited = BodyLimitMiddleware(never_called, BodyLimits(wire=1000, expanded=1000, held=1000), tmp_path)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
         answer = await http.post("/", content=bytes(2000) if announced else pieces())
     assert answer.status_code == 413
@@ -196,7 +219,7 @@ async def test_what_the_framework_refuses_has_a_content_length(
     assert isinstance(answer.json()["detail"], str)
 
 
-async def test_large_bodies_wait_for_each_other_and_small_ones_do_not() -> None:
+async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(tmp_path: Path) -> None:
     inside, release = asyncio.Semaphore(0), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,7 +229,7 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not() -> None:
             await release.wait()
         await PlainTextResponse("done")(scope, receive, send)
 
-    limited = BodyLimitMiddleware(app, BodyLimits(wire=1 << 20, expanded=1 << 20, held=2 << 20))
+    limited = BodyLimitMiddleware(app, BodyLimits(wire=CAP, expanded=CAP, held=2 * CAP), tmp_path)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
         body = bytes(1 << 20)
         waiting = [asyncio.create_task(http.post("/large", content=body)) for _ in range(5)]
@@ -220,22 +243,94 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not() -> None:
     assert sum(isinstance(answer, httpx.Response) for answer in answers) == 4
 
 
-async def test_a_large_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_limits, "GRACE_S", 0.1)
-    monkeypatch.setattr(body_limits, "SLOWEST_BYTES_PER_S", 1 << 30)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("it is not complete")
+@pytest.mark.parametrize("size", [1, CAP // 2])
+async def test_a_body_that_does_not_come_is_408(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving_body, "GRACE_S", 0.1)
 
     async def slow() -> AsyncIterator[bytes]:
-        yield bytes(LARGE_BYTES + 1)
+        yield bytes(size)
         await asyncio.Event().wait()
 
-    limited = BodyLimitMiddleware(app, BodyLimits(wire=1 << 20, expanded=1 << 20, held=1 << 20))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
+    async with client_of(never_called, tmp_path) as http:
         answer = await http.post("/", content=slow())
     assert answer.status_code == 408
-    assert "did not arrive" in answer.json()["detail"]
+    assert f"found {size} bytes and then too little" in answer.json()["detail"]
+
+
+async def test_a_slow_body_may_go_on_at_the_least_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving_body, "GRACE_S", 0.2)
+    monkeypatch.setattr(arriving_body, "STRIDE", 1000)
+    monkeypatch.setattr(arriving_body, "STRIDE_S", 2.0)
+
+    async def slow() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield bytes(1000)
+            await asyncio.sleep(0.1)
+
+    async with client_of(length, tmp_path) as http:
+        assert (await http.post("/", content=slow())).text == "5000"
+
+
+async def test_slow_bodies_hold_nothing_that_others_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills the memory for arriving bodies makes others go through files, whole and equal."""
+    monkeypatch.setattr(arriving_body, "MEMORY", 2 * CAP)
+    stop, arrived = asyncio.Event(), asyncio.Semaphore(0)
+    sent = random.Random(3).randbytes(CAP)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield sent[: CAP - 1]
+        arrived.release()
+        await stop.wait()
+        yield sent[CAP - 1 :]
+
+    async with client_of(echo, tmp_path) as http:
+        slow_ones = [asyncio.create_task(http.post("/", content=slow())) for _ in range(8)]
+        for _ in slow_ones:
+            await arrived.acquire()
+        assert (await http.post("/", content=sent)).content == sent
+        stop.set()
+        assert all(answer.content == sent for answer in await asyncio.gather(*slow_ones))
+
+
+async def test_one_owner_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving_body, "MEMORY", 0)
+    monkeypatch.setattr(arriving_body, "OWNER_FILES", CAP)
+    arrived = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield bytes(CAP // 2)
+        arrived.set()
+        await asyncio.Event().wait()
+
+    async with client_of(length, tmp_path) as http:
+        waiting = asyncio.create_task(http.post("/", content=slow()))
+        await arrived.wait()
+        refused = await http.post("/", content=bytes(CAP * 3 // 4))
+        other = await http.post("/", content=bytes(CAP * 3 // 4), headers={"X-API-Key": "7"})
+        waiting.cancel()
+    assert (refused.status_code, other.text) == (429, str(CAP * 3 // 4))
+    assert "of this owner's bodies arrive at once" in refused.json()["detail"]
+
+
+async def test_owners_take_turns_for_the_budget() -> None:
+    budget, order, waiting = ByteBudget(1), list[OwnerId | None](), list[asyncio.Task[None]]()
+
+    async def use(owner: OwnerId | None) -> None:
+        async with budget.holding(1, owner):
+            order.append(owner)
+
+    async with budget.holding(1, None):
+        for owner in (1, 1, 1, 1, 2, 2, None):
+            waiting.append(asyncio.create_task(use(None if owner is None else OwnerId(owner))))
+        await asyncio.sleep(0)
+    await asyncio.gather(*waiting)
+    assert order == [1, 2, None, 1, 2, 1, 1]
 
 
 async def test_a_budget_is_given_out_in_turn_and_comes_back_whole() -> None:
@@ -245,7 +340,7 @@ async def test_a_budget_is_given_out_in_turn_and_comes_back_whole() -> None:
     totals = [0]
 
     async def use(size: int) -> None:
-        async with budget.holding(size) as share:
+        async with budget.holding(size, OwnerId(size % 3)) as share:
             live[id(share)] = share
             totals.append(sum(each.size for each in live.values()))
             try:
@@ -261,5 +356,5 @@ async def test_a_budget_is_given_out_in_turn_and_comes_back_whole() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert 90 < max(totals) <= 100
-    async with budget.holding(100) as share:
+    async with budget.holding(100, None) as share:
         assert share.size == 100

@@ -24,7 +24,15 @@ async def status(world: World, method: str = "POST", path: str = "create_session
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "192.168.1.5", socket.gethostname(), "api"],
+    [
+        "localhost",
+        "LOCALHOST:8000",
+        "127.0.0.1:8000",
+        "[::1]:8000",
+        "192.168.1.5",
+        socket.gethostname(),
+        "api",
+    ],
 )
 async def test_own_names_addresses_and_allowed_hosts_are_served(world: World, host: str) -> None:
     assert await status(world, Host=host) == 200
