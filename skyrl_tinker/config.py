@@ -36,6 +36,8 @@ class Settings(BaseSettings):
         description="Further name by which clients reach a server without keys, such as a proxy's, beside "
         "localhost, its host name and addresses; give it once for each, * for any",
     )
+    tls_cert: Path | None = Field(None, description="Certificate chain in PEM: clients then use https://")
+    tls_key: Path | None = Field(None, description="The certificate's private key in PEM, not encrypted")
     insecure: bool = Field(False, description="Allow a host that is open to the network without API keys")
     home: Path = Field(Path(".skyrl-tinker"), description="Database, logs and checkpoints")
     database_url: str | None = Field(None, description="SQLAlchemy URL [default: SQLite under home]")
@@ -184,6 +186,14 @@ class Settings(BaseSettings):
     trust_forwarded: bool = Field(
         False,
         description="Make download URLs from X-Forwarded-Proto, -Host and -Prefix, where a proxy sets them",
+    )
+    max_connections: int = Field(
+        10_000, ge=1, description="Connections at once; beyond it new ones get 503 and are closed"
+    )
+    max_connections_per_address: int = Field(
+        5_000,
+        ge=1,
+        description="Connections at once from one address, which for a proxy's clients is its own",
     )
     wire_body_mb: int = Field(64, ge=1, description="Largest request body as sent")
     expanded_body_mb: int = Field(256, ge=1, description="Largest request body after decompression")

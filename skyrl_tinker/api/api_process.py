@@ -10,7 +10,9 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -18,6 +20,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from skyrl_tinker.api.app import create_app
+from skyrl_tinker.api.bounded_connections import BoundedConnection, ConnectionCaps
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -39,10 +42,13 @@ class ApiServer(uvicorn.Server):
     """Uvicorn with our signal handlers; it ends the long polls before it drains connections."""
 
     def __init__(self, app: FastAPI) -> None:
+        self._services: Services = app.state.services
+        settings = self._services.settings
+        caps = ConnectionCaps(settings.max_connections, settings.max_connections_per_address)
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=cast(Any, partial(BoundedConnection, caps=caps)),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -51,9 +57,10 @@ class ApiServer(uvicorn.Server):
                 ws="none",
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_DRAIN_S,
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
             )
         )
-        self._services: Services = app.state.services
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

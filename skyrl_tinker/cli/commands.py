@@ -41,6 +41,8 @@ def main(
     "host",
     "port",
     "allowed_hosts",
+    "tls_cert",
+    "tls_key",
     "insecure",
     "home",
     "database_url",

@@ -4,6 +4,7 @@ import ipaddress
 import os
 import shutil
 import socket
+import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ _BACKLOG = 4096  # thousands of long polls may connect at once
 def check_settings(settings: Settings) -> None:
     """Refuse settings that are not implemented yet or contradict each other."""
     _check_samplers(settings)
+    _check_tls(settings)
     choose(settings.weight_transport, settings.device, settings.placement)
     if settings.placement == "colocated":
         _check_colocated(settings)
@@ -49,6 +51,23 @@ def check_host(settings: Settings) -> None:
             f"--host {settings.host} is open to the network and there are no API keys; make one with "
             f"`skyrl-tinker keys create`, use 127.0.0.1, or add --insecure on a network that you trust"
         )
+
+
+def _check_tls(settings: Settings) -> None:
+    """Refuse a certificate that the API could not load: its process would die again and again."""
+    cert, key = settings.tls_cert, settings.tls_key
+    if (cert is None) != (key is None):
+        raise StartupError("--tls-cert and --tls-key: found one of them, expected both or none")
+    if cert is None or key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise StartupError(f"--tls-cert {cert} and --tls-key {key}: {error}") from error
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted, expected one without a password")
 
 
 def _check_colocated(settings: Settings) -> None:

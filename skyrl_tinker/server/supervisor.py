@@ -209,8 +209,9 @@ class _Supervisor:
 
     async def _announce_ready(self) -> None:
         """Poll /readyz and report once it is 200. Raises StartupError when the engine has failed."""
-        url, reported = _url(self._settings.host, self._settings.port), ""
-        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+        url, reported = _url(self._settings, self._settings.host), ""
+        # The certificate names the server as its clients know it, not the address used here.
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False) as client:
             while (status := await _readiness(client, self._settings)) is not None:
                 if status.get("state") == "failed":
                     raise StartupError(str(status.get("detail")))
@@ -284,7 +285,7 @@ async def _readiness(client: httpx.AsyncClient, settings: Settings) -> dict[str,
     """Return the status from /readyz; None when it is ready."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     try:
-        response = await client.get(f"{_url(host, settings.port)}/readyz")
+        response = await client.get(f"{_url(settings, host)}/readyz")
     except httpx.TransportError:
         return {"detail": "starting the API"}
     if response.status_code == httpx.codes.OK:
@@ -293,8 +294,9 @@ async def _readiness(client: httpx.AsyncClient, settings: Settings) -> dict[str,
     return content if isinstance(content, dict) else {}
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(settings: Settings, host: str) -> str:
+    scheme = "http" if settings.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def _ending(code: int) -> str:

@@ -13,6 +13,7 @@ from skyrl_tinker.server import preflight
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import write_once
+from tests.support.certificates import write_certificate
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,24 @@ def test_what_is_not_built_or_not_safe_is_refused_with_what_to_change(
 ) -> None:
     with pytest.raises(StartupError, match=message):
         preflight.check_settings(config.load(**setting))
+
+
+def test_a_certificate_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    cert, key = write_certificate(tmp_path)
+    preflight.check_settings(config.load(tls_cert=cert, tls_key=key))
+    (other := tmp_path / "other").mkdir()
+    _, other_key = write_certificate(other)
+    (locked := tmp_path / "locked").mkdir()
+    locked_cert, locked_key = write_certificate(locked, password=b"secret")
+    for files, message in (
+        ({"tls_cert": cert}, "found one of them"),
+        ({"tls_cert": cert, "tls_key": tmp_path / "none.pem"}, "none.pem: .*No such file"),
+        ({"tls_cert": cert, "tls_key": other_key}, "(?i)mismatch"),
+        ({"tls_cert": key, "tls_key": key}, "key.pem: "),
+        ({"tls_cert": locked_cert, "tls_key": locked_key}, "expected one without a password"),
+    ):
+        with pytest.raises(StartupError, match=message):
+            preflight.check_settings(config.load(**files))
 
 
 @pytest.fixture

@@ -1,0 +1,127 @@
+"""What a connection may send before it is anybody's, and how many there may be."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from skyrl_tinker.api import bounded_connections
+from skyrl_tinker.api.bounded_connections import HEAD_BYTES, BoundedConnection, ConnectionCaps
+
+HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\n"
+WHOLE = HEAD + b"Content-Length: 5\r\n\r\nhello"
+LONG = b"X: " + b"a" * 10 * HEAD_BYTES  # more than is read at once
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def length(scope: Scope, receive: Receive, send: Send) -> None:
+    body = await Request(scope, receive).body()
+    await PlainTextResponse(f"{len(body)} bytes")(scope, receive, send)
+
+
+@asynccontextmanager
+async def served(total: int = 100, per_address: int = 100) -> AsyncIterator[Callable[[], Awaitable[Stream]]]:
+    """Serve `length`; yields what opens a connection to it."""
+    config = uvicorn.Config(length, lifespan="off", log_config=None)
+    caps, state = ConnectionCaps(total, per_address), ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: BoundedConnection(config=config, server_state=state, app_state={}, caps=caps), "127.0.0.1", 0
+    )
+    port = server.sockets[0].getsockname()[1]
+    async with server, AsyncExitStack() as closing:
+
+        async def connect() -> Stream:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            closing.callback(writer.close)
+            return reader, writer
+
+        yield connect
+
+
+async def answer(stream: Stream, *parts: bytes) -> bytes:
+    """Send these parts; what came back by the end of the connection or of a whole answer."""
+    reader, writer = stream
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+    head = await reader.readuntil(b"\r\n\r\n")
+    size = next(int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:"))
+    return head + await reader.readexactly(size)
+
+
+async def test_requests_follow_each_other_on_a_connection() -> None:
+    async with served() as connect:
+        stream = await connect()
+        for _ in range(3):
+            assert (await answer(stream, WHOLE)).endswith(b"5 bytes")
+        body = b"x" * 1_000_000
+        sized = HEAD + b"Content-Length: 1000000\r\n\r\n"
+        assert (await answer(stream, sized, body)).endswith(b"1000000 bytes")
+        chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+        assert (await answer(stream, chunked, b"f4240\r\n" + body + b"\r\n0\r\n\r\n")).endswith(
+            b"1000000 bytes"
+        )
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [HEAD, LONG],
+        [HEAD, *[b"X: " + b"a" * 1000 + b"\r\n"] * (10 * HEAD_BYTES // 1000)],
+        [b"POST /" + b"a" * 10 * HEAD_BYTES],
+        [HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n", LONG],
+        [HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1;" + b"a" * 10 * HEAD_BYTES],
+    ],
+    ids=["one header", "many headers", "path", "trailers", "chunk extension"],
+)
+async def test_no_more_than_the_bytes_of_a_head_come_outside_of_a_body(sent: list[bytes]) -> None:
+    async with served() as connect:
+        stream = await connect()
+        assert (await answer(stream, *sent)).startswith(b"HTTP/1.1 431")
+        assert await stream[0].read() == b""
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD], ids=["nothing", "half"])
+async def test_a_head_has_a_time(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_connections, "HEAD_S", 0.2)
+    async with served() as connect:
+        stream = await connect()
+        assert b"not complete after" in await answer(stream, sent)
+        assert await stream[0].read() == b""
+
+
+async def test_the_second_head_of_a_connection_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_connections, "HEAD_S", 0.2)
+    async with served() as connect:
+        stream = await connect()
+        await answer(stream, WHOLE)
+        await asyncio.sleep(0.4)  # between requests it is idle, for which uvicorn has another limit
+        assert (await answer(stream, WHOLE)).endswith(b"5 bytes")
+        assert (await answer(stream, HEAD)).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    ("caps", "named"),
+    [({"total": 3}, b"max_connections"), ({"per_address": 3}, b"max_connections_per_address")],
+)
+async def test_connections_over_the_caps_are_told_and_closed(caps: dict[str, int], named: bytes) -> None:
+    async with served(**caps) as connect:
+        streams = [await connect() for _ in range(3)]
+        over = await connect()
+        refused = await answer(over)
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert named in refused
+        assert await over[0].read() == b""
+        for stream in streams:
+            assert (await answer(stream, WHOLE)).endswith(b"5 bytes")
+        streams[0][1].close()
+        await streams[0][1].wait_closed()
+        await asyncio.sleep(0.05)
+        assert (await answer(await connect(), WHOLE)).endswith(b"5 bytes")
