@@ -1,7 +1,10 @@
-"""forward_backward as JSON of SDKs up to 0.24, converted to the protobuf message of newer ones."""
+"""forward_backward as JSON of SDKs up to 0.24, converted to the protobuf message of newer ones.
+
+An unknown key is refused by name; one that is null counts as absent.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,20 +12,25 @@ import numpy.typing as npt
 
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
-from skyrl_tinker.protocol.schemas.sampling import chunk_type
+from skyrl_tinker.protocol.schemas.base import shorten
+from skyrl_tinker.protocol.schemas.sampling import TEXT, chunk_type
 
 _DTYPES: Mapping[str, tuple[pb.DType, np.dtype[Any]]] = {
     "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4")),
     "int64": (pb.DTYPE_INT64, np.dtype("<i8")),
 }
 _SPARSE = {"crow_indices": "sparse_crow_indices", "col_indices": "sparse_col_indices"}
+_ENVELOPE = ("model_id", "seq_id", "type")
+_DATUM = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")  # spans stay unread
+_TENSOR = ("data", "dtype", "shape", *_SPARSE.values())
 _INT32 = np.iinfo(np.int32)
 
 
 def fill_from_json(message: pb.ForwardBackwardRequest, payload: Mapping[str, Any]) -> None:
     """Fill the message; on UserError, which names the field, it is filled up to there."""
     key = "forward_input" if message.forward_only else "forward_backward_input"
-    body = _object(payload.get(key), key)
+    _refuse_unknown_keys(payload, "body", (*_ENVELOPE, key))
+    body = _known_object(payload.get(key), key, ("data", "loss_fn", "loss_fn_config"))
     message.loss_fn = _text(body.get("loss_fn"), f"{key}.loss_fn")
     _fill_config(message, body.get("loss_fn_config"))
     for index, datum in enumerate(_list(body.get("data"), f"{key}.data")):
@@ -40,8 +48,8 @@ def _fill_config(message: pb.ForwardBackwardRequest, config: Any) -> None:
 
 
 def _fill_datum(message: pb.Datum, datum: Any, where: str) -> None:
-    fields = _object(datum, where)
-    model_input = _object(fields.get("model_input"), f"{where}: model_input")
+    fields = _known_object(datum, where, _DATUM)
+    model_input = _known_object(fields.get("model_input"), f"{where}: model_input", ("chunks",))
     for index, chunk in enumerate(_list(model_input.get("chunks"), f"{where}: model_input.chunks")):
         _fill_chunk(message.model_input.add(), chunk, f"{where}: model_input chunk {index}")
     inputs = _object(fields.get("loss_fn_inputs"), f"{where}: loss_fn_inputs")
@@ -51,10 +59,11 @@ def _fill_datum(message: pb.Datum, datum: Any, where: str) -> None:
 
 def _fill_chunk(message: pb.Chunk, chunk: Any, where: str) -> None:
     kind = chunk_type(_object(chunk, where))
-    if kind != "encoded_text":
+    if kind != TEXT:
         raise NotSupportedError(
-            f"{where} is of kind {kind}, expected encoded_text: images and audio are not supported yet"
+            f"{where} is of kind {kind}, expected {TEXT}: images and audio are not supported yet"
         )
+    _refuse_unknown_keys(chunk, where, ("type", "tokens"))
     tokens = _integers(_list(chunk.get("tokens"), f"{where}.tokens"), f"{where}.tokens")
     beyond = tokens[(tokens < _INT32.min) | (tokens > _INT32.max)]
     if beyond.size:
@@ -63,7 +72,7 @@ def _fill_chunk(message: pb.Chunk, chunk: Any, where: str) -> None:
 
 
 def _fill_tensor(message: pb.Tensor, tensor: Any, where: str) -> None:
-    fields = _object(tensor, where)
+    fields = _known_object(tensor, where, _TENSOR)
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise UserError(f"{where}.dtype is {dtype!r}, expected 'float32' or 'int64'")
@@ -124,6 +133,18 @@ def _float(value: float) -> float:
         return float(value)
     except OverflowError:  # an int of hundreds of digits; validation refuses infinity with the key's range
         return math.inf
+
+
+def _known_object(value: Any, where: str, known: Collection[str]) -> Mapping[str, Any]:
+    fields = _object(value, where)
+    _refuse_unknown_keys(fields, where, known)
+    return fields
+
+
+def _refuse_unknown_keys(fields: Mapping[str, Any], where: str, known: Collection[str]) -> None:
+    for key in fields.keys() - set(known):
+        if fields[key] is not None:
+            raise UserError(f"{where} has the unknown key {shorten(key)}, expected {', '.join(known)}")
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

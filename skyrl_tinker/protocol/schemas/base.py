@@ -1,9 +1,19 @@
 """Base of all messages, and types of their fields."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from skyrl_tinker.errors import UserError
 
@@ -21,10 +31,40 @@ NullableDict = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if val
 """SDKs up to 0.16 send explicit nulls."""
 
 
+_UNKNOWN_KEY = "unknown_key"
+
+
 class Message(BaseModel):
     """Base of messages. Unknown keys are ignored: SDKs of other versions send more or fewer."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+class StrictMessage(Message):
+    """Base of messages whose keys change a result: an unknown key is refused by name.
+
+    An unknown key that is null counts as absent: newer SDKs may send one for each option that is not set.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, payload: Any) -> Any:
+        if not isinstance(payload, Mapping):
+            return payload
+        known = [field.alias or name for name, field in cls.__pydantic_fields__.items()]
+        given = {key: value for key, value in payload.items() if value is not None or key in known}
+        if unknown := sorted(given.keys() - set(known)):
+            context = {"key": shorten(unknown[0]), "known": ", ".join(known)}
+            raise PydanticCustomError(_UNKNOWN_KEY, "has the unknown key {key}, expected {known}", context)
+        return given
+
+
+class StrictRequest(StrictMessage):
+    """Base of such requests. The SDK names the request in `type`, too; it is not read."""
+
+    type: str | None = None
 
 
 M = TypeVar("M", bound=Message)
@@ -46,6 +86,8 @@ def describe(item: Any) -> str:
     field = ".".join(str(part) for part in item["loc"]) or "body"
     if item["type"] == "missing":
         return f"{field} is missing"
+    if item["type"] == _UNKNOWN_KEY:
+        return f"{field} {item['msg']}"
     if item["type"] == "extra_forbidden":
         return f"{field} is not supported"
     if item["type"] == "value_error":  # our own words

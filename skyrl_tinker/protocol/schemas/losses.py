@@ -2,38 +2,36 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, Strict
+from pydantic import Field, Strict
 
-from skyrl_tinker.protocol.schemas.base import Message, SessionSeqId
+from skyrl_tinker.protocol.schemas.base import Message, SessionSeqId, StrictMessage, StrictRequest
 
 
-class CustomLossInput(Message):
+class CustomLossInput(StrictMessage):
     """Input of a loss: `logprobs` or a key of loss_fn_inputs; rank 0 is a scalar, 1 [N], 2 [N, K]."""
 
     name: str
     rank: Annotated[int, Strict(), Field(ge=0, le=2)]
 
 
-class CustomLossNode(Message):
+class CustomLossNode(StrictMessage):
     """Call in the graph. Arguments: JSON values, or objects of one key (protocol.custom_loss_arguments)."""
 
     op: Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
     name: str
     target: str
     args: list[Any] = Field(default_factory=list)
-    keywords: dict[str, Any] = Field(
-        default_factory=dict, validation_alias=AliasChoices("kwargs"), serialization_alias="kwargs"
-    )
+    keywords: dict[str, Any] = Field(default_factory=dict, alias="kwargs")
 
 
-class CustomLossGraph(Message):
+class CustomLossGraph(StrictMessage):
     """Graph of a loss; `nodes` in execution order."""
 
     format: Literal[1] = 1
     nodes: list[CustomLossNode]
 
 
-class CreateCustomLossRequest(Message):
+class CreateCustomLossRequest(StrictRequest):
     session_id: str
     custom_loss_seq_id: SessionSeqId
     name: str

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, SessionSeqId, StrictInt
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, SessionSeqId, StrictInt, StrictMessage
 
 AccessScope = Literal["owned", "accessible"]
 
@@ -88,13 +88,13 @@ class ExternalWeightsUrlsResponse(Message):
     expires: datetime
 
 
-class SetTtlRequest(Message):
+class SetTtlRequest(StrictMessage):
     """New time to live; null: the checkpoint never expires."""
 
     ttl_seconds: StrictInt | None
 
 
-class CopyWeightsRequest(Message):
+class CopyWeightsRequest(StrictMessage):
     """Copy to a project, where a new session is made, or to a live session as its run of this number."""
 
     source_path: str

@@ -5,15 +5,24 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from skyrl_tinker.protocol.schemas.base import Message, SampleSeqId, SessionSeqId, StrictInt
+from skyrl_tinker.protocol.schemas.base import (
+    Message,
+    SampleSeqId,
+    SessionSeqId,
+    StrictInt,
+    StrictMessage,
+    StrictRequest,
+)
 
 Integers = Annotated[list[StrictInt], Field(fail_fast=True)]
 """Long list of integers: only the first wrong item is reported."""
+TEXT = "encoded_text"
+"""The kind of chunk that holds tokens."""
 NoneAsFalse = BeforeValidator(lambda value: False if value is None else value)
 NoneAsZero = BeforeValidator(lambda value: 0 if value is None else value)
 
 
-class CreateSamplingSessionRequest(Message):
+class CreateSamplingSessionRequest(StrictRequest):
     session_id: str
     sampling_session_seq_id: SessionSeqId
     base_model: str | None = None
@@ -30,19 +39,20 @@ class GetSamplerResponse(Message):
     model_path: str | None = None
 
 
-class Chunk(Message):
+class Chunk(StrictMessage):
     """Part of a prompt. Text has `tokens`; of other kinds only the name is kept, to be refused by name."""
 
-    type: str = "encoded_text"
+    type: str = TEXT
     tokens: Integers | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _name_the_kind(cls, chunk: Any) -> Any:
         """Infer the `type`, which SDKs up to 0.16 do not send, from the keys."""
-        if not isinstance(chunk, dict) or chunk.get("type") is not None:
+        if not isinstance(chunk, dict):
             return chunk
-        return {**chunk, "type": chunk_type(chunk)}
+        kind = chunk_type(chunk)
+        return {**chunk, "type": kind} if kind == TEXT else {"type": kind}
 
 
 def chunk_type(chunk: Mapping[str, Any]) -> str:
@@ -52,14 +62,14 @@ def chunk_type(chunk: Mapping[str, Any]) -> str:
     for key, kind in (("location", "image_asset_pointer"), ("data", "image"), ("dmel", "dmel")):
         if key in chunk:
             return kind
-    return "encoded_text"
+    return TEXT
 
 
-class ModelInput(Message):
+class ModelInput(StrictMessage):
     chunks: list[Chunk]
 
 
-class WireSamplingParams(Message):
+class WireSamplingParams(StrictMessage):
     """Sampling parameters. `stop` absent means EOS, [] means never."""
 
     max_tokens: StrictInt | None = None
@@ -70,7 +80,7 @@ class WireSamplingParams(Message):
     top_p: float = 1.0
 
 
-class TensorJson(Message):
+class TensorJson(StrictMessage):
     """Tensor of integers. With `sparse_crow_indices` it is CSR: `data` are the listed cells."""
 
     data: Integers
@@ -80,7 +90,7 @@ class TensorJson(Message):
     sparse_col_indices: Integers | None = None
 
 
-class AsampleRequest(Message):
+class AsampleRequest(StrictRequest):
     sampling_session_id: str | None = None
     seq_id: SampleSeqId | None = None
     base_model: str | None = None
@@ -97,7 +107,7 @@ class AsampleRequest(Message):
     record_stability_info: Annotated[bool, NoneAsFalse] = False
 
 
-class JoinSamplingSessionRequest(Message):
+class JoinSamplingSessionRequest(StrictRequest):
     sampling_session_id: str
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
-from skyrl_tinker.protocol.schemas.base import Message
+from skyrl_tinker.protocol.schemas.base import Message, StrictMessage
 from skyrl_tinker.protocol.schemas.runs import AccessScope, Paging
 
 FinishedBy = Literal["success", "errored", "interrupted"]
@@ -37,30 +37,30 @@ class SessionContents(Message):
     display_name: str | None = None
 
 
-class SetProjectRequest(Message):
+class SetProjectRequest(StrictMessage):
     project_id: ShortText
 
 
-class SearchOwner(Message):
+class SearchOwner(StrictMessage):
     """Owner to search for. `owner_urns` belongs to the type `user`."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] = Field(default_factory=list, max_length=10)
 
 
-class StatusQuery(Message):
+class StatusQuery(StrictMessage):
     """Status to search for. `reasons` belongs to the type `client_finished`."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: list[FinishedBy] | None = Field(None, min_length=1)
 
 
-class SearchCursor(Message):
+class SearchCursor(StrictMessage):
     last_created_at: AwareDatetime
     last_session_id: str
 
 
-class SessionSearchRequest(Message):
+class SessionSearchRequest(StrictMessage):
     """Search filters. All that are given must match, but only one of `session_id` and `display_name`."""
 
     session_id: str | None = None

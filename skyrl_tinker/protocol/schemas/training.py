@@ -4,7 +4,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from skyrl_tinker.protocol.schemas.base import Message, NullableDict, SessionSeqId, StrictInt, TrainingSeqId
+from skyrl_tinker.protocol.schemas.base import (
+    Message,
+    NullableDict,
+    SessionSeqId,
+    StrictInt,
+    StrictMessage,
+    StrictRequest,
+    TrainingSeqId,
+)
 
 
 class TrainingEnvelope(Message):
@@ -14,7 +22,11 @@ class TrainingEnvelope(Message):
     seq_id: TrainingSeqId
 
 
-class LoraConfig(Message):
+class TrainingRequest(TrainingEnvelope, StrictRequest):
+    """Base of training requests other than passes."""
+
+
+class LoraConfig(StrictMessage):
     rank: StrictInt = 32
     seed: StrictInt | None = None
     train_unembed: bool = True
@@ -22,7 +34,7 @@ class LoraConfig(Message):
     train_attn: bool = True
 
 
-class CreateModelRequest(Message):
+class CreateModelRequest(StrictRequest):
     session_id: str
     model_seq_id: SessionSeqId
     base_model: str
@@ -36,7 +48,7 @@ class CreateModelResult(Message):
     type: Literal["create_model"] = "create_model"
 
 
-class CreateViaLoadRequest(Message):
+class CreateViaLoadRequest(StrictRequest):
     """load_weights without model_id: a new model from a checkpoint, with the LoRA config of that."""
 
     session_id: str
@@ -49,7 +61,7 @@ class CreateViaLoadRequest(Message):
     weights_access_token: str | None = None
 
 
-class LoadWeightsRequest(TrainingEnvelope):
+class LoadWeightsRequest(TrainingRequest):
     """load_weights with model_id: into that model. SDKs before 0.6 send no `optimizer`."""
 
     path: str
@@ -63,7 +75,7 @@ class LoadWeightsResult(Message):
     type: Literal["load_weights"] = "load_weights"
 
 
-class OptimStepRequest(TrainingEnvelope):
+class OptimStepRequest(TrainingRequest):
     """Optimizer step with exactly one of the two; validate_step_params checks their contents."""
 
     adam_params: dict[str, Any] | None = None
@@ -74,7 +86,7 @@ class OptimStepResult(Message):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
-class SaveWeightsRequest(TrainingEnvelope):
+class SaveWeightsRequest(TrainingRequest):
     path: str
     ttl_seconds: StrictInt | None = None
     overwrite: bool = False
@@ -86,7 +98,7 @@ class SaveWeightsResult(Message):
     type: Literal["save_weights"] = "save_weights"
 
 
-class SaveExternalRequest(TrainingEnvelope):
+class SaveExternalRequest(TrainingRequest):
     path: str
     ttl_seconds: StrictInt | None = None
     age_encryption_recipients: list[str] | None = None
@@ -98,7 +110,7 @@ class SaveExternalResult(Message):
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
-class SaveSamplerRequest(TrainingEnvelope):
+class SaveSamplerRequest(TrainingRequest):
     """Save for the samplers: named (`path`) or ephemeral (`sampling_session_seq_id`)."""
 
     path: str | None = None
@@ -138,7 +150,7 @@ class GetInfoResponse(Message):
     type: Literal["get_info"] = "get_info"
 
 
-class UnloadModelRequest(Message):
+class UnloadModelRequest(StrictRequest):
     model_id: str
 
 

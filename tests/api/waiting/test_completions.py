@@ -111,7 +111,7 @@ async def test_an_acknowledgement_is_answered_at_once_and_so_are_all_at_shutdown
 async def test_an_unknown_sampling_session_is_404(world: World) -> None:
     for path, body in (
         ("retrieve_futures", ask("nobody")),
-        ("join_sampling_session", ask("nobody")["target"]),
+        ("join_sampling_session", {"sampling_session_id": "nobody"}),
     ):
         answer = await world.post(path, body)
         assert (answer.status_code, answer.json()) == (404, {"detail": "no sampling session nobody"})

@@ -75,8 +75,8 @@ def test_types_nulls_missing_shapes_and_configs_are_tolerated() -> None:
         },
         loss_fn="ppo",
         loss_fn_config={"clip_low_threshold": 1},
-        type="forward_backward",
     )
+    value |= {"type": "forward_backward", "an_option_of_a_newer_sdk": None}
     got = validate_forward_backward(pass_requests.decode_forward_backward_json(value), LIMITS)
     assert got.loss_config == {"clip_low_threshold": 1.0}
     assert got.data[0].tokens.tolist() == [1, 2]
@@ -92,6 +92,16 @@ def test_types_nulls_missing_shapes_and_configs_are_tolerated() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"forward_only": True}, "input has the unknown key 'forward_only', expected data, loss_fn, loss_fn"),
+        ({"model_input": {"chunks": [], "text": ""}}, "datum 0: model_input has the unknown key 'text'"),
+        (
+            {"model_input": {"chunks": [{"tokens": [1], "text": ""}]}},
+            "datum 0: model_input chunk 0 has the unknown key 'text', expected type, tokens",
+        ),
+        (
+            {"loss_fn_inputs": {"weights": {"data": [1], "dtype": "float32", "pad": 0}}},
+            r"datum 0: loss_fn_inputs\['weights'\] has the unknown key 'pad', expected data, dtype, shape, ",
+        ),
         ({"forward_backward_input": None}, "forward_backward_input is missing, expected an object"),
         ({"data": None}, "forward_backward_input.data is missing, expected a list"),
         ({"data": {"a": 1}}, "forward_backward_input.data is of type dict, expected a list"),
