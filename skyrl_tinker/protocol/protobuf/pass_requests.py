@@ -4,8 +4,8 @@ The stored body is a ForwardBackwardRequest, serialized deterministically; the e
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from google.protobuf.message import DecodeError
 
@@ -17,6 +17,7 @@ from skyrl_tinker.protocol.protobuf.datums import read_datum
 from skyrl_tinker.protocol.protobuf.json_passes import fill_from_json
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.size_guard import check_parts, head
+from skyrl_tinker.protocol.protobuf.unknown_fields import find_unknown_field
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.training import TrainingEnvelope
 
@@ -25,11 +26,16 @@ from skyrl_tinker.protocol.schemas.training import TrainingEnvelope
 class RawForwardBackward:
     """A request that names its model and seq_id; nothing else is checked. The message must not be changed.
 
-    `problem`: why the message is incomplete; validation raises it.
+    `serialized`: the message, deterministically. `problem`: why that is not all; validation raises it.
     """
 
     message: pb.ForwardBackwardRequest
+    serialized: bytes
     problem: UserError | None = None
+
+    @classmethod
+    def of(cls, message: pb.ForwardBackwardRequest, problem: UserError | None = None) -> Self:
+        return cls(message, message.SerializeToString(deterministic=True), problem)
 
     @property
     def model_id(self) -> ModelId:
@@ -53,8 +59,11 @@ def decode_forward_backward(body: bytes) -> RawForwardBackward:
             raise
         return partial
     parse(TrainingEnvelope, {"model_id": message.model_id, "seq_id": message.seq_id})
-    _fold_config(message)
-    return RawForwardBackward(message)
+    folded = _fold_config(message)
+    raw = RawForwardBackward.of(message)
+    # Unknown fields are dropped by now. The sizes tell whether to look for them: that takes a second parse.
+    found = None if len(raw.serialized) + folded == len(body) else find_unknown_field(_parsed(body))
+    return raw if found is None else replace(raw, problem=UserError(found))
 
 
 def _parsed(body: bytes) -> pb.ForwardBackwardRequest:
@@ -76,7 +85,7 @@ def decode_head(body: bytes, problem: UserError) -> RawForwardBackward | None:
     except UserError:
         return None
     message = pb.ForwardBackwardRequest(model_id=envelope.model_id, seq_id=envelope.seq_id)
-    return RawForwardBackward(message, problem.with_traceback(None))  # the traceback would hold the body
+    return RawForwardBackward.of(message, problem.with_traceback(None))  # the traceback would hold the body
 
 
 def decode_forward_backward_json(payload: Mapping[str, Any]) -> RawForwardBackward:
@@ -91,14 +100,13 @@ def decode_forward_backward_json(payload: Mapping[str, Any]) -> RawForwardBackwa
     try:
         fill_from_json(message, payload)
     except UserError as problem:
-        return RawForwardBackward(message, problem)
-    return RawForwardBackward(message)
+        return RawForwardBackward.of(message, problem)
+    return RawForwardBackward.of(message)
 
 
 def canonical(raw: RawForwardBackward) -> bytes:
     """Return the stored bytes, equal for equal requests. With a problem they only serve to compare them."""
-    serialized = raw.message.SerializeToString(deterministic=True)
-    return serialized if raw.problem is None else serialized + str(raw.problem).encode()
+    return raw.serialized if raw.problem is None else raw.serialized + str(raw.problem).encode()
 
 
 def from_canonical(body: bytes) -> ForwardBackward:
@@ -132,10 +140,20 @@ def raw_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     }
 
 
-def _fold_config(message: pb.ForwardBackwardRequest) -> None:
-    """Move the legacy map, the only one of older SDKs, to v2, unless v2 is set: newer SDKs write to both."""
+def _fold_config(message: pb.ForwardBackwardRequest) -> int:
+    """Move the legacy map, the only one of older SDKs, to v2, unless v2 is set: newer SDKs write to both.
+
+    Drop unknown fields before. Return by how many bytes the config shrank.
+    """
+    message.DiscardUnknownFields()
+    size = _config_size(message)
     if not message.loss_fn_config_v2:
         for key, number in message.loss_fn_config.items():
             message.loss_fn_config_v2[key].number = number
     message.loss_fn_config.clear()
-    message.DiscardUnknownFields()
+    return size - _config_size(message)
+
+
+def _config_size(message: pb.ForwardBackwardRequest) -> int:
+    legacy, config = message.loss_fn_config, message.loss_fn_config_v2
+    return pb.ForwardBackwardRequest(loss_fn_config=legacy, loss_fn_config_v2=config).ByteSize()

@@ -113,6 +113,7 @@ async def test_a_bad_pass_is_accepted_takes_its_seq_id_and_fails(world: World, c
         ({"adam_params": {"momentum": 0.9}}, "momentum"),
         ({"adam_params": None}, "adam_params"),
         ({"adam_params": 3}, "adam_params"),
+        ({"learning_rate": 0.1}, "body has the unknown key 'learning_rate', expected"),
         ({"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}, "both set"),
         ({"adam_params": None, "optimizer_params": {"type": "dimuon"}}, "optimizer_params.learning_rate"),
     ],
@@ -122,6 +123,24 @@ async def test_a_bad_step_is_accepted_and_fails(world: World, change: dict[str, 
     failure = await world.failure((await world.ok("optim_step", request))["request_id"])
     assert message in failure
     assert "the gradients accumulated for it are dropped" in failure
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+async def test_a_pass_with_unknown_fields_is_accepted_and_fails(world: World, forward_only: bool) -> None:
+    model = await world.model()
+    body = protobuf(model, 1, forward_only=forward_only) + b"\xf8\x07\x01"
+    for _ in range(2):  # a repetition gets the same future
+        answer = await post_pass(world, body)
+        assert "the unknown field number 127 of ForwardBackwardRequest" in await world.failure(
+            answer.json()["request_id"]
+        )
+    assert (await post_pass(world, protobuf(model, 2))).status_code == 200
+
+
+async def test_json_with_an_unknown_key_is_accepted_and_fails(world: World) -> None:
+    """A JSON pass has no forward_only: it would have trained."""
+    accepted = await world.ok("forward_backward", {**old_json(await world.model(), 1), "forward_only": True})
+    assert "body has the unknown key 'forward_only'" in await world.failure(accepted["request_id"])
 
 
 async def test_a_step_of_an_old_sdk_needs_no_defaults_and_no_type(world: World) -> None:

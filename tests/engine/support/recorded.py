@@ -86,7 +86,7 @@ def request(model: ModelId, seq_id: int, loss_fn: str, *data: Example, loss_id: 
     message.data.extend(example.message() for example in data)
     if loss_id is not None:
         message.loss_fn_config_v2["loss_id"].text = loss_id
-    return pass_requests.canonical(pass_requests.RawForwardBackward(message))
+    return pass_requests.canonical(pass_requests.RawForwardBackward.of(message))
 
 
 async def row_of(

@@ -1,5 +1,8 @@
 """forward_backward as the SDK encodes it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import tinker
@@ -133,6 +136,66 @@ def test_config_sent_to_one_map_or_to_both_is_the_same_request() -> None:
         )
         == 1
     )
+
+
+UNKNOWN = b"\xf8\x07\x01"  # field 127, a varint
+
+
+def with_unknown(pick: Callable[[pb.ForwardBackwardRequest], Any]) -> bytes:
+    """Return a request with all kinds of messages in it, one of which has a field of a newer SDK."""
+    spans = [SampledProvenanceSpan(sequence_id="a", offset=0, length=1)]
+    plain = datum([1], **{name: values[:1] for name, values in RL.items()})
+    data = [plain, plain.with_provenance(model_input=spans, loss_fn_inputs=spans)]
+    message = pb.ForwardBackwardRequest.FromString(sdk_bytes(data, "ppo", config={"clip_low_threshold": 0.5}))
+    pick(message).MergeFromString(UNKNOWN)
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("pick", "message"),
+    [
+        (
+            lambda request: request,
+            "^body has the unknown field number 127 of ForwardBackwardRequest, expected ",
+        ),
+        (
+            lambda request: request.data[1],
+            r"^body.data\[1\] has .* 127 of Datum, expected model_input \(1\), ",
+        ),
+        (lambda request: request.data[1].model_input[0], r"^body.data\[1\].model_input\[0\] has .* of Chunk"),
+        (
+            lambda request: request.data[0].model_input[0].encoded_text,
+            r"\.encoded_text has .* EncodedTextChunk",
+        ),
+        (
+            lambda request: request.data[0].loss_fn_inputs["advantages"],
+            r"^body.data\[0\].loss_fn_inputs\['advantages'\] has the unknown field number 127 of Tensor",
+        ),
+        (lambda request: request.data[1].loss_fn_input_spans[0].sampled_tokens, "of SampledProvenanceSpan"),
+        (
+            lambda request: request.loss_fn_config_v2["clip_low_threshold"],
+            r"^body.loss_fn_config_v2\['clip_low_threshold'\] has .* 127 of LossConfigValue, expected number",
+        ),
+    ],
+)
+def test_an_unknown_field_is_named_with_its_message(pick: Any, message: str) -> None:
+    raw = pass_requests.decode_forward_backward(with_unknown(pick))
+    assert (raw.model_id, raw.seq_id) == ("s:train:0", 7)
+    with pytest.raises(UserError, match=message):
+        raise raw.problem
+
+
+@pytest.mark.parametrize("config", [None, {"clip_low_threshold": 0.5}])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_body_of_the_sdk_is_not_searched_for_unknown_fields(
+    config: dict[str, float] | None, legacy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search takes longer than all other steps of decoding."""
+    message = pb.ForwardBackwardRequest.FromString(sdk_bytes([datum([1], **RL)], "ppo", config=config))
+    if legacy:
+        message.loss_fn_config_v2.clear()
+    monkeypatch.delattr(pass_requests, "find_unknown_field")
+    assert pass_requests.decode_forward_backward(message.SerializeToString()).problem is None
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def add_spans(datum: pb.Datum, spans: tuple[tuple[str, int, int, bool], ...]) ->
 
 
 def validate(message: pb.ForwardBackwardRequest, limits: Limits = LIMITS) -> ForwardBackward:
-    return validate_forward_backward(RawForwardBackward(message), limits)
+    return validate_forward_backward(RawForwardBackward.of(message), limits)
 
 
 def tokens(*ids: int) -> Change:
