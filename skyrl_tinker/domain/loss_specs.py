@@ -22,6 +22,9 @@ class LossSpec:
     config: Mapping[str, ConfigKey] = field(default_factory=dict)
     optional: Mapping[str, float] = field(default_factory=dict)
     """Optional inputs, and the number that stands at every position of an absent one."""
+    refuses_misspelt: bool = False
+    """Whether inputs that the loss does not read are refused where an optional one is absent: they may be its
+    misspelt name, and everything would train."""
     recorded: tuple[str, ...] = ()
     """Inputs that the engine fills in from the record of the sample."""
     candidates: bool = False
@@ -49,7 +52,7 @@ _EPSILONS = {"eps_low": ConfigKey(0.2, 0.0, 1.0), "eps_high": ConfigKey(0.2, 0.0
 LOSSES: Mapping[str, LossSpec] = {
     spec.name: spec
     for spec in (
-        LossSpec("cross_entropy", ("weights",), candidates=True),
+        LossSpec("cross_entropy", (), optional={"weights": 1.0}, refuses_misspelt=True, candidates=True),
         LossSpec("importance_sampling", _RL_INPUTS),
         LossSpec("ppo", _RL_INPUTS, _thresholds(0.8, 1.2)),
         LossSpec("cispo", _RL_INPUTS, _thresholds(0.0, 4.0)),

@@ -32,6 +32,8 @@ def read_datum(datum: pb.Datum, spec: LossSpec, where: str) -> Datum:
     missing = [name for name in names if name not in fields]
     if missing:
         raise UserError(f"{where}: loss_fn_inputs lacks {missing[0]!r}, found {sorted(fields) or 'none'}")
+    if spec.refuses_misspelt:
+        _refuse_misspelt(set(fields), spec, where)
     read = _custom_input if spec.name == CUSTOM else _float32_input
     field = input_field(where, _TARGETS)
     return Datum(
@@ -43,6 +45,15 @@ def read_datum(datum: pb.Datum, spec: LossSpec, where: str) -> Datum:
             for index, span in enumerate(datum.loss_fn_input_spans if spec.recorded else ())
         ),
     )
+
+
+def _refuse_misspelt(given: set[str], spec: LossSpec, where: str) -> None:
+    absent, unread = spec.optional.keys() - given, given - {_TARGETS, *spec.inputs, *spec.optional}
+    if absent and unread:
+        raise UserError(
+            f"{where}: loss_fn_inputs has {min(unread)!r}, which {spec.name} does not read, and no "
+            f"{min(absent)!r}, expected that or target_tokens alone"
+        )
 
 
 def text_tokens(datum: pb.Datum, where: str) -> Int32:

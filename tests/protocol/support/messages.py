@@ -37,13 +37,14 @@ def csr(
 
 
 def request(loss_fn: str = "cross_entropy", datums: int = 2) -> pb.ForwardBackwardRequest:
-    """Return a request with the required inputs of the loss, in float32 tensors without a shape."""
+    """Return a request with all inputs of the loss, in float32 tensors without a shape."""
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn=loss_fn)
     for _ in range(datums):
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.array([1, 2, 3], np.int32).tobytes()
         datum.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, 4], np.int64, (3,)))
-        for name in LOSSES[loss_fn].inputs if loss_fn in LOSSES else ():
+        spec = LOSSES.get(loss_fn)
+        for name in (*spec.inputs, *spec.optional) if spec else ():
             datum.loss_fn_inputs[name].CopyFrom(tensor([0.0, -1.5, 2.0]))
         if loss_fn == "stable_reinforce":
             add_spans(datum, (("a", 7, 1, False), ("a", 0, 2, True)))

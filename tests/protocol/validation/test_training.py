@@ -106,11 +106,25 @@ WRONG: list[tuple[Change, str]] = [
     ),
     (put("weights", pb.Tensor()), WEIGHTS + " has dtype number 0, expected float32, int64 or int32"),
     (
-        lambda m: m.data[1].loss_fn_inputs.pop("weights"),
-        r"datum 1: loss_fn_inputs lacks 'weights', found \['target_tokens'\]",
+        lambda m: m.data[1].loss_fn_inputs["weight"].CopyFrom(m.data[1].loss_fn_inputs.pop("weights")),
+        "datum 1: loss_fn_inputs has 'weight', which cross_entropy does not read, and no 'weights', "
+        "expected that or target_tokens alone",
     ),
     (lambda m: m.data[1].loss_fn_inputs.clear(), "datum 1: loss_fn_inputs lacks 'target_tokens', found none"),
 ]
+
+
+def test_weights_of_cross_entropy_may_be_left_out() -> None:
+    message = request()
+    message.data[1].loss_fn_inputs.pop("weights")
+    first, second = validate(message).data
+    assert (set(first.inputs), set(second.inputs)) == ({"weights"}, set())
+
+
+def test_inputs_that_cross_entropy_does_not_read_are_accepted_beside_its_weights() -> None:
+    message = request()
+    put("mask", tensor([1.0]))(message)
+    assert set(validate(message).data[1].inputs) == {"weights"}
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])

@@ -1,5 +1,7 @@
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey
@@ -10,6 +12,7 @@ from tests.training.conftest import MakeWorker
 from tests.training.support import reference
 from tests.training.support.passes import (
     assert_close,
+    assert_equal,
     gradients_of,
     make_data,
     make_item,
@@ -50,6 +53,26 @@ def test_clip_thresholds_are_those_of_the_request(
     loss, gradients = reference.adapter_gradients(untied_model, weights_of(worker, 1), data, bounded)
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-3)
     assert_close(gradients_of(worker, 1), gradients, 1e-5)
+
+
+@pytest.mark.parametrize("candidates", [0, 3])
+def test_cross_entropy_without_weights_is_that_with_ones(
+    make_worker: MakeWorker, untied_model: str, candidates: int
+) -> None:
+    worker = make_worker(untied_model)
+    data = make_data(LENGTHS, 1, candidates=candidates)
+    ones = tuple(
+        replace(datum, inputs={"weights": np.ones(datum.target_tokens.shape, np.float32)}) for datum in data
+    )
+    bare = tuple(replace(datum, inputs={}) for datum in data)
+    outputs, gradients = [], []
+    for number, one in enumerate((ones, bare), 1):
+        worker.create_model(ModelKey(number), LoraSpec(8, 0))
+        outputs.append(run_one(worker, make_item(number, one)).metrics)
+        gradients.append(gradients_of(worker, number))
+    assert outputs[0] == outputs[1]
+    assert outputs[0]["weights:sum"] == sum(datum.target_tokens.size for datum in data)
+    assert_equal(gradients[1], gradients[0])
 
 
 def test_every_loss_of_the_wire_is_built() -> None:
