@@ -115,6 +115,11 @@ class Settings(BaseSettings):
         description="Longest step of vLLM: a replica whose engine core answers nothing for so long is "
         "replaced [default: 60, on a CPU 600]",
     )
+    sampled_logprobs: Literal["raw", "processed"] = Field(
+        "raw",
+        description="Logprobs of sampled tokens: raw are the model's at temperature 1, processed those of "
+        "the distribution sampled from, after temperature, top_k and top_p",
+    )
     canary: bool = Field(True, description="Compare samplers and trainer at start; a mismatch is not served")
     gap_probe_tokens: int = Field(
         32, ge=0, description="Tokens on which samplers and trainer are compared after each sync; 0 = never"

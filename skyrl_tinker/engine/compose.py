@@ -146,6 +146,7 @@ def sampler_spec(
         replicas=settings.replicas,
         tensor_parallel_size=settings.tensor_parallel_size,
         hang_s=settings.sampler_hang_s,
+        sampled_logprobs=settings.sampled_logprobs,
         weight_backend=backend_of(_transport_name(settings)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         shared_gpus=shared_gpus,

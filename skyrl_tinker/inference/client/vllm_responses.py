@@ -157,7 +157,9 @@ def diverged() -> UserError:
 
 
 def _topk_sampled(position: Mapping[str, Any], k: int) -> TopkRow:
-    return _best(((int(entry["token_id"]), float(entry["logprob"])) for entry in position["top_logprobs"]), k)
+    """Return the k most likely, less where top_k or top_p left fewer and logprobs are processed ones."""
+    listed = ((int(entry["token_id"]), float(entry["logprob"])) for entry in position["top_logprobs"])
+    return _best((candidate for candidate in listed if candidate[1] > VLLM_LEAST_LOGPROB), k)
 
 
 def _best(candidates: Iterable[tuple[int, float]], k: int) -> TopkRow:

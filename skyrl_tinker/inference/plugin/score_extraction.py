@@ -16,6 +16,8 @@ import torch
 
 from skyrl_tinker.inference.client.vllm_requests import SCORES_KEY, ScoreWork, unpack_work
 
+PROCESSED = "processed_logprobs"
+"""vLLM's --logprobs-mode in which logprobs are of the distribution that was sampled from."""
 LOGIT_ROWS = 128
 """Rows of logits held at once."""
 RowsOf = Callable[[Any, str], AbstractContextManager[None]]
@@ -100,15 +102,25 @@ def _fill(runner: Any, request: str, count: int, hidden_states: torch.Tensor, pr
         rows = slice(start, min(start + LOGIT_ROWS, end))
         logits = runner.model.compute_logits(hidden_states[offset + rows.start : offset + rows.stop])
         filled = slice(rows.start - work.first, rows.stop - work.first)
-        progress.matrix[filled] = scores(logits, work, rows, progress.uniforms[rows])
+        progress.matrix[filled] = scores(
+            logits, work, rows, progress.uniforms[rows], processed=runner.sampler.logprobs_mode == PROCESSED
+        )
 
 
-def scores(logits: torch.Tensor, work: ScoreWork, rows: slice, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return [rows, columns] from logits [rows, vocabulary]; logprobs are raw, draws at the temperature."""
+def scores(
+    logits: torch.Tensor, work: ScoreWork, rows: slice, uniforms: torch.Tensor, *, processed: bool
+) -> torch.Tensor:
+    """Return [rows, columns] from logits [rows, vocabulary]. Draws are made at the temperature.
+
+    Logprobs are raw; those of draws are at the temperature, too, where vLLM's own samples are (`processed`).
+    """
     logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
     targets = torch.from_numpy(work.targets[rows].astype(np.int64)).to(logits.device)
     drawn = draw(logits, work.temperature, uniforms)
-    columns = [logprobs.gather(1, targets.clamp_min(0)), logprobs.gather(1, drawn), drawn.float()]
+    of_draws = logprobs
+    if processed and work.temperature > 0:
+        of_draws = torch.log_softmax(logits / work.temperature, -1, dtype=torch.float32)
+    columns = [logprobs.gather(1, targets.clamp_min(0)), of_draws.gather(1, drawn), drawn.float()]
     return torch.cat(columns, 1)  # token ids are exact in float32, being below 2**24
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import aiohttp
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.client.vllm_responses import VLLM_LEAST_LOGPROB
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
 
@@ -19,11 +21,18 @@ class ExternalServers:
 
     token = ""
 
-    def __init__(self, urls: Sequence[str], startup_s: float, hang_s: float) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        startup_s: float,
+        hang_s: float,
+        sampled_logprobs: Literal["raw", "processed"] = "raw",
+    ) -> None:
         """URLs as http://host:port. `startup_s`: how long `ready` waits for them."""
         self._urls = tuple(url.rstrip("/") for url in urls)
         self._startup_s = startup_s
         self._hang_s = hang_s
+        self._sampled_logprobs = sampled_logprobs
         self._suspicion = Suspicion()
 
     async def ready(self) -> None:
@@ -35,7 +44,7 @@ class ExternalServers:
                 raise SamplerError(
                     f"{url} (sampler_urls) gave no answer in {self._startup_s:.0f} s"
                 ) from None
-            await _require_fit(url)
+            await _require_fit(url, self._sampled_logprobs)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -56,7 +65,7 @@ class ExternalServers:
     async def replace(self, index: int) -> str:
         """Return its URL once it is healthy again; it may have an earlier server's adapters and weights."""
         await _healthy(self._urls[index])
-        await _require_fit(self._urls[index])
+        await _require_fit(self._urls[index], self._sampled_logprobs)
         return self._urls[index]
 
     async def shutdown(self) -> None:
@@ -73,7 +82,7 @@ async def _healthy(url: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def _require_fit(url: str) -> None:
+async def _require_fit(url: str, sampled_logprobs: str) -> None:
     """Raise a SamplerError that says what it was started without; unload old adapters, names may recur."""
     client = RemoteInferenceClient(url, (url,))
     control = client.control
@@ -83,9 +92,7 @@ async def _require_fit(url: str) -> None:
         for name in await control.adapters():
             await control.unload_adapter(name)
         await control.reset_prefix_cache()  # it knows adapters by name and path only
-        await client.data.generate(
-            {"model": BASE_MODEL, "token_ids": [0], "sampling_params": {"max_tokens": 1, "logprobs": 0}}
-        )
+        found = _mode(await client.data.generate(_TRIAL))
     except SamplerError as error:
         raise SamplerError(
             f"{url} (sampler_urls) does not serve what is needed ({error}); "
@@ -94,3 +101,22 @@ async def _require_fit(url: str) -> None:
         ) from error
     finally:
         await client.close()
+    if found != sampled_logprobs:
+        raise SamplerError(
+            f"{url} (sampler_urls) answers {found} logprobs, expected {sampled_logprobs} (sampled_logprobs): "
+            f"start it with --logprobs-mode {sampled_logprobs}_logprobs"
+        )
+
+
+_TRIAL = {
+    "model": BASE_MODEL,
+    "token_ids": [0],
+    "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 2},
+}
+
+
+def _mode(answer: Any) -> str:
+    """Tell by the second token of _TRIAL, which top_k excludes: only processed logprobs know that."""
+    listed = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    excluded = min(entry["logprob"] for entry in listed) <= VLLM_LEAST_LOGPROB
+    return "processed" if excluded else "raw"

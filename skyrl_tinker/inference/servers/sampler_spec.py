@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -35,6 +36,7 @@ class SamplerSpec:
     replicas: int = 1
     tensor_parallel_size: int = 1  # of each replica
     hang_s: float = 10.0  # without an answer for so long, a replica counts as dead
+    sampled_logprobs: Literal["raw", "processed"] = "raw"
     weight_backend: str = "skyrl_staged"  # of vLLM's weight transfer: that one, nccl or ipc
     gpu_memory_utilization: float = 0.85
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
@@ -82,6 +84,7 @@ def flags(spec: SamplerSpec, port: int) -> list[str]:
         "--max-num-seqs": MAX_SEQUENCES,
         "--tensor-parallel-size": spec.tensor_parallel_size,
         "--max-logprobs": -1,
+        "--logprobs-mode": f"{spec.sampled_logprobs}_logprobs",
         "--generation-config": "vllm",
         "--max-loras": spec.max_loras,
         "--max-lora-rank": spec.max_lora_rank,

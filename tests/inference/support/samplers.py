@@ -106,10 +106,10 @@ def spec_of(facts: BaseModelFacts, log_dir: Path) -> SamplerSpec:
     )
 
 
-def launch(root: Path, name: str) -> Served:
-    """Two replicas of the tied model, one of the untied."""
+def launch(root: Path, name: str, **given: Any) -> Served:
+    """Two replicas of the tied model, one of the untied. `given`: other fields of SamplerSpec."""
     facts = write_model(root / name, tied=name == "tied")
-    spec = replace(spec_of(facts, root / f"{name}-logs"), replicas=2 if name == "tied" else 1)
+    spec = replace(spec_of(facts, root / f"{name}-logs"), replicas=2 if name == "tied" else 1, **given)
     return Served(facts, ServerGroup.launch(spec))
 
 
