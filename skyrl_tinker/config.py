@@ -120,6 +120,11 @@ class Settings(BaseSettings):
         description="Logprobs of sampled tokens: raw are the model's at temperature 1, processed those of "
         "the distribution sampled from, after temperature, top_k and top_p",
     )
+    reasoning_parser: str | None = Field(
+        None,
+        description="vLLM's parser that puts the reasoning of chat answers in a field of its own, as qwen3 "
+        "[default: it stays in their text]",
+    )
     canary: bool = Field(True, description="Compare samplers and trainer at start; a mismatch is not served")
     gap_probe_tokens: int = Field(
         32, ge=0, description="Tokens on which samplers and trainer are compared after each sync; 0 = never"

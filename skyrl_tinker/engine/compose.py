@@ -3,6 +3,7 @@
 import secrets
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -13,6 +14,7 @@ from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
+from skyrl_tinker.engine.openai.chat_abilities import chat_abilities
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
@@ -81,7 +83,8 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         settings, facts, store, outbox, backends.trainer, samplers, versions, metrics, backends.placement
     )
     driver = training.driver
-    openai = OpenAIServer(store, samplers, backends.fleet, facts, metrics)
+    abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser)
+    openai = OpenAIServer(store, samplers, backends.fleet, facts, abilities, metrics)
     _register_gauges(metrics, backends, sampler_driver)
     return Parts(
         training.drift_monitor,
@@ -147,6 +150,7 @@ def sampler_spec(
         tensor_parallel_size=settings.tensor_parallel_size,
         hang_s=settings.sampler_hang_s,
         sampled_logprobs=settings.sampled_logprobs,
+        reasoning_parser=settings.reasoning_parser,
         weight_backend=backend_of(_transport_name(settings)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         shared_gpus=shared_gpus,

@@ -1,17 +1,13 @@
 """/metrics, and the gap between samplers and trainer: in numbers, in a step's metrics, and as a warning."""
 
-import time
-
 import httpx
 import pytest
-import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
-from tests.e2e.support.client import Client, datum, prompt, random_tokens, train
+from tests.e2e.support.client import Client, gap_of_next_step, prompt, random_tokens, train
 
 TOKENS = random_tokens(40, seed=5)
-GAP = "sampler_logprob_gap"
 
 
 def scraped(url: str) -> dict[str, float]:
@@ -22,21 +18,6 @@ def scraped(url: str) -> dict[str, float]:
         for family in families
         for sample in family.samples
     }
-
-
-def next_step(training: tinker.TrainingClient) -> dict[str, float]:
-    """The metrics of one more step."""
-    training.forward_backward([datum(TOKENS)], "cross_entropy").result()
-    return training.optim_step(types.AdamParams(learning_rate=1e-4)).result().metrics or {}
-
-
-def gap_of_next_step(training: tinker.TrainingClient) -> float:
-    """The samplers are asked in the background, so it may be the step after the next."""
-    deadline = time.monotonic() + 60
-    while GAP not in (metrics := next_step(training)):
-        assert time.monotonic() < deadline, "no step tells the gap"
-    assert GAP not in next_step(training), "told twice"
-    return metrics[GAP]
 
 
 def test_requests_tokens_and_the_busy_fraction_are_counted(client: Client) -> None:
@@ -71,6 +52,6 @@ def test_each_sync_tells_the_gap_in_the_next_step(client: Client, rank: int) -> 
     training = client.new_lora(rank=rank)
     train(training, TOKENS, 1e-2 if rank else 1e-3)
     training.save_weights_for_sampler("compared").result()
-    gap = gap_of_next_step(training)
+    gap = gap_of_next_step(training, TOKENS)
     assert 0 <= gap < 1e-3
     assert scraped(client.url)["sampler_logprob_gap_max"] >= gap

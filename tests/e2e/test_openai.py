@@ -9,11 +9,12 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from tinker import types
 
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER
-from tests.e2e.support.client import Client, logprobs_of, random_tokens, train
+from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.support.serve import Serve
 
 PROMPT = random_tokens(12, seed=21)
@@ -111,6 +112,97 @@ def test_every_end_of_text_token_ends_a_sequence(oai: openai.OpenAI, client: Cli
     assert len(stops - {None}) == 2, "one token only ends text"
 
 
+def test_token_ids_and_texts_stop_a_completion_and_are_not_in_its_text(
+    oai: openai.OpenAI, client: Client
+) -> None:
+    """With more texts than the four of OpenAI, one of which comes first when the token does not."""
+    asked = types.SamplingParams(max_tokens=12, temperature=0, stop=[])
+    tokens = client.base_sampler().sample(prompt(PROMPT), 1, asked).result().sequences[0].tokens
+    stop = tokens[6]
+    greedy: Any = {"model": client.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    answer = oai.completions.create(**greedy, stop=[stop, 0])
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.model_extra is not None
+    assert choice.model_extra["stop_reason"] == stop
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == tokens.index(stop) + 1
+    text = oai.completions.create(**greedy).choices[0].text
+    assert text.startswith(choice.text)
+    assert len(choice.text) < len(text)
+    texts = [*(f"none of these {index}" for index in range(8)), text[3:5]]
+    until = oai.completions.create(**greedy, stop=texts)
+    assert until.choices[0].text == text[: text.index(text[3:5])]
+
+
+def test_logprobs_true_lists_the_sampled_tokens_of_a_completion(oai: openai.OpenAI, client: Client) -> None:
+    asked: Any = {"model": client.model, "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
+    flagged = oai.completions.create(**asked, extra_body={"logprobs": True}).choices[0].logprobs
+    assert flagged is not None
+    assert flagged == oai.completions.create(**asked, logprobs=0).choices[0].logprobs
+    assert len(flagged.token_logprobs or ()) == 5
+    assert oai.completions.create(**asked, extra_body={"logprobs": False}).choices[0].logprobs is None
+
+
+def test_top_k_1_is_greedy_in_both_routes(oai: openai.OpenAI, client: Client) -> None:
+    completion: Any = {"model": client.model, "prompt": PROMPT, "max_tokens": 12}
+    chat: Any = {"model": client.model, "messages": CHAT, "max_tokens": 12}
+    best: Any = {"top_k": 1}
+    assert (
+        oai.completions.create(**completion, extra_body=best).choices[0].text
+        == oai.completions.create(**completion, temperature=0).choices[0].text
+    )
+    assert (
+        oai.chat.completions.create(**chat, extra_body=best).choices[0].message.content
+        == oai.chat.completions.create(**chat, temperature=0).choices[0].message.content
+    )
+
+
+def test_what_asks_for_nothing_is_accepted_from_the_client(oai: openai.OpenAI, client: Client) -> None:
+    asked: Any = {"model": client.model, "messages": CHAT, "max_tokens": 8, "temperature": 0}
+    plain = oai.chat.completions.create(**asked).choices[0].message.content
+    padded = oai.chat.completions.create(
+        **asked,
+        store=False,
+        tools=[],
+        tool_choice="none",
+        parallel_tool_calls=True,
+        metadata={"run": "1"},
+        n=1,
+        seed=None,
+        user="me",
+        service_tier="auto",
+        response_format={"type": "text"},
+        reasoning_effort="none",
+        extra_body={
+            "separate_reasoning": False,
+            "chat_template_kwargs": {"enable_thinking": False},
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "skip_special_tokens": True,
+        },
+    )
+    assert padded.choices[0].message.content == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"extra_body": {"separate_reasoning": True}}, "separate_reasoning"),
+        ({"store": True}, "store"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stop": "", "max_tokens": 4}, "stop"),
+    ],
+)
+def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(
+    oai: openai.OpenAI, client: Client, fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=field) as refused:
+        oai.chat.completions.create(model=client.model, messages=CHAT, **fields)
+    assert refused.value.param == field
+
+
 def test_a_chat_completion(oai: openai.OpenAI, client: Client) -> None:
     answer = oai.chat.completions.create(
         model=client.model, messages=CHAT, max_completion_tokens=5, n=2, logprobs=True, top_logprobs=2
@@ -146,7 +238,9 @@ def test_usage_comes_only_when_asked_for(oai: openai.OpenAI, trained: tuple[str,
         ({"prompt": "a" * 5_000_000}, "prompt: 5000000 characters, expected at most 4194304 for 4096 tokens"),
         ({"prompt": [100_000]}, "found token 100000"),
         ({"n": 0}, "n: "),
-        ({"extra_body": {"best_of": 2}}, "best_of is not supported"),
+        ({"best_of": 2}, "best_of: .*expected the value of n, found 2"),
+        ({"extra_body": {"min_p": 0.5}}, "min_p is not supported"),
+        ({"extra_body": {"stop": [5000]}}, "stop: found token 5000"),
         ({"model": "tinker://nobody:train:0/weights/x"}, "no weights for sampling"),
     ],
 )

@@ -15,8 +15,10 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
+    add_reasoning_content,
     longest_prompt,
     texts_to_count,
     upstream_body,
@@ -65,17 +67,25 @@ class _OpenAICall:
 
     def renamed(self, response: dict[str, Any]) -> bytes:
         """Encode a response under the model name that the client gave."""
+        add_reasoning_content(response)
         return orjson.dumps(response | {"model": self.request.model} if "model" in response else response)
 
 
 class OpenAIServer:
     def __init__(
-        self, store: Store, samplers: Samplers, fleet: Fleet, facts: BaseModelFacts, metrics: Metrics
+        self,
+        store: Store,
+        samplers: Samplers,
+        fleet: Fleet,
+        facts: BaseModelFacts,
+        abilities: ChatAbilities,
+        metrics: Metrics,
     ) -> None:
         self._store = store
         self._samplers = samplers
         self._fleet = fleet
         self._facts = facts
+        self._abilities = abilities
         self._metrics = metrics
 
     def routes(self) -> list[web.RouteDef]:
@@ -107,10 +117,10 @@ class OpenAIServer:
 
     async def _prepare(self, request: OpenAIRequest, owner: OwnerId | None) -> _OpenAICall:
         version = self._version(request.model, owner)
-        texts = texts_to_count(request, self._facts)
+        texts = texts_to_count(request, self._facts, self._abilities)
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
         length = longest_prompt(request, counts, self._facts)
-        return _OpenAICall(request, version, upstream_body(request, length, self._facts))
+        return _OpenAICall(request, version, upstream_body(request, length, self._facts, self._abilities))
 
     def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
         """Return the version that a model name means, None for the base model.

@@ -1,9 +1,12 @@
-"""Translation of OpenAI's requests to vLLM's, with end-of-sequence tokens and lengths set here. Pure."""
+"""OpenAI's requests as vLLM's, with end-of-sequence tokens and lengths set here, and its answers. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import orjson
+
 from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.protocol.schemas.openai import (
     COMPLETION_MAX_TOKENS,
     ChatCompletionRequest,
@@ -12,14 +15,30 @@ from skyrl_tinker.protocol.schemas.openai import (
 )
 
 OpenAIRequest = CompletionRequest | ChatCompletionRequest
-_NOT_FORWARDED = {"model", "user", "max_tokens", "max_completion_tokens", "stream_options"}
+_FORWARDED = {
+    "prompt",
+    "messages",
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stream",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+}
 LONGEST_TOKEN = 1024
 """Upper bound of the characters in a token: a text that cannot fit even so is refused without counting."""
 
 
-def texts_to_count(request: OpenAIRequest, facts: BaseModelFacts) -> list[dict[str, Any]]:
+def texts_to_count(
+    request: OpenAIRequest, facts: BaseModelFacts, abilities: ChatAbilities
+) -> list[dict[str, Any]]:
     """Return bodies of /tokenize for the prompts of unknown length. Raises FieldError for a huge one."""
-    bodies = _texts(request)
+    bodies = _texts(request, abilities)
     most = LONGEST_TOKEN * facts.context_length
     for body in bodies:
         _require_short(body, most, facts.context_length)
@@ -29,6 +48,7 @@ def texts_to_count(request: OpenAIRequest, facts: BaseModelFacts) -> list[dict[s
 def _require_short(body: dict[str, Any], most: int, context: int) -> None:
     field, value = next(iter(body.items()))
     size = len(value) if isinstance(value, str) else sum(map(_characters, value))
+    size += len(orjson.dumps(body["chat_template_kwargs"])) if "chat_template_kwargs" in body else 0
     if size > most:
         message = f"{field}: {size} characters, expected at most {most} for {context} tokens of context"
         raise FieldError(message, field, "context_length_exceeded")
@@ -36,12 +56,14 @@ def _require_short(body: dict[str, Any], most: int, context: int) -> None:
 
 def _characters(message: dict[str, Any]) -> int:
     content = message["content"]
-    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    size = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    return size + sum(len(message.get(field, "")) for field in ("reasoning", "reasoning_content"))
 
 
-def _texts(request: OpenAIRequest) -> list[dict[str, Any]]:
+def _texts(request: OpenAIRequest, abilities: ChatAbilities) -> list[dict[str, Any]]:
     if isinstance(request, ChatCompletionRequest):
-        return [{"messages": [message.model_dump(exclude_none=True) for message in request.messages]}]
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        return [{"messages": messages, **_template_variables(request, abilities)}]
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     return [{"prompt": prompt} for prompt in prompts if isinstance(prompt, str)]
 
@@ -50,12 +72,14 @@ def longest_prompt(request: OpenAIRequest, counts: Sequence[int], facts: BaseMod
     """Return the tokens of the longest prompt; `counts`: of texts_to_count. FieldError: unknown token id."""
     lists = _token_lists(request)
     for tokens in lists:
-        for token in tokens:
-            if not 0 <= token < facts.vocab_size:
-                raise FieldError(
-                    f"prompt: found token {token}, expected 0 .. {facts.vocab_size - 1}", "prompt"
-                )
+        _require_known(tokens, "prompt", facts)
     return max([*counts, *map(len, lists)])
+
+
+def _require_known(tokens: Iterable[int], field: str, facts: BaseModelFacts) -> None:
+    for token in tokens:
+        if not 0 <= token < facts.vocab_size:
+            raise FieldError(f"{field}: found token {token}, expected 0 .. {facts.vocab_size - 1}", field)
 
 
 def _token_lists(request: OpenAIRequest) -> list[list[int]]:
@@ -65,13 +89,35 @@ def _token_lists(request: OpenAIRequest) -> list[list[int]]:
     return [flat] if flat else [tokens for tokens in request.prompt if isinstance(tokens, list)]
 
 
-def upstream_body(request: OpenAIRequest, prompt_tokens: int, facts: BaseModelFacts) -> dict[str, Any]:
-    """Return vLLM's body without the model. Raises FieldError with the numbers if it exceeds the context."""
-    body = request.model_dump(exclude=_NOT_FORWARDED, exclude_none=True)
+def upstream_body(
+    request: OpenAIRequest, prompt_tokens: int, facts: BaseModelFacts, abilities: ChatAbilities
+) -> dict[str, Any]:
+    """Return vLLM's body without the model.
+
+    Raises FieldError with the numbers if it exceeds the context, and for what the model cannot do.
+    """
+    body = request.model_dump(include=_FORWARDED, exclude_none=True)
     body["max_tokens"] = _max_tokens(request, prompt_tokens, facts.context_length)
-    # vLLM knows one EOS at most: all of them are given here, as for samples.
-    body |= {"ignore_eos": True, "stop_token_ids": list(facts.eos_token_ids)}
+    body |= _stop(request, facts)
+    if isinstance(request, ChatCompletionRequest):
+        abilities.require_separation(request.separate_reasoning)
+        body |= _template_variables(request, abilities)
     return body | {"stream_options": {"include_usage": True}} if request.stream else body
+
+
+def _stop(request: OpenAIRequest, facts: BaseModelFacts) -> dict[str, Any]:
+    """List all that ends a sequence. vLLM knows one EOS at most: all are given here, as for samples."""
+    ids = [item for item in request.stop if isinstance(item, int)]
+    _require_known(ids, "stop", facts)
+    texts = [item for item in request.stop if isinstance(item, str)]
+    return {"ignore_eos": True, "stop_token_ids": [*facts.eos_token_ids, *ids], "stop": texts}
+
+
+def _template_variables(request: ChatCompletionRequest, abilities: ChatAbilities) -> dict[str, Any]:
+    """Return the field with the variables that the template may read; {} when there are none."""
+    given = request.chat_template_kwargs or {}
+    variables = {**abilities.variables_of(request.reasoning_effort), **abilities.read(given)}
+    return {"chat_template_kwargs": variables} if variables else {}
 
 
 def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int:
@@ -86,3 +132,11 @@ def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int
         message = f"{prompt_tokens} prompt tokens + {limit} max_tokens > {context}, the context length"
         raise FieldError(message, field, "context_length_exceeded")
     return limit
+
+
+def add_reasoning_content(response: dict[str, Any]) -> None:
+    """Add vLLM's `reasoning` under the name that clients of `separate_reasoning` read."""
+    for choice in response.get("choices", ()):
+        said = choice.get("message") or choice.get("delta") or {}
+        if said.get("reasoning") is not None:
+            said["reasoning_content"] = said["reasoning"]

@@ -37,6 +37,7 @@ class SamplerSpec:
     tensor_parallel_size: int = 1  # of each replica
     hang_s: float = 10.0  # without an answer for so long, a replica counts as dead
     sampled_logprobs: Literal["raw", "processed"] = "raw"
+    reasoning_parser: str | None = None  # of vLLM's chats
     weight_backend: str = "skyrl_staged"  # of vLLM's weight transfer: that one, nccl or ipc
     gpu_memory_utilization: float = 0.85
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
@@ -97,9 +98,10 @@ def flags(spec: SamplerSpec, port: int) -> list[str]:
     cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes(spec))] if spec.device == "cpu" else []
     device = cpu if spec.device == "cpu" else _gpu_flags(spec)
     guard = ["--middleware", GUARD] if spec.token else []
+    parser = ["--reasoning-parser", spec.reasoning_parser] if spec.reasoning_parser else []
     pairs = [text for flag, value in common.items() for text in (flag, str(value))]
     names = [BASE_MODEL, *(name for name in spec.model.names if name != BASE_MODEL)]
-    return [*pairs, "--served-model-name", *names, *switches, *quiet, *guard, *device]
+    return [*pairs, "--served-model-name", *names, *switches, *quiet, *guard, *parser, *device]
 
 
 def _gpu_flags(spec: SamplerSpec) -> list[str]:
@@ -130,6 +132,7 @@ def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) ->
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin's score_extraction patches the first one
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_MAX_STOP_STRINGS": "1024",  # of its OpenAI routes, beyond our own limit; the default is 4
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # context + 1: the last token is sampled, never fed
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # the default 5 s races with pooled connections
     }

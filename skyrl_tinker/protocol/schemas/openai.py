@@ -1,15 +1,25 @@
 """Requests of the OpenAI-compatible routes, and the errors that OpenAI's clients read.
 
-An allow-list: fields that are not declared here are refused by name. A null counts as not given.
+An allow-list: fields that are not declared here are refused by name. A null counts as not given, and so does
+a field of NEUTRAL with a value that asks for nothing: clients send those of OpenAI, vLLM and SGLang.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictInt, describe
+from skyrl_tinker.protocol.schemas.base import MAX_INT32, MAX_INT64, Message, StrictInt, describe
 
 MAX_CHOICES = 128
 MAX_TEXTS = 1024
@@ -21,7 +31,54 @@ OWNER_HEADER = "X-Skyrl-Tinker-Owner"
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is the rest of the context
 
 StrictBool = Annotated[bool, Strict()]
+StrictText = Annotated[str, Strict()]
 Tokens = list[StrictInt]
+Stops = tuple[StrictText | StrictInt, ...]
+Neutral = Mapping[str, tuple[Any, ...]]
+"""By field: the values that ask for nothing."""
+
+NEUTRAL: Neutral = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
+}
+NEUTRAL_IN_COMPLETIONS: Neutral = {"suffix": ("",), "add_special_tokens": (True,), "logprobs": (False,)}
+NEUTRAL_IN_CHATS: Neutral = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "include_reasoning": (True,),
+}
+NEUTRAL_IN_MESSAGES: Neutral = {"tool_calls": ([],), "annotations": ([],)}
+NEUTRAL_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+
+SET_HERE = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Arguments of a chat template that are no client's: given by the request's own fields, or fixed."""
 
 
 class FieldError(UserError):
@@ -49,18 +106,53 @@ def _content(value: Any) -> Any:
     return value
 
 
+def _stop(value: Any) -> Any:
+    """Refuse wrong stops with one message, not one for each possible form."""
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) or not isinstance(item, str | int) for item in items):
+        raise ValueError("expected text, a token id, or a list of those")
+    if len(items) > MAX_STOPS:
+        raise ValueError(f"{len(items)} stops, expected at most {MAX_STOPS}")
+    if "" in items:
+        raise ValueError("an empty text, expected at least one character")
+    return items
+
+
+def _count(value: Any) -> Any:
+    """Read a boolean as chats mean it: the logprobs of the sampled tokens alone."""
+    return 0 if value is True else value
+
+
+def _template_arguments(value: Any) -> Any:
+    if isinstance(value, Mapping) and (taken := [name for name in SET_HERE if name in value]):
+        raise ValueError(f"{taken[0]} is set by the server, expected other arguments of the chat template")
+    return value
+
+
 class OpenAIMessage(Message):
     model_config = ConfigDict(extra="forbid")
+    neutral: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, payload: Any) -> Any:
+    def _without_what_asks_for_nothing(cls, payload: Any) -> Any:
         if not isinstance(payload, Mapping):
             return payload
-        return {key: value for key, value in payload.items() if value is not None}
+        return {
+            key: value
+            for key, value in payload.items()
+            if value is not None and not _among(value, cls.neutral.get(key, ()))
+        }
+
+
+def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Return whether one of them is equal; 0 is not False."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
 
 
 class StreamOptions(OpenAIMessage):
+    neutral: ClassVar[Neutral] = NEUTRAL_IN_STREAM_OPTIONS
+
     include_usage: StrictBool = False
 
 
@@ -70,13 +162,21 @@ class TextPart(OpenAIMessage):
 
 
 class ChatMessage(OpenAIMessage):
+    """Message of a chat. `reasoning`, of earlier answers: for templates that show it to the model again."""
+
+    neutral: ClassVar[Neutral] = NEUTRAL_IN_MESSAGES
+
     role: Literal["system", "user", "assistant"]
     content: Annotated[str | list[TextPart], BeforeValidator(_content)]
     name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class OpenAIRequest(OpenAIMessage):
-    """Fields of both routes. `user` is accepted unread: it names the requester and changes nothing."""
+    """Fields of both routes. Those at the end are accepted unread: they change no answer."""
+
+    neutral: ClassVar[Neutral] = NEUTRAL
 
     model: str = Field(description="A base model's name, or tinker://<run>/sampler_weights/<name>")
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -86,10 +186,17 @@ class OpenAIRequest(OpenAIMessage):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: Annotated[StrictInt, Field(ge=0, le=MAX_INT64 - MAX_CHOICES)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] = Field(-1, description="-1 or 0: no limit")
+    stop: Annotated[Stops, BeforeValidator(_stop, json_schema_input_type=str | int | Stops)] = Field(
+        (), description="Texts and token ids that end a sequence, as does the end of text"
+    )
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "OpenAIRequest":
@@ -99,11 +206,28 @@ class OpenAIRequest(OpenAIMessage):
 
 
 class CompletionRequest(OpenAIRequest):
-    """Body of /oai/api/v1/completions."""
+    """Body of /oai/api/v1/completions. `logprobs`: how many of the likeliest tokens; true is 0."""
+
+    neutral: ClassVar[Neutral] = {**NEUTRAL, **NEUTRAL_IN_COMPLETIONS}
 
     prompt: Annotated[str | list[str] | Tokens | list[Tokens], BeforeValidator(_prompt)]
     echo: StrictBool = False
-    logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: StrictInt | None = None
+    logprobs: (
+        Annotated[
+            StrictInt,
+            BeforeValidator(_count, json_schema_input_type=bool | int),
+            Field(ge=0, le=MAX_TOP_LOGPROBS),
+        ]
+        | None
+    ) = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _all_are_returned(cls, best_of: int, checked: ValidationInfo) -> int:
+        if best_of != checked.data.get("n"):
+            raise ValueError("choosing the best is not supported, expected the value of n")
+        return best_of
 
     @model_validator(mode="after")
     def _something_to_answer(self) -> "CompletionRequest":
@@ -122,19 +246,32 @@ class CompletionRequest(OpenAIRequest):
 class ChatCompletionRequest(OpenAIRequest):
     """Body of /oai/api/v1/chat/completions."""
 
+    neutral: ClassVar[Neutral] = {**NEUTRAL, **NEUTRAL_IN_CHATS}
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] | None = Field(
+        None, description="Variables of the model's chat template"
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    separate_reasoning: StrictBool | None = Field(
+        None, description="Reasoning in a field of its own; needs the server's setting reasoning_parser"
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatCompletionRequest":
         if self.max_tokens == 0:
             raise ValueError("max_tokens is 0, expected at least 1")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) == 2:
             raise ValueError("max_tokens and max_completion_tokens: expected one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        effort = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort not in (None, effort):
+            raise ValueError("reasoning_effort: another one is in chat_template_kwargs, expected one of them")
         return self
 
 

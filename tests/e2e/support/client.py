@@ -1,5 +1,6 @@
 """Short words for what the tests say to the real SDK."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import tinker
 from tinker import types
 
 Array = np.ndarray
+GAP = "sampler_logprob_gap"
 
 
 @dataclass(frozen=True)
@@ -70,3 +72,17 @@ def train(training: tinker.TrainingClient, tokens: Sequence[int], learning_rate:
 
 def prompt(tokens: Sequence[int]) -> types.ModelInput:
     return types.ModelInput.from_ints(list(tokens))
+
+
+def gap_of_next_step(training: tinker.TrainingClient, tokens: Sequence[int]) -> float:
+    """The samplers are asked in the background, so it may be the step after the next."""
+    deadline = time.monotonic() + 60
+    while GAP not in (metrics := _metrics_of_step(training, tokens)):
+        assert time.monotonic() < deadline, "no step tells the gap"
+    assert GAP not in _metrics_of_step(training, tokens), "told twice"
+    return metrics[GAP]
+
+
+def _metrics_of_step(training: tinker.TrainingClient, tokens: Sequence[int]) -> dict[str, float]:
+    training.forward_backward([datum(tokens)], "cross_entropy").result()
+    return training.optim_step(types.AdamParams(learning_rate=1e-4)).result().metrics or {}

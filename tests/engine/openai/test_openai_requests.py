@@ -1,0 +1,123 @@
+"""OpenAI's fields in vLLM's bodies, by what the model's chat template reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities, chat_abilities
+from skyrl_tinker.engine.openai.openai_requests import texts_to_count, upstream_body
+from skyrl_tinker.protocol.schemas.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    FieldError,
+    parse_openai,
+)
+
+EOS = (1, 2)
+FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, EOS)
+PLAIN = ChatAbilities(frozenset({"messages", "message", "content"}))
+SWITCH = ChatAbilities(PLAIN.words | {"enable_thinking", "think"})
+DEGREES = ChatAbilities(PLAIN.words | {"reasoning_effort"})
+
+
+def chat(abilities: ChatAbilities, **fields: Any) -> dict[str, Any]:
+    request = parse_openai(
+        ChatCompletionRequest, {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+    )
+    body = upstream_body(request, 5, FACTS, abilities)
+    (counted,) = texts_to_count(request, FACTS, abilities)
+    assert counted.get("chat_template_kwargs") == body.get("chat_template_kwargs"), (
+        "another prompt is counted"
+    )
+    return body
+
+
+def test_stops_go_on_as_texts_and_token_ids_beside_the_end_of_text() -> None:
+    request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "stop": ["x", 7, "y", 9]})
+    body = upstream_body(request, 1, FACTS, PLAIN)
+    assert (body["stop"], body["stop_token_ids"], body["ignore_eos"]) == (["x", "y"], [*EOS, 7, 9], True)
+
+
+def test_a_stop_beyond_the_vocabulary_is_refused() -> None:
+    request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "stop": [512]})
+    with pytest.raises(FieldError, match=r"stop: found token 512, expected 0 \.\. 511"):
+        upstream_body(request, 1, FACTS, PLAIN)
+
+
+def test_what_changes_no_answer_is_not_handed_on() -> None:
+    body = chat(PLAIN, user="me", metadata={"a": "b"}, prompt_cache_key="k", store=False, tools=[], top_k=4)
+    assert body.keys() <= {
+        *("messages", "n", "max_tokens", "temperature", "top_p", "top_k", "presence_penalty"),
+        *("frequency_penalty", "stream", "logprobs", "ignore_eos", "stop_token_ids", "stop"),
+    }
+    assert body["top_k"] == 4
+
+
+def test_a_template_gets_the_variables_that_it_reads() -> None:
+    body = chat(
+        SWITCH, chat_template_kwargs={"enable_thinking": False, "return_dict": False, "truncation": 1}
+    )
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "chat_template_kwargs" not in chat(PLAIN, chat_template_kwargs={"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("abilities", "effort", "variables"),
+    [
+        (DEGREES, "low", {"reasoning_effort": "low"}),
+        (DEGREES, "none", {"reasoning_effort": "none"}),
+        (SWITCH, "high", {"enable_thinking": True}),
+        (SWITCH, "none", {"enable_thinking": False}),
+        (PLAIN, "none", None),
+    ],
+)
+def test_an_effort_is_what_the_template_calls_it(
+    abilities: ChatAbilities, effort: str, variables: dict[str, Any] | None
+) -> None:
+    assert chat(abilities, reasoning_effort=effort).get("chat_template_kwargs") == variables
+
+
+def test_a_variable_given_by_name_goes_before_what_an_effort_means() -> None:
+    body = chat(SWITCH, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert body["chat_template_kwargs"] == {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "effort"), [(PLAIN.words, "low"), (PLAIN.words | {"think"}, "none")], ids=["plain", "always"]
+)
+def test_an_effort_that_the_template_cannot_give_is_refused_by_name(
+    words: frozenset[str], effort: str
+) -> None:
+    with pytest.raises(FieldError, match=f"reasoning_effort: {effort} is not supported") as refused:
+        chat(ChatAbilities(words), reasoning_effort=effort)
+    assert refused.value.field == "reasoning_effort"
+
+
+def test_reasoning_is_separated_where_the_server_has_a_parser_and_nowhere_else() -> None:
+    parsing = ChatAbilities(PLAIN.words, "qwen3")
+    chat(PLAIN, separate_reasoning=False)
+    chat(parsing, separate_reasoning=True)
+    chat(parsing)
+    with pytest.raises(FieldError, match=r"separate_reasoning: true .* reasoning_parser is not set"):
+        chat(PLAIN, separate_reasoning=True)
+    with pytest.raises(FieldError, match=r"separate_reasoning: false .* reasoning_parser is qwen3"):
+        chat(parsing, separate_reasoning=False)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ a_b }}\n{{ c }}", [{"name": "default", "template": "{{ a_b }}\n{{ c }}"}]]
+)
+def test_the_template_is_read_where_the_tokenizer_keeps_it(template: Any, tmp_path: Path) -> None:
+    assert chat_abilities(tmp_path, None).words == set()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert chat_abilities(tmp_path, None).words == {"a_b", "c"}
+    (tmp_path / "chat_template.jinja").write_text("{{ d }}")
+    assert chat_abilities(tmp_path, None).words == {"d"}
+
+
+def test_a_huge_template_variable_is_refused_without_counting() -> None:
+    with pytest.raises(FieldError, match="characters, expected at most"):
+        chat(SWITCH, chat_template_kwargs={"enable_thinking": "a" * 200_000})

@@ -1,0 +1,143 @@
+"""What clients of OpenAI's API send: read, accepted because it asks for nothing, or refused by name."""
+
+from typing import Any
+
+import pytest
+
+from skyrl_tinker.protocol.schemas.openai import (
+    MAX_STOPS,
+    NEUTRAL,
+    NEUTRAL_IN_CHATS,
+    NEUTRAL_IN_COMPLETIONS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    FieldError,
+    parse_openai,
+)
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a"}
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse_openai(ChatCompletionRequest, CHAT | fields)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_openai(CompletionRequest, COMPLETION | fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        (7, (7,)),
+        ([7, 8], (7, 8)),
+        (["a", 7], ("a", 7)),
+        ([], ()),
+        (None, ()),
+    ],
+)
+def test_stops_are_texts_and_token_ids(given: Any, read: tuple[str | int, ...]) -> None:
+    assert completion(stop=given).stop == chat(stop=given).stop == read
+
+
+@pytest.mark.parametrize("given", [True, [1.5], [["a"]], {"a": 1}, "", ["a", ""], ["a"] * (MAX_STOPS + 1)])
+def test_other_stops_are_refused_in_one_sentence(given: Any) -> None:
+    with pytest.raises(FieldError, match=r"^stop: [^;]*$") as refused:
+        completion(stop=given)
+    assert refused.value.field == "stop"
+
+
+@pytest.mark.parametrize(("given", "read"), [(True, 0), (False, None), (None, None), (0, 0), (1, 1), (5, 5)])
+def test_logprobs_of_a_completion_may_be_a_boolean_as_in_chats(given: Any, read: int | None) -> None:
+    assert completion(logprobs=given).logprobs == read
+
+
+def test_every_neutral_value_changes_nothing() -> None:
+    for neutral, plain, make in (
+        ({**NEUTRAL, **NEUTRAL_IN_CHATS}, chat(), chat),
+        ({**NEUTRAL, **NEUTRAL_IN_COMPLETIONS}, completion(), completion),
+    ):
+        for field, values in neutral.items():
+            for value in values:
+                assert make(**{field: value}) == plain, field
+            assert make(**{field: None}) == plain, field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "me", "seed": None, "n": 1, "stream": False, "stream_options": None, "stop": None},
+        {"metadata": {"run": "1"}, "safety_identifier": "x", "prompt_cache_key": "y"},
+        {"prompt_cache_retention": "24h", "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": None},
+        {"max_tokens": 5, "max_completion_tokens": 5},
+        {"tools": None, "tool_choice": None, "response_format": None, "audio": None, "prediction": None},
+        {"top_logprobs": 0, "logprobs": False, "modalities": ["text"], "min_p": 0.0, "top_k": -1},
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+    ],
+)
+def test_what_clients_send_without_asking_for_anything_is_accepted(fields: dict[str, Any]) -> None:
+    chat(**fields)
+
+
+def test_an_answer_can_be_sent_back_as_the_sdk_dumps_it() -> None:
+    answer = {
+        "role": "assistant",
+        "content": "b",
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": [],
+        "reasoning": "thought",
+    }
+    read = chat(messages=[*CHAT["messages"], answer]).messages[1]
+    assert (read.content, read.reasoning) == ("b", "thought")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("store", True),
+        ("store", 0),
+        ("service_tier", "flex"),
+        ("logit_bias", {"5": 1}),
+        ("response_format", {"type": "json_object"}),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("stop_token_ids", [1]),
+        ("ignore_eos", True),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("modalities", ["text", "audio"]),
+        ("verbosity", "low"),
+        ("add_generation_prompt", False),
+        ("web_search_options", {}),
+        ("no_such_field", 1),
+        ("reasoning_effort", "extreme"),
+        ("separate_reasoning", "yes"),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("chat_template_kwargs", {"add_generation_prompt": False}),
+        ("chat_template_kwargs", [1]),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(FieldError, match=field) as refused:
+        chat(**{field: value})
+    assert refused.value.field == field
+
+
+def test_the_best_of_more_than_n_is_refused_by_name() -> None:
+    assert completion(best_of=2, n=2).n == 2
+    with pytest.raises(FieldError, match=r"best_of: .*expected the value of n, found 2") as refused:
+        completion(best_of=2)
+    assert refused.value.field == "best_of"
+
+
+def test_an_effort_may_be_given_once_only() -> None:
+    assert chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"})
+    with pytest.raises(FieldError, match="reasoning_effort: another one is in chat_template_kwargs"):
+        chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
