@@ -95,8 +95,8 @@ class Actors:
     async def join(self) -> None:
         """Wait until every rank has joined the process group and loaded the base model."""
         await self.ping()
-        port = (await self.call(0, "open_store")).value
-        await self.call_all("join", port)
+        place = (await self.call(0, "meeting_place")).value
+        await self.call_all("join", place)
 
     async def call(self, rank: int, method: str, *args: Any) -> RankReply:
         call = self._actors[rank].call.remote(method, *args)

@@ -1,19 +1,26 @@
-"""Process group of the ranks: gloo on CPU, NCCL on CUDA."""
+"""Process group of the ranks: gloo on CPU, NCCL on CUDA.
 
+Strangers on the machine: the ranks meet at a private file, their ports are on loopback, those of gloo, which
+ask for no token, let nobody in once all have met, and nothing that comes through them is unpickled.
+"""
+
+import json
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from skyrl_tinker import errors
 from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.listeners import sealing_new_listeners
 
-HOST = "127.0.0.1"
 T = TypeVar("T")
 
 
@@ -49,32 +56,56 @@ class Ranks:
             value = check()
         except SkyrlTinkerError as refused:
             error = refused
-        errors = [error]
-        if self.world > 1:
-            errors *= self.world
-            dist.all_gather_object(errors, error)
-        for error in errors:
-            if error is not None:
-                raise error
+        for rank, content in enumerate(self._gather(_encoded(error))):
+            if content:
+                raise error if error is not None and rank == self.rank else _decoded(content)
         return value
 
+    def _gather(self, content: bytes) -> list[bytes]:
+        """Return the content of every rank, in their order."""
+        if self.world == 1:
+            return [content]
+        sizes = self._gather_tensors(torch.tensor([len(content)]))
+        padded = content.ljust(int(max(sizes)), b"\0") + b"\0"  # never empty
+        rows = self._gather_tensors(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        return [bytes(row[: int(size)].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
-def open_store(timeout_s: float) -> TCPStore:
-    """Open rank 0's store on a port that the kernel picks: `.port`. It listens until `join`, and after."""
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    def _gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor of every rank; all have the same shape."""
+        mine = tensor.to(self.device)
+        gathered = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(gathered, mine)
+        return gathered
 
 
-def connect_store(port: int, timeout_s: float) -> TCPStore:
-    return TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+def _encoded(error: SkyrlTinkerError | None) -> bytes:
+    return b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
 
 
-def join(store: Store, rank: int, world: int, device: str, timeout_s: float) -> Ranks:
+def _decoded(content: bytes) -> SkyrlTinkerError:
+    name, message = json.loads(content)
+    error: SkyrlTinkerError = getattr(errors, name)(message)
+    return error
+
+
+def meeting_place() -> Path:
+    """Make a directory of this user alone, for the file at which the ranks meet."""
+    return Path(tempfile.mkdtemp(prefix="ranks-"))
+
+
+def join(place: Path, rank: int, world: int, device: str, timeout_s: float) -> Ranks:
     """Form the group; every rank must call it. A peer that hangs fails a collective after `timeout_s`."""
-    backend = "nccl" if device == "cuda" else "gloo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's default is the address of the host's name
+    limit = timedelta(seconds=timeout_s)
+    store = dist.FileStore(str(place / "store"), world)
+    store.set_timeout(limit)
+    os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-    )
+        return _join(store, rank, world, "nccl", device, limit)
+    with sealing_new_listeners():
+        return _join(store, rank, world, "gloo", device, limit)
+
+
+def _join(store: dist.Store, rank: int, world: int, backend: str, device: str, limit: timedelta) -> Ranks:
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     return Ranks(rank, world, init_device_mesh(device, (world,)))

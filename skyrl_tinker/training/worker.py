@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import ModelKey
@@ -47,17 +46,14 @@ class Worker:
         self._base_buffer = OffloadBuffer()
         self._captured: dict[int, Captured] = {}
         self._offloaded = False
-        self._store: TCPStore | None = None
 
-    def open_store(self) -> int:
-        """Open the rendezvous, on rank 0 only; returns its port."""
-        self._store = store = distributed.open_store(self.spec.timeout_s)
-        return int(store.port)
+    def meeting_place(self) -> Path:
+        """Make the place at which the ranks meet, on rank 0 only."""
+        return distributed.meeting_place()
 
-    def join(self, port: int) -> None:
-        store = self._store or distributed.connect_store(port, self.spec.timeout_s)
+    def join(self, place: Path) -> None:
         spec = self.spec
-        self.attach(distributed.join(store, self.rank, spec.ranks, spec.device, spec.timeout_s))
+        self.attach(distributed.join(place, self.rank, spec.ranks, spec.device, spec.timeout_s))
 
     def attach(self, ranks: Ranks) -> None:
         """Load the base model, sharded over `ranks`."""

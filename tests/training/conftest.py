@@ -52,7 +52,7 @@ def model_directory(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    yield distributed.join(distributed.open_store(60.0), 0, 1, "cpu", 60.0)
+    yield distributed.join(distributed.meeting_place(), 0, 1, "cpu", 60.0)
     dist.destroy_process_group()
 
 
