@@ -1,30 +1,35 @@
-"""Transport to samplers on CPU, so far on this host: chunks are broadcast over TCP and staged in memory."""
+"""Transport to samplers on CPU, so far on this host: chunks are broadcast over TCP and staged in memory.
 
-import socket
+The members meet at a file in a directory of this user alone; once all have met, their ports let nobody in.
+"""
+
+import fcntl
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import TCPStore
-    from torch.distributed import ProcessGroupGloo
+    from torch.distributed import FileStore, ProcessGroupGloo
 
 NAME = "gloo"
-HOST = "127.0.0.1"  # the ranks of the trainer meet there as well
+HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
 """Limit for the members to meet, and for one chunk: a member that hangs fails it for all."""
-CONNECT_S = 5.0
-"""Limit for reaching the sender's store, which is open before anybody is told of it; torch takes twice."""
 MEETING_POLL_S = 0.02
-LEFT = "left"
-"""Key by which the sender tells those that wait for the others in `_meet`."""
+STORE = "store"
+OPEN = "open"
+"""File that the sender locks as long as it takes part, so that its death, too, is seen at once."""
 
 
 class GlooSender(BroadcastSender):
@@ -32,17 +37,21 @@ class GlooSender(BroadcastSender):
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        self._store: TCPStore | None = None
+        self._meeting: Path | None = None
+        self._lock: IO[bytes] | None = None
 
-    def prepare(self) -> int:
-        """Return the port at which the members meet."""
+    def prepare(self) -> str:
+        """Return the directory in which the members meet, another one each time."""
         self.leave()
-        self._store = store = _open_store()
-        return int(store.port)
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
+        self._meeting = Path(tempfile.mkdtemp(prefix="gloo-"))
+        self._lock = (self._meeting / OPEN).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return str(self._meeting)
 
-    def meet(self, address: int, world: int) -> None:
-        assert self._store is not None, "prepare() comes first"
-        self._group = _join(self._store, HOST, address, 0, world)
+    def meet(self, address: str, world: int) -> None:
+        self._group = _join(Path(address), 0, world)
 
     def broadcast(self, packed: "torch.Tensor") -> None:
         assert self._group is not None, "meet() comes first"
@@ -51,17 +60,12 @@ class GlooSender(BroadcastSender):
     def leave(self) -> None:
         """Leave, also in the middle of `meet`; a broadcast that waits for a member ends at its timeout.
 
-        The store stays until `close`, to tell members that come late: a replica samples nothing while torch
-        tries to connect to a closed port.
+        The directory stays until the next meeting, to tell members that come late.
         """
         self._group = None
-        if self._store is not None:
-            self._store.set(LEFT, "")
-
-    def close(self) -> None:
-        super().close()
-        if self._group is None:
-            self._store = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
 
 
 class GlooTransport(BroadcastTransport):
@@ -69,8 +73,8 @@ class GlooTransport(BroadcastTransport):
     staged = True
     factory = GlooSender
 
-    def join_message(self, address: int, rank_offset: int, world: int) -> Message:
-        group = {"host": HOST, "port": address, "rank_offset": rank_offset, "world_size": world}
+    def join_message(self, address: str, rank_offset: int, world: int) -> Message:
+        group = {"meeting": address, "rank_offset": rank_offset, "world_size": world}
         return {"transport": NAME, **group}
 
     def update_message(self, chunk: WeightChunk, *, last: bool) -> Message:
@@ -86,8 +90,8 @@ class GlooTransport(BroadcastTransport):
 class GlooReceiver:
     """Receiver in vLLM. A chunk's memory is free again when its last tensor is loaded."""
 
-    def __init__(self, host: str, port: int, rank: int, world: int) -> None:
-        self._group = _join(_connect_store(host, port), host, port, rank, world)
+    def __init__(self, meeting: str, rank: int, world: int) -> None:
+        self._group = _join(Path(meeting), rank, world)
 
     def receive(self, update: Any) -> Mapping[str, "Callable[[], torch.Tensor]"]:
         """Take part in the broadcast whatever the message says, so that no member waits for this worker."""
@@ -110,48 +114,42 @@ def _typed(part: "torch.Tensor", dtype: str, shape: list[int]) -> "Callable[[], 
     return lambda: tensor
 
 
-def _open_store() -> "TCPStore":
-    from torch._C._distributed_c10d import TCPStore
-
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
-
-
-def _connect_store(host: str, port: int) -> "TCPStore":
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
-    store.set_timeout(timedelta(seconds=TIMEOUT_S))
-    return store
-
-
-def _join(store: "TCPStore", host: str, port: int, rank: int, world: int) -> "ProcessGroupGloo":
+def _join(meeting: Path, rank: int, world: int) -> "ProcessGroupGloo":
     """Join a group beside the process's default one. SamplerError when not all come."""
-    from torch.distributed import ProcessGroupGloo
+    from torch.distributed import FileStore, ProcessGroupGloo
 
-    _meet(store, rank, world)
+    store = FileStore(str(meeting / STORE))
+    store.set_timeout(timedelta(seconds=TIMEOUT_S))
+    _meet(store, meeting / OPEN, rank, world)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(host, port))]
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    return ProcessGroupGloo(store, rank, world, options)
+    with sealing_new_listeners():
+        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+        return ProcessGroupGloo(store, rank, world, options)
 
 
-def _meet(store: "TCPStore", rank: int, world: int) -> None:
+def _meet(store: "FileStore", door: Path, rank: int, world: int) -> None:
     """Wait for all members: the group itself would wait for one that cannot come until its timeout."""
-    store.set(f"member {rank}", "")
     deadline = time.monotonic() + TIMEOUT_S
+    _require_open(door)
+    store.set(f"member {rank}", "")
     while not store.check([f"member {other}" for other in range(world)]):
-        if store.check([LEFT]):
-            raise SamplerError("the trainer gave up the group before all samplers had joined")
+        _require_open(door)
         if time.monotonic() > deadline:
             raise SamplerError(f"not all samplers joined within {TIMEOUT_S:.0f} s")
         time.sleep(MEETING_POLL_S)
 
 
-def _local_address(host: str, port: int) -> str:
-    """Return the address that leads to `host`; gloo otherwise listens where this host's name points."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        return str(probe.getsockname()[0])
+def _require_open(door: Path) -> None:
+    """Raise SamplerError when the sender, which locks this file, has left or died."""
+    try:
+        with door.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    except FileNotFoundError:
+        pass
+    raise SamplerError("the trainer gave up the group before all samplers had joined")
 
 
 def _broadcast(group: Any, packed: "torch.Tensor") -> None:

@@ -26,11 +26,10 @@ Staged = Mapping[str, Callable[[], torch.Tensor]]
 
 @dataclass
 class StagedInit(WeightTransferInitInfo):
-    """Init message. `transport`: shared_memory or gloo; the rest is the address and ranks of gloo's group."""
+    """Init message. `transport`: shared_memory or gloo; the rest is the meeting and ranks of gloo's group."""
 
     transport: str
-    host: str = ""
-    port: int = 0
+    meeting: str = ""
     rank_offset: int = 0
     world_size: int = 0
 
@@ -105,7 +104,7 @@ class StagedEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             raise ValueError(f"transport: expected shared_memory or gloo, found {info.transport}")
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        return gloo.GlooReceiver(info.host, info.port, info.rank_offset + worker, info.world_size)
+        return gloo.GlooReceiver(info.meeting, info.rank_offset + worker, info.world_size)
 
     def _forget(self) -> None:
         self.staged = {}

@@ -5,15 +5,20 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import psutil
 import pytest
-from torch.distributed import DistNetworkError
+import torch
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
@@ -22,7 +27,6 @@ from skyrl_tinker.inference.client.control_plane import ControlPlane, Messages
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.training.trainer_group import TrainerGroup
-from skyrl_tinker.weight_sync import gloo
 from skyrl_tinker.weight_sync.factory import make_transport
 from skyrl_tinker.weight_sync.gloo import TIMEOUT_S, GlooReceiver, GlooSender
 from skyrl_tinker.weight_sync.sync import PARTIAL, sync_weights
@@ -244,24 +248,63 @@ class NoReceiver(ControlPlane):
         raise SamplerError("no")
 
 
-def test_who_comes_to_a_group_of_a_dead_trainer_gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica samples nothing meanwhile: torch tried for two minutes."""
-    monkeypatch.setattr(gloo, "CONNECT_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(DistNetworkError, match="timed out after 500ms"):
-        GlooReceiver("127.0.0.1", port, rank=1, world=2)
+DYING_SENDER = """
+from skyrl_tinker.weight_sync.gloo import GlooSender
+sender = GlooSender(0)
+print(sender.prepare(), flush=True)
+input()
+"""
+
+
+def test_who_comes_to_a_group_of_a_dead_trainer_gives_up_at_once() -> None:
+    """A replica samples nothing meanwhile."""
+    command = [sys.executable, "-c", DYING_SENDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        meeting = trainer.stdout.readline().strip()
+        trainer.kill()
+    began = time.monotonic()
+    with pytest.raises(SamplerError, match="gave up the group"):
+        GlooReceiver(meeting, rank=1, world=2)
+    assert time.monotonic() - began < 1
+    shutil.rmtree(meeting)
 
 
 def test_who_comes_to_a_group_that_was_given_up_is_told_so() -> None:
     sender = GlooSender(0)
-    port = sender.prepare()
+    meeting = sender.prepare()
     sender.leave()
     with pytest.raises(SamplerError, match="gave up the group"):
-        GlooReceiver("127.0.0.1", port, rank=1, world=2)
-    sender.close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
+        GlooReceiver(meeting, rank=1, world=2)
+    shutil.rmtree(meeting)
+
+
+def test_a_group_lets_nobody_in_once_all_have_met_and_goes_on() -> None:
+    """gloo listens on for ever, on ports that ask for no token."""
+    sender, listening = GlooSender(0), set(_ports())
+    meeting = sender.prepare()
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(GlooReceiver, meeting, 1, 2)
+        sender.meet(meeting, 2)
+        receiver = joining.result()
+        ports = set(_ports()) - listening
+        assert len(ports) == 2
+        for host, port in ports:
+            assert host == "127.0.0.1"
+            with pytest.raises(TimeoutError):
+                socket.create_connection((host, port), timeout=0.5)
+        receiving = threads.submit(
+            receiver.receive, SimpleNamespace(names=["a"], dtypes=["uint8"], shapes=[[3]], sizes=[3])
+        )
+        sender.broadcast(torch.tensor([1, 2, 3], dtype=torch.uint8))
+        assert receiving.result()["a"]().tolist() == [1, 2, 3]
+    sender.leave()
+    shutil.rmtree(meeting)
+
+
+def _ports() -> list[tuple[str, int]]:
+    connections = psutil.Process().net_connections("tcp")
+    return [(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN]
 
 
 async def test_a_quick_refusal_is_not_waited_for_by_the_others(

@@ -107,7 +107,7 @@ class Gloo:
     def join(self, init: dict[str, Any]) -> None:
         info = StagedInit(**init)
         assert info.transport == "gloo"
-        self._group = GlooReceiver(info.host, info.port, info.rank_offset, info.world_size)
+        self._group = GlooReceiver(info.meeting, info.rank_offset, info.world_size)
 
     def receive(self, update: dict[str, Any]) -> Tensors:
         return {name: get() for name, get in self._group.receive(StagedUpdate(**update)).items()}
