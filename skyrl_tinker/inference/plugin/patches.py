@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
 from skyrl_tinker.inference.plugin import score_extraction
+from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 
 PATCHED = "0.32."
@@ -31,6 +32,7 @@ def apply() -> None:
         return
     WeightTransferEngineFactory.register_engine(*STAGED)
     _end_with_parent()
+    _seal_meeting_ports()
     _count_cached_prompts_once()
     if current_platform.is_cpu():
         _require_version(vllm_version)
@@ -58,6 +60,25 @@ def _end_with_parent() -> None:
     os.register_at_fork(after_in_child=end)
     if multiprocessing.parent_process() is not None:
         end()
+
+
+def _seal_meeting_ports() -> None:
+    """Let nobody in at gloo's ports, which stay open and ask for no token, once the workers have met.
+
+    Not where several GPUs meet, too: NCCL makes some of its connections later.
+    """
+    from vllm.v1.worker import cpu_worker, gpu_worker
+
+    meet = gpu_worker.init_worker_distributed_environment
+
+    @wraps(meet)
+    def meet_and_seal(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        gloo_alone = current_platform.is_cpu() or vllm_config.parallel_config.world_size == 1
+        with sealing_new_listeners() if gloo_alone else nullcontext():
+            meet(vllm_config, *args, **kwargs)
+
+    for module in (cpu_worker, gpu_worker):
+        setattr(module, meet.__name__, meet_and_seal)
 
 
 def _fork_workers() -> None:

@@ -134,6 +134,8 @@ def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) ->
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_MAX_STOP_STRINGS": "1024",  # of its OpenAI routes, beyond our own limit; the default is 4
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # context + 1: the last token is sampled, never fed
+        "GLOO_SOCKET_IFNAME": "lo",  # or what the host's name points to
+        "NCCL_SOCKET_IFNAME": "lo",  # all that it meets is on this host
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # the default 5 s races with pooled connections
     }
     cpu = {
