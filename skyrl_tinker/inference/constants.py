@@ -10,7 +10,10 @@ MAX_SEQUENCES = 256
 """Sequences decoded in one step, and so the most of one call."""
 
 TOKEN = "SKYRL_TINKER_VLLM_TOKEN"
-"""Environment variable with the token that our servers ask for (plugin/token_guard.py)."""
+"""Environment variable with the token that our servers and their router ask for (plugin/token_guard.py)."""
+
+KEY_CHECK = "SKYRL_TINKER_KEY_CHECK"
+"""Environment variable with the URL at which the router has the tokens of its clients checked."""
 
 ENABLED_BY = "SKYRL_TINKER_VLLM"
 """Environment variable that switches our plugin on; we set it for the servers that we start."""

@@ -1,5 +1,6 @@
 """Assembly of the sampling side: servers of ours or by URL, a router before several, and the fleet."""
 
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -36,13 +37,14 @@ async def assemble(
     to_end: ToEnd,
 ) -> Fleet:
     """Make the fleet of `servers`, which are ready. A single one needs no router."""
-    router = None
+    router, token = None, servers.token
     if len(servers.urls) > 1 and settings.router_url is None:
-        router = Router(RouterSpec(str(log_dir), settings.router_policy))
+        token = token or secrets.token_hex(32)  # servers by URL ask for none
+        router = Router(RouterSpec(str(log_dir), token, settings.router_policy))
         to_end.append(router.shutdown)
         await router.start(servers.urls)
     proxy_url = settings.router_url or (router.url if router else servers.urls[0])
-    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, servers.token)
+    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, token)
     to_end.append(client.close)
     step_s = settings.sampler_step_s or STEP_S[settings.device]
     return Fleet(servers, client, router, placement, step_s)

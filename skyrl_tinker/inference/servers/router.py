@@ -9,15 +9,18 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import aiohttp
 
 from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.http_connection import bearer
+from skyrl_tinker.inference.constants import KEY_CHECK, TOKEN
 from skyrl_tinker.inference.servers.health_checks import REFUSED_PAUSE_S, SILENT_TRIES
-from skyrl_tinker.inference.servers.ports import reserve_port
+from skyrl_tinker.inference.servers.key_check import KeyCheck
+from skyrl_tinker.inference.servers.ports import LOOPBACK, reserve_port
 from skyrl_tinker.processes import die_with_parent
 
 POLICY = "consistent_hash"
@@ -32,6 +35,9 @@ Under both, requests for a dead worker fail at once until it is removed, which i
 router's own retries and circuit breaker, which would shut out a healthy replica for the faults of single
 requests, are off.
 """
+MODULE = "skyrl_tinker.inference.servers.router_process"
+NOWHERE = "127.255.255.255"
+"""Loopback's broadcast address, to which nobody can connect: for metrics, which ask for no token."""
 START_S = 30.0
 POLL_S = 0.05
 WATCH_S = 0.25
@@ -43,6 +49,7 @@ LONGEST_REQUEST_S = 7 * 86400
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
     log_dir: str
+    token: str = field(repr=False)  # that requests to it must bear, and the servers behind it ask for
     policy: str = POLICY
 
 
@@ -52,14 +59,15 @@ class Router:
     def __init__(self, spec: RouterSpec) -> None:
         self._spec = spec
         self._log = Path(spec.log_dir) / "router.log"
-        self._guards = (reserve_port(), reserve_port())  # the second one for metrics, which it insists on
+        self._guards = (reserve_port(), reserve_port(NOWHERE))  # the second one for metrics
+        self._key_check = KeyCheck(spec.token)
         self._workers: dict[str, None] = {}  # in the order they came
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """The router's address, the same also after `start` was called again."""
-        return f"http://127.0.0.1:{_port(self._guards[0])}"
+        return f"http://{LOOPBACK}:{_port(self._guards[0])}"
 
     @property
     def pid(self) -> int:
@@ -69,8 +77,9 @@ class Router:
         """Start it, or start it again with the same workers. SamplerError if it does not come up."""
         self._workers.update(dict.fromkeys(urls))
         self._end()
+        await self._key_check.start()
         self._launch()
-        async with aiohttp.ClientSession() as http:
+        async with self._session() as http:
             await self._wait_ready(http)
             added: set[str] = set()
             while missing := self._workers.keys() - added:  # which may change meanwhile
@@ -83,7 +92,7 @@ class Router:
         """Add a worker. SamplerError when the router does not reach it."""
         self._workers[url] = None
         try:
-            async with aiohttp.ClientSession() as http:
+            async with self._session() as http:
                 await self._add(http, url)
         except SamplerError:
             self._workers.pop(url, None)
@@ -93,13 +102,13 @@ class Router:
         """Remove a worker; what it is answering goes on. Harmless when it is unknown."""
         self._workers.pop(url, None)
         with suppress(SamplerError):  # a router that does not answer is started again, without it
-            async with aiohttp.ClientSession() as http:
+            async with self._session() as http:
                 await self._post(http, "/remove_worker", url)
 
     async def wait_died(self) -> str:
         """Return the reason once it has ended or hangs."""
         silent = 0
-        async with aiohttp.ClientSession() as http:
+        async with self._session() as http:
             while silent < SILENT_TRIES:
                 if not self._running():
                     return "the router ended"
@@ -109,6 +118,7 @@ class Router:
 
     async def shutdown(self) -> None:
         self._end()
+        await self._key_check.close()
         for guard in self._guards:
             guard.close()
 
@@ -116,8 +126,13 @@ class Router:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_router.launch_router", *self._flags()],
-                env={**os.environ, "RUST_LOG": "warn"},  # or three lines per request
+                [sys.executable, "-m", MODULE, *self._flags()],
+                env={
+                    **os.environ,
+                    "RUST_LOG": "warn",  # or three lines per request
+                    TOKEN: self._spec.token,
+                    KEY_CHECK: self._key_check.url,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -127,8 +142,9 @@ class Router:
 
     def _flags(self) -> list[str]:
         values = {
-            "--host": "127.0.0.1",
+            "--host": LOOPBACK,
             "--port": _port(self._guards[0]),
+            "--prometheus-host": NOWHERE,
             "--prometheus-port": _port(self._guards[1]),
             "--policy": self._spec.policy,
             "--log-level": "error",
@@ -141,6 +157,9 @@ class Router:
         pairs = [text for flag, value in values.items() for text in (flag, str(value))]
         return [*pairs, "--disable-retries", "--disable-circuit-breaker"]
 
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(headers=bearer(self._spec.token))
+
     def _running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
@@ -151,7 +170,7 @@ class Router:
 
     async def _wait_ready(self, http: aiohttp.ClientSession) -> None:
         deadline = time.monotonic() + START_S
-        while await self._status(http) is None:
+        while await self._status(http) != 200:
             if not self._running() or time.monotonic() > deadline:
                 raise SamplerError(f"the router does not start; see {self._log}")
             await asyncio.sleep(POLL_S)

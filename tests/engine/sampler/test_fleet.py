@@ -82,9 +82,9 @@ async def line(servers: dict[str, Served]) -> AsyncIterator[Line]:
 async def fleet(servers: dict[str, Served], line: Line, tmp_path: Path) -> AsyncIterator[Fleet]:
     external = ExternalServers([servers["tied"].group.urls[0], line.url], startup_s=30.0, hang_s=2.0)
     await external.ready()
-    router = Router(RouterSpec(str(tmp_path)))
+    router = Router(RouterSpec(str(tmp_path), "of the router"))
     await router.start(external.urls)
-    client = RemoteInferenceClient(router.url, external.urls)
+    client = RemoteInferenceClient(router.url, external.urls, "of the router")
     yield Fleet(external, client, router)
     await client.close()
     await router.shutdown()

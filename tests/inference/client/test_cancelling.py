@@ -27,9 +27,9 @@ async def client(
         await alone.close()
         return
     urls = servers["tied"].group.urls
-    router = Router(RouterSpec(str(tmp_path / "logs")))
+    router = Router(RouterSpec(str(tmp_path / "logs"), "of the router"))
     await router.start(urls)
-    routed = RemoteInferenceClient(router.url, urls)
+    routed = RemoteInferenceClient(router.url, urls, "of the router")
     yield routed
     await routed.close()
     await router.shutdown()

@@ -65,7 +65,7 @@ async def test_a_server_with_a_token_serves_those_who_bear_it_also_behind_the_ro
     facts = write_model(tmp_path / "model", tied=True)
     group = ServerGroup.launch(replace(spec_of(facts, tmp_path), token="secret"))
     await group.ready()
-    router = Router(RouterSpec(str(tmp_path)))
+    router = Router(RouterSpec(str(tmp_path), group.token))
     await router.start(group.urls)
     request = ask(prompt_of(5))
     for url in (group.urls[0], router.url):

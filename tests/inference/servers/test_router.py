@@ -17,12 +17,13 @@ from tests.inference.support import samplers
 from tests.inference.support.samplers import Served, ask, prompt_of, spec_of
 
 SESSIONS = 24
+TOKEN = "of this router"
 
 
 @pytest.fixture
 async def router(servers: dict[str, Served], tmp_path: Path) -> AsyncIterator[Router]:
     """A router before the two replicas of the tied model."""
-    started = Router(RouterSpec(str(tmp_path / "logs")))
+    started = Router(RouterSpec(str(tmp_path / "logs"), TOKEN))
     await started.start(servers["tied"].group.urls)
     yield started
     await started.shutdown()
@@ -30,7 +31,7 @@ async def router(servers: dict[str, Served], tmp_path: Path) -> AsyncIterator[Ro
 
 @pytest.fixture
 async def client(servers: dict[str, Served], router: Router) -> AsyncIterator[RemoteInferenceClient]:
-    routed = RemoteInferenceClient(router.url, servers["tied"].group.urls)
+    routed = RemoteInferenceClient(router.url, servers["tied"].group.urls, TOKEN)
     await routed.control.reset_prefix_cache()
     yield routed
     await routed.close()

@@ -1,0 +1,23 @@
+"""Process of vllm-router, with the one setting that its command line lacks: who may use it.
+
+`python -m skyrl_tinker.inference.servers.router_process FLAG...`. TOKEN is in the environment: everybody can
+read the arguments of a process.
+"""
+
+import os
+import sys
+
+from vllm_router.launch_router import launch_router, parse_router_args  # type: ignore[import-untyped]
+
+from skyrl_tinker.inference.constants import KEY_CHECK, TOKEN
+
+
+def main() -> None:
+    args = parse_router_args(sys.argv[1:])
+    args.api_key = os.environ[TOKEN]  # that it shows to the servers, on all routes
+    args.api_key_validation_urls = [os.environ[KEY_CHECK]]
+    launch_router(args)
+
+
+if __name__ == "__main__":
+    main()
