@@ -69,6 +69,10 @@ def _ray_environment(directory: Path, log_bytes: int) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",  # other users of this host cannot run code as us
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Its metrics are open to everybody; no port has this number, which Ray logs and goes on.
+        "RAY_enable_metrics_collection": "0",
+        "AUTOSCALER_METRIC_PORT": "65536",
+        "DASHBOARD_METRIC_PORT": "65536",
         "RAY_ROTATION_MAX_BYTES": str(log_bytes),
         "RAY_ROTATION_BACKUP_COUNT": "2",
         "RAY_prestart_worker_first_driver": "0",  # idle workers cost 40 MB each
