@@ -5,7 +5,7 @@ from pathlib import Path
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.user_directory import make_private, user_directory
+from skyrl_tinker.user_directory import close_to_others, make_private, user_directory
 
 _SHM = Path("/dev/shm")
 _HOME = "home"  # a note in ephemeral_dir: the home that it belongs to
@@ -30,10 +30,18 @@ class Directories:
         self.ephemeral_dir = user_directory(_SHM, self.home) if _SHM.is_dir() else self.run_dir / "adapters"
 
     def make(self) -> None:
-        """Create every directory. Raises StartupError when one cannot be ours alone."""
-        below = (self.run_dir, self.log_dir, self.models_dir, self.snapshot_dir, self.checkpoint_root)
+        """Create every directory, closed to other users. Raises StartupError when one cannot be ours alone.
+
+        The permissions of a checkpoint directory that lies elsewhere, and is there, are not ours to change.
+        """
+        below = (self.run_dir, self.log_dir, self.models_dir, self.snapshot_dir)
         for directory in (self.home, *below):
             _make(directory)
+            close_to_others(directory)
+        existed = self.checkpoint_root.exists()
+        _make(self.checkpoint_root)
+        if self.checkpoint_root.is_relative_to(self.home) or not existed:
+            close_to_others(self.checkpoint_root)
         for directory in (self.bell_dir, self.ephemeral_dir):
             if directory.parent.name.startswith("skyrl-tinker-"):
                 make_private(directory.parent)

@@ -1,3 +1,4 @@
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -13,6 +14,7 @@ from skyrl_tinker.server import preflight
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import write_once
+from skyrl_tinker.user_directory import make_private, user_directory
 from tests.support.certificates import write_certificate
 
 
@@ -111,6 +113,44 @@ def test_directories_that_others_can_reach_are_ours_alone(tmp_path: Path) -> Non
     directories.make()
     for directory in (directories.bell_dir, directories.ephemeral_dir):
         assert directory.stat().st_mode & 0o077 == 0
+
+
+def _mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_home_and_what_lies_in_it_is_closed_to_others_also_if_it_was_open(tmp_path: Path) -> None:
+    home, elsewhere, new = tmp_path / "home", tmp_path / "elsewhere", tmp_path / "new"
+    for directory in (home / "logs", home / "checkpoints", elsewhere):
+        directory.mkdir(parents=True)
+        directory.chmod(0o775)
+    home.chmod(0o755)
+    for checkpoints in (None, elsewhere, new):
+        Directories(config.load(home=home, checkpoints=checkpoints)).make()
+    assert {path.name: oct(_mode(path)) for path in (home, new, *home.iterdir()) if _mode(path) & 0o077} == {}
+    assert _mode(elsewhere) == 0o775, "the admin's"
+
+
+def test_a_home_in_a_directory_for_all_leaves_that_to_all(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    Directories(config.load(home=tmp_path)).make()
+    assert tmp_path.stat().st_mode & 0o7777 == 0o1777
+    assert _mode(tmp_path / "run") == 0o700
+
+
+def test_who_takes_our_names_in_tmp_does_not_keep_the_server_from_starting(tmp_path: Path) -> None:
+    """Nobody can take them all, and all processes of a server find the same one."""
+    home, uid = tmp_path / "home", os.getuid()
+    name = f"skyrl-tinker-{uid}"
+    (tmp_path / name).symlink_to(tmp_path)
+    (tmp_path / f"{name}.1").touch()
+    (tmp_path / f"{name}0").mkdir()  # of another number
+    found = user_directory(tmp_path, home)
+    assert found.parent.name == f"{name}.2"
+    for path in (found.parent, found):
+        make_private(path)
+    (tmp_path / name).unlink()
+    assert user_directory(tmp_path, home) == found
 
 
 def test_what_a_deleted_home_left_in_shared_memory_is_freed(tmp_path: Path) -> None:
