@@ -33,6 +33,11 @@ LONGEST_INCOMPLETE = 3  # bytes, and so tokens at most
 CONTEXT_TOKENS = 8
 """Prompt tokens before the kept ones that are detokenized with them: some tokenizers write a first token
 differently."""
+MODE_TRIAL = {
+    "token_ids": [0],
+    "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 2},
+}
+"""Fields of a request whose answer tells the server's --logprobs-mode."""
 TextOf = Callable[[tuple[int, ...]], Awaitable[str]]
 Rows = Sequence[Mapping[str, Any] | None]
 
@@ -234,6 +239,18 @@ def _in_order(targets: TargetTokens | None, whole: Float32) -> tuple[float, ...]
 def _alt_tokens(columns: Float32, draws: int) -> AltTokens:
     logprobs, tokens = columns[:, :draws].tolist(), columns[:, draws:].astype(np.int64).tolist()
     return AltTokens(draws, tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)))
+
+
+def logprobs_mode(payload: Mapping[str, Any]) -> Literal["raw", "processed"] | None:
+    """Tell by the answer to MODE_TRIAL: top_k excludes the second token, which only processed logprobs show.
+
+    None where the weights give no numbers.
+    """
+    (position,) = payload["choices"][0]["logprobs"]["content"]
+    if not position["logprob"] > VLLM_LEAST_LOGPROB:
+        return None
+    least = min(entry["logprob"] for entry in position["top_logprobs"])
+    return "processed" if least <= VLLM_LEAST_LOGPROB else "raw"
 
 
 # Resuming

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import aiohttp
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.client.vllm_responses import VLLM_LEAST_LOGPROB
+from skyrl_tinker.inference.client.vllm_responses import MODE_TRIAL, logprobs_mode
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
 
@@ -92,7 +92,7 @@ async def _require_fit(url: str, sampled_logprobs: str) -> None:
         for name in await control.adapters():
             await control.unload_adapter(name)
         await control.reset_prefix_cache()  # it knows adapters by name and path only
-        found = _mode(await client.data.generate(_TRIAL))
+        found = logprobs_mode(await client.data.generate({"model": BASE_MODEL, **MODE_TRIAL}))
     except SamplerError as error:
         raise SamplerError(
             f"{url} (sampler_urls) does not serve what is needed ({error}); "
@@ -101,22 +101,8 @@ async def _require_fit(url: str, sampled_logprobs: str) -> None:
         ) from error
     finally:
         await client.close()
-    if found != sampled_logprobs:
+    if found not in (sampled_logprobs, None):
         raise SamplerError(
             f"{url} (sampler_urls) answers {found} logprobs, expected {sampled_logprobs} (sampled_logprobs): "
             f"start it with --logprobs-mode {sampled_logprobs}_logprobs"
         )
-
-
-_TRIAL = {
-    "model": BASE_MODEL,
-    "token_ids": [0],
-    "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 2},
-}
-
-
-def _mode(answer: Any) -> str:
-    """Tell by the second token of _TRIAL, which top_k excludes: only processed logprobs know that."""
-    listed = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    excluded = min(entry["logprob"] for entry in listed) <= VLLM_LEAST_LOGPROB
-    return "processed" if excluded else "raw"

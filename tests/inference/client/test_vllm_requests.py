@@ -6,7 +6,7 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.vllm_requests import body, scores_prompt, split
-from skyrl_tinker.inference.client.vllm_responses import parse
+from skyrl_tinker.inference.client.vllm_responses import logprobs_mode, parse
 from skyrl_tinker.inference.servers.sampler_spec import kv_bytes, require_memory
 from tests.inference.support.samplers import ask, spec_of
 
@@ -91,3 +91,15 @@ def test_weights_that_give_no_numbers_are_an_error_not_a_sample() -> None:
     choice = {"index": 0, "token_ids": [0, 0], "logprobs": {"content": content}, "finish_reason": "length"}
     with pytest.raises(UserError, match="not finite numbers: their training has diverged"):
         parse({"choices": [choice], "usage": {}}, ask((5,)))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "second", "mode"),
+    [(-0.5, -1.0, "raw"), (0.0, -9999.0, "processed"), (0.0, -90.0, "raw"), (-9999.0, -9999.0, None)],
+)
+def test_an_answer_tells_the_mode_of_its_logprobs_unless_the_weights_give_no_numbers(
+    sampled: float, second: float, mode: str | None
+) -> None:
+    listed = [{"token_id": 1, "logprob": sampled}, {"token_id": 2, "logprob": second}]
+    position = {"token_id": 1, "logprob": sampled, "top_logprobs": listed}
+    assert logprobs_mode({"choices": [{"logprobs": {"content": [position]}}]}) == mode
