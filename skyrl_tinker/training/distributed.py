@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skyrl_tinker import errors
@@ -96,7 +97,7 @@ def meeting_place() -> Path:
 def join(place: Path, rank: int, world: int, device: str, timeout_s: float) -> Ranks:
     """Form the group; every rank must call it. A peer that hangs fails a collective after `timeout_s`."""
     limit = timedelta(seconds=timeout_s)
-    store = dist.FileStore(str(place / "store"), world)
+    store = FileStore(str(place / "store"), world)
     store.set_timeout(limit)
     os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cuda":
@@ -106,6 +107,6 @@ def join(place: Path, rank: int, world: int, device: str, timeout_s: float) -> R
         return _join(store, rank, world, "gloo", device, limit)
 
 
-def _join(store: dist.Store, rank: int, world: int, backend: str, device: str, limit: timedelta) -> Ranks:
+def _join(store: Store, rank: int, world: int, backend: str, device: str, limit: timedelta) -> Ranks:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     return Ranks(rank, world, init_device_mesh(device, (world,)))

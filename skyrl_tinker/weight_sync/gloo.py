@@ -20,7 +20,8 @@ from skyrl_tinker.weight_sync.transport import Message
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import FileStore, ProcessGroupGloo
+    from torch._C._distributed_c10d import FileStore
+    from torch.distributed import ProcessGroupGloo
 
 NAME = "gloo"
 HOST = "127.0.0.1"
@@ -116,7 +117,8 @@ def _typed(part: "torch.Tensor", dtype: str, shape: list[int]) -> "Callable[[], 
 
 def _join(meeting: Path, rank: int, world: int) -> "ProcessGroupGloo":
     """Join a group beside the process's default one. SamplerError when not all come."""
-    from torch.distributed import FileStore, ProcessGroupGloo
+    from torch._C._distributed_c10d import FileStore
+    from torch.distributed import ProcessGroupGloo
 
     store = FileStore(str(meeting / STORE))
     store.set_timeout(timedelta(seconds=TIMEOUT_S))
