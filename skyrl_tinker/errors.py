@@ -46,7 +46,12 @@ class ForbiddenError(UserError):
 
 
 class NotFoundError(UserError):
+    """Error whose text contains "not found": clients of several projects look for that."""
+
     status = 404
+
+    def __str__(self) -> str:
+        return f"not found: {super().__str__()}"
 
 
 class GoneError(UserError):

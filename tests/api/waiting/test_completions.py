@@ -114,7 +114,10 @@ async def test_an_unknown_sampling_session_is_404(world: World) -> None:
         ("join_sampling_session", {"sampling_session_id": "nobody"}),
     ):
         answer = await world.post(path, body)
-        assert (answer.status_code, answer.json()) == (404, {"detail": "no sampling session nobody"})
+        assert (answer.status_code, answer.json()) == (
+            404,
+            {"detail": "not found: no sampling session nobody"},
+        )
 
 
 async def test_nobody_joins_as_somebody_else_also_after_a_restart(settings: Settings) -> None:
