@@ -157,6 +157,28 @@ class Settings(BaseSettings):
     sample_use_retrieve_futures: bool = Field(
         False, description="Let SDKs from 0.27 on wait for all samples of a client on one connection"
     )
+    sample_max_concurrent_requests: int = Field(
+        2000, ge=1, description="Most samples that a sampling client of the SDK has in flight"
+    )
+    sample_dispatch_bytes_semaphore_size: int = Field(
+        10 << 20, ge=1, description="Bytes of prompts that a client of the SDK sends at once"
+    )
+    inflight_response_bytes_semaphore_size: int = Field(
+        50 << 20, ge=1, description="Bytes of results that a client of the SDK fetches at once"
+    )
+    proto_compress_fwdbwd: bool = Field(
+        False,
+        description="Have SDKs from 0.24 on compress bodies of forward_backward with zstd, for slow networks",
+    )
+    fwdbwd_max_chunk_len: int = Field(
+        1024, ge=1, description="Most datums that the SDK sends in one request; never more than max_datums"
+    )
+    fwdbwd_max_chunk_bytes_count: int = Field(
+        5_000_000, ge=1, description="Bytes, before compression, that the SDK sends in one forward_backward"
+    )
+    fwdbwd_dispatch_bytes_semaphore_size: int = Field(
+        50_000_000, ge=1, description="Bytes of forward_backward that a client of the SDK sends at once"
+    )
     ephemeral_keep: int = Field(
         32, ge=1, description="Newest unnamed sampler weights that each model keeps in any case"
     )

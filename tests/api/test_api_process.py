@@ -66,12 +66,16 @@ async def engine(store: Store, api: Api) -> AsyncIterator[Engine]:
 
 
 async def use_sdk(api: Api, scenario: str) -> None:
+    assert await exit_code(api, scenario) == 0
+
+
+async def exit_code(api: Api, scenario: str) -> int:
     user = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.api.support.sdk_scenarios", api.url, scenario),
         cwd=ROOT,
         env={**os.environ, "TINKER_API_KEY": "tml-test"},
     )
-    assert await asyncio.wait_for(user.wait(), 60) == 0
+    return await asyncio.wait_for(user.wait(), 60)
 
 
 async def test_the_sdk_trains_samples_and_finishes_its_session(
@@ -88,6 +92,19 @@ async def test_the_sdk_trains_samples_and_finishes_its_session(
 async def test_the_sdk_hears_at_once_what_was_wrong(api: Api, engine: Engine) -> None:
     await use_sdk(api, "be_wrong")
     assert (RequestKind.FORWARD_BACKWARD, 1) in engine.order  # failed, and its seq_id taken
+
+
+@pytest.mark.parametrize("compress", [True, False])
+async def test_the_sdk_sends_zstd_where_the_setting_asks_for_it(
+    settings: Settings, listener: socket.socket, store: Store, compress: bool
+) -> None:
+    """A body of more than a MiB is accepted here only if it is compressed."""
+    changes = {"wire_body_mb": 1, "proto_compress_fwdbwd": compress}
+    with launched(settings.model_copy(update=changes), listener) as api:
+        await write_facts(store)
+        await asyncio.to_thread(api.wait_until_up)
+        async with working(store, settings.root):
+            assert (await exit_code(api, "train_on_a_megabyte") == 0) == compress
 
 
 async def test_it_has_sockets_for_thousands_of_long_polls(api: Api, store: Store) -> None:

@@ -24,12 +24,16 @@ class ClientConfigResponse(Message):
 
     pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
-    proto_compress_fwdbwd: bool = False
-    fwdbwd_max_chunk_len: int = 1024
-    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    proto_compress_fwdbwd: bool
+    fwdbwd_max_chunk_len: int
+    fwdbwd_max_chunk_bytes_count: int
+    fwdbwd_dispatch_bytes_semaphore_size: int
+    sample_dispatch_bytes_semaphore_size: int
+    inflight_response_bytes_semaphore_size: int
+    sample_max_concurrent_requests: int
     create_model_via_load_weights: bool = True
     custom_loss_server_side: bool
-    sample_use_retrieve_futures: bool = False
+    sample_use_retrieve_futures: bool
     sample_join_sampling_session: bool = True
 
 

@@ -27,6 +27,12 @@ def train_and_sample(service: tinker.ServiceClient) -> None:
     assert [sequence.tokens for sequence in sampled.sequences] == [[7, 8]] * 4
 
 
+def train_on_a_megabyte(service: tinker.ServiceClient) -> None:
+    training = service.create_lora_training_client(base_model=BASE, rank=8).result()
+    data = [datum([1] * CONTEXT)] * 1024  # one chunk, larger than a MiB
+    assert len(training.forward_backward(data, "cross_entropy").result().loss_fn_outputs) == 1024
+
+
 def be_wrong(service: tinker.ServiceClient) -> None:
     training = service.create_lora_training_client(base_model=BASE, rank=8).result()
     refused = training.forward_backward([datum([1, 2], [1.0])], "cross_entropy")
@@ -55,7 +61,10 @@ def _sample(
     return sampler.sample(prompt=prompt, num_samples=num_samples, sampling_params=params).result()
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (train_and_sample, be_wrong, sample_sixty)}
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (train_and_sample, train_on_a_megabyte, be_wrong, sample_sixty)
+}
 
 if __name__ == "__main__":
     with tinker.ServiceClient(base_url=sys.argv[1]) as client:

@@ -111,7 +111,17 @@ CHECKPOINT = Checkpoint(
 FOR_OLDER_SDKS = {"create_model_via_load_weights"}
 RESPONSES = [
     (
-        ClientConfigResponse(proto_compress_fwdbwd=True, custom_loss_server_side=True),
+        ClientConfigResponse(
+            proto_compress_fwdbwd=True,
+            fwdbwd_max_chunk_len=1,
+            fwdbwd_max_chunk_bytes_count=2,
+            fwdbwd_dispatch_bytes_semaphore_size=3,
+            sample_dispatch_bytes_semaphore_size=4,
+            inflight_response_bytes_semaphore_size=5,
+            sample_max_concurrent_requests=6,
+            custom_loss_server_side=True,
+            sample_use_retrieve_futures=True,
+        ),
         sdk.ClientConfigResponse,
     ),
     (DynamicConfigResponse(), sdk.ClientDynamicConfigResponse),
