@@ -6,6 +6,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.services import Deps, Owner
+from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.protocol.schemas.session import (
     CreateSessionRequest,
@@ -22,6 +23,7 @@ router = APIRouter(tags=["sessions"])
 @router.post("/create_session", summary="Open a session", openapi_extra=takes(CreateSessionRequest))
 async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSessionResponse:
     message = await read_model(request, CreateSessionRequest)
+    warnings = [_unready(engine_state(deps.store))]
 
     def create(conn: Connection) -> CreateSessionResponse:
         session_id = session_records.create(
@@ -34,9 +36,19 @@ async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSe
             sdk_version=message.sdk_version,
         )
         warning = server_state.get(conn, server_state.WARNING)
-        return CreateSessionResponse(session_id=session_id, warning_message=warning)
+        text = "\n".join(filter(None, [warning, *warnings]))
+        return CreateSessionResponse(session_id=session_id, warning_message=text or None)
 
     return await deps.store.write(create)
+
+
+def _unready(engine: EngineState) -> str | None:
+    if engine.ready:
+        return None
+    return (
+        f"the server is not ready: its engine is {engine.state} ({engine.detail}). "
+        "Requests are accepted and wait for it"
+    )
 
 
 @router.post(

@@ -21,6 +21,15 @@ async def test_a_session_opens_for_old_and_new_sdks(world: World, body: dict[str
     assert (await world.ok("session_heartbeat", {"session_id": session}))["type"] == "session_heartbeat"
 
 
+async def test_a_session_opened_meanwhile_says_what_the_engine_is_busy_with(world: World) -> None:
+    """Else an SDK says nothing until the first request is done."""
+    assert (await world.ok("create_session", {}))["warning_message"] is None
+    await world.set_engine("starting", "replaying 12 of 40 units")
+    warning = (await world.ok("create_session", {}))["warning_message"]
+    assert "not ready: its engine is starting (replaying 12 of 40 units)" in warning
+    assert "Requests are accepted and wait" in warning
+
+
 async def test_after_finish_heartbeats_and_submits_answer_410(world: World) -> None:
     session = await world.session()
     model, sampler = await world.model(session), await world.sampler(session)
