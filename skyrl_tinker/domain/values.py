@@ -319,3 +319,9 @@ class BaseModelFacts:
     tied: bool
     eos_token_ids: tuple[int, ...]
     extra: Mapping[str, str] = field(default_factory=dict)
+    hub_name: str | None = None  # on the Hugging Face hub, if the model came from there
+
+    @property
+    def name(self) -> str:
+        """Canonical name, the only one that is shown: others are accepted, as older sessions may use them."""
+        return self.names[0]

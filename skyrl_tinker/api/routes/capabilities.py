@@ -1,4 +1,4 @@
-"""Capabilities of this server: its base models."""
+"""Capabilities of this server: its base model."""
 
 from fastapi import APIRouter
 
@@ -8,11 +8,9 @@ from skyrl_tinker.protocol.schemas.session import ServerCapabilitiesResponse, Su
 router = APIRouter(tags=["client"])
 
 
-@router.get("/get_server_capabilities", summary="Base models under every name they are served by")
+@router.get("/get_server_capabilities", summary="The base model and its context length")
 async def get_server_capabilities(deps: Deps) -> ServerCapabilitiesResponse:
-    longest = deps.facts.context_length
+    facts = deps.facts
     return ServerCapabilitiesResponse(
-        supported_models=[
-            SupportedModel(model_name=name, max_context_length=longest) for name in deps.facts.names
-        ]
+        supported_models=[SupportedModel(model_name=facts.name, max_context_length=facts.context_length)]
     )

@@ -32,7 +32,7 @@ _ANSWER = answers(
 
 @router.get("/models", summary="Base models; any tinker://…/sampler_weights/… path is a model, too")
 async def models(deps: Deps) -> ModelList:
-    return ModelList(data=[ListedModel(id=name) for name in deps.facts.names])
+    return ModelList(data=[ListedModel(id=deps.facts.name)])
 
 
 @router.post(

@@ -130,9 +130,7 @@ class OpenAIServer:
         if model in self._facts.names:
             return None
         if not model.startswith(tinker_path.SCHEME):
-            raise NotFoundError(
-                f"no model {model!r}: expected {' or '.join(self._facts.names)}, or a tinker:// path"
-            )
+            raise NotFoundError(f"no model {model!r}: expected {self._facts.name}, or a tinker:// path")
         path = tinker_path.parse(model)
         if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
             raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")

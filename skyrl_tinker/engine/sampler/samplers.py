@@ -90,7 +90,7 @@ class Samplers:
         if base_model not in self._facts.names:
             raise UserError(
                 f"this sampling client is of base model {base_model!r}, "
-                f"expected one that is served: {', '.join(self._facts.names)}"
+                f"expected the one that is served: {self._facts.name}"
             )
 
     def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:

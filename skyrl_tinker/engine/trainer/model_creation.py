@@ -123,7 +123,7 @@ class ModelCreation:
 
     def _require_served(self, base_model: str | None) -> None:
         if base_model is not None and base_model not in self._facts.names:
-            raise UserError(f"base_model is {base_model!r}, expected one of {', '.join(self._facts.names)}")
+            raise UserError(f"base_model is {base_model!r}, expected {self._facts.name}")
 
 
 def _loaded(model: ModelRow, path: str) -> FutureResult:

@@ -283,7 +283,7 @@ class ListedModel(Message):
 
 
 class ModelList(Message):
-    """Base models. Sampler weights are not listed, as they may be many, but every path can be used."""
+    """The base model. Sampler weights are not listed, as they may be many, but every path can be used."""
 
     data: list[ListedModel]
     object: Literal["list"] = "list"

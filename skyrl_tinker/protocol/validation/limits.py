@@ -25,11 +25,9 @@ class Limits:
 
 
 def validate_base_model(name: str, limits: Limits) -> str:
-    """Return the name. Raises UserError that lists the served names."""
+    """Return the name. Raises UserError that names the served model."""
     if name not in limits.base_models:
-        raise UserError(
-            f"base_model is {name!r}, expected one that is served: {', '.join(limits.base_models)}"
-        )
+        raise UserError(f"base_model is {name!r}, expected the one that is served: {limits.base_models[0]}")
     return name
 
 

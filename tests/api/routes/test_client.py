@@ -1,6 +1,7 @@
 """Calls of the SDK before anything else, and calls of monitors."""
 
 import pytest
+from tinker.types import ClientConfigResponse
 
 from skyrl_tinker.config import Settings
 from tests.api.support.world import BASE, CONTEXT, World, running
@@ -24,6 +25,34 @@ async def test_clones_join_and_waiting_together_is_a_setting(settings: Settings)
             assert answer["sample_join_sampling_session"] is True
 
 
+LIMITS = {
+    "proto_compress_fwdbwd": True,
+    "fwdbwd_max_chunk_len": 100,
+    "fwdbwd_max_chunk_bytes_count": 1_000_000,
+    "fwdbwd_dispatch_bytes_semaphore_size": 2_000_000,
+    "sample_max_concurrent_requests": 7,
+    "sample_dispatch_bytes_semaphore_size": 3_000_000,
+    "inflight_response_bytes_semaphore_size": 4_000_000,
+}
+
+
+async def test_limits_of_clients_are_settings(settings: Settings) -> None:
+    async with running(settings.model_copy(update=LIMITS)) as world:
+        answer = await world.ok("client/config", {})
+    assert {name: answer[name] for name in LIMITS} == LIMITS
+
+
+async def test_limits_of_clients_are_the_sdk_s_own_by_default(world: World) -> None:
+    answer = await world.ok("client/config", {})
+    theirs = ClientConfigResponse().model_dump()
+    assert {name: answer[name] for name in LIMITS} == {name: theirs[name] for name in LIMITS}
+
+
+async def test_no_chunk_has_more_datums_than_a_pass_may_have(settings: Settings) -> None:
+    async with running(settings.model_copy(update={"max_datums": 10})) as world:
+        assert (await world.ok("client/config", {}))["fwdbwd_max_chunk_len"] == 10
+
+
 async def test_dynamic_config_offers_cancelling(world: World) -> None:
     answer = await world.ok("client/dynamic_config", {"sdk_version": "0.38.0"})
     assert answer["sample_cancel_enabled"] is True
@@ -38,8 +67,7 @@ async def test_telemetry_is_always_accepted(world: World, body: bytes) -> None:
 
 async def test_capabilities_name_the_base_model_and_its_context(world: World) -> None:
     models = (await world.http.get("get_server_capabilities")).json()["supported_models"]
-    assert [model["model_name"] for model in models] == [BASE, "/models/tiny"]
-    assert models[0]["max_context_length"] == CONTEXT
+    assert [(model["model_name"], model["max_context_length"]) for model in models] == [(BASE, CONTEXT)]
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/api/v1/healthz"])
@@ -61,3 +89,10 @@ async def test_every_route_has_a_summary(world: World) -> None:
     missing = [path for path, verbs in paths.items() for verb in verbs.values() if not verb.get("summary")]
     assert len(paths) >= 22
     assert missing == []
+
+
+@pytest.mark.parametrize("path", ["sessions/x", "samplers/x", "training_runs/x", "no/such/route"])
+async def test_a_404_says_not_found(world: World, path: str) -> None:
+    answer = await world.http.get(path)
+    assert answer.status_code == 404
+    assert answer.json()["detail"].startswith("not found: no ")

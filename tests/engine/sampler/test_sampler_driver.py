@@ -70,7 +70,7 @@ async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
             driver.submit(queue.queued_after(conn, 0)[-1:])
         failure = await refusal(store, accepted)
         assert failure.category == "user"
-        assert "of base model 'old', expected one that is served: new" in failure.message
+        assert "of base model 'old', expected the one that is served: new" in failure.message
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
@@ -90,7 +90,7 @@ async def test_where_many_samples_wait_their_bodies_stay_in_the_store(
     assert [row.body is None for row in metrics.pending()] == [False, False, False, True, True]
     running = asyncio.create_task(driver.run())
     for each in accepted:
-        assert "expected one that is served" in (await refusal(store, each)).message
+        assert "expected the one that is served" in (await refusal(store, each)).message
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
