@@ -22,9 +22,10 @@ def resolve(settings: Settings) -> BaseModelFacts:
 
     Raises StartupError, with what to change, when there is no such model or it cannot be served.
     """
-    directory = _directory(settings)
+    local = _directory(settings)
+    directory = _download(settings.base_model) if local is None else local
     config = _read_json(directory / "config.json")
-    facts = _facts(settings, directory, config)
+    facts = _facts(settings, directory, config, None if local else settings.base_model)
     if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         raise StartupError(
             f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
@@ -33,7 +34,8 @@ def resolve(settings: Settings) -> BaseModelFacts:
     return facts
 
 
-def _directory(settings: Settings) -> Path:
+def _directory(settings: Settings) -> Path | None:
+    """Return the model's directory, None for a name of the hub."""
     given = Path(settings.base_model).expanduser()
     if settings.base_model == "tiny":
         tiny = Directories(settings).models_dir / "tiny"
@@ -44,7 +46,7 @@ def _directory(settings: Settings) -> Path:
         return given.resolve()
     if given.is_absolute() or given.exists() or settings.base_model.startswith("."):
         raise StartupError(f"--base-model {settings.base_model}: no config.json in that directory")
-    return _download(settings.base_model)
+    return None
 
 
 def _download(name: str) -> Path:
@@ -61,7 +63,9 @@ def _download(name: str) -> Path:
     return Path(path).resolve()
 
 
-def _facts(settings: Settings, directory: Path, config: Mapping[str, Any]) -> BaseModelFacts:
+def _facts(
+    settings: Settings, directory: Path, config: Mapping[str, Any], hub_name: str | None
+) -> BaseModelFacts:
     return BaseModelFacts(
         directory=str(directory),
         names=_names(settings, directory),
@@ -76,6 +80,7 @@ def _facts(settings: Settings, directory: Path, config: Mapping[str, Any]) -> Ba
         hidden_size=_positive(config, "hidden_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_token_ids=_eos(directory, config),
+        hub_name=hub_name,
     )
 
 

@@ -88,6 +88,13 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         base_model.resolve(config.load(base_model=str(tmp_path)))
 
 
+def test_a_model_from_the_hub_keeps_its_name_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(model))
+    named = base_model.resolve(config.load(base_model="org/model", model_name="mine"))
+    assert (named.hub_name, named.name, named.directory) == ("org/model", "mine", str(model))
+    assert base_model.resolve(config.load(base_model=str(model))).hub_name is None
+
+
 def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(StartupError, match="not a model directory, and the hub download failed"):

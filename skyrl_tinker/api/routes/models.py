@@ -104,7 +104,9 @@ async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoRespons
     return GetInfoResponse(
         model_id=row.model_id,
         model_data=ModelData(
-            model_name=row.base_model, tokenizer_id=deps.facts.directory, arch=deps.facts.architecture
+            model_name=row.base_model,
+            tokenizer_id=deps.facts.hub_name or deps.facts.directory,
+            arch=deps.facts.architecture,
         ),
         is_lora=row.spec.rank > 0,
         lora_rank=row.spec.rank or None,

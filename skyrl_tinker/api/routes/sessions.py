@@ -8,6 +8,7 @@ from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
 from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.protocol.schemas.session import (
     CreateSessionRequest,
     CreateSessionResponse,
@@ -18,12 +19,13 @@ from skyrl_tinker.protocol.schemas.session import (
 from skyrl_tinker.store import owners, server_state, session_records
 
 router = APIRouter(tags=["sessions"])
+_LOOPBACK = ("127.0.0.1", "::1")
 
 
 @router.post("/create_session", summary="Open a session", openapi_extra=takes(CreateSessionRequest))
 async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSessionResponse:
     message = await read_model(request, CreateSessionRequest)
-    warnings = [_unready(engine_state(deps.store))]
+    warnings = [_unready(engine_state(deps.store)), _tokenizer_elsewhere(deps.facts, request)]
 
     def create(conn: Connection) -> CreateSessionResponse:
         session_id = session_records.create(
@@ -48,6 +50,18 @@ def _unready(engine: EngineState) -> str | None:
     return (
         f"the server is not ready: its engine is {engine.state} ({engine.detail}). "
         "Requests are accepted and wait for it"
+    )
+
+
+def _tokenizer_elsewhere(facts: BaseModelFacts, request: Request) -> str | None:
+    """Say where the tokenizer is, if the client cannot read it: the SDK's own error does not."""
+    here, _ = request.scope["server"]
+    if facts.hub_name or request.client is None or request.client.host in (here, *_LOOPBACK):
+        return None
+    return (
+        f"the tokenizer of {facts.name} is not from the Hugging Face hub, so get_tokenizer() works on the "
+        "server's machine only. Elsewhere, unpack the tar that GET /api/v1/tokenizer of this server sends, "
+        "and load it with AutoTokenizer.from_pretrained(DIRECTORY)"
     )
 
 

@@ -156,12 +156,12 @@ def settings_for(home: Path, **changes: Any) -> Settings:
 
 
 @asynccontextmanager
-async def running(settings: Settings) -> AsyncIterator[World]:
+async def running(settings: Settings, facts: BaseModelFacts = FACTS) -> AsyncIterator[World]:
     """The app of `settings`, whose database is migrated already."""
     store = Store.open(settings.store_url)
     bell = Doorbell.bind(settings.root, "api")
     try:
-        app = create_app(settings, store, FACTS, bell)
+        app = create_app(settings, store, facts, bell)
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),

@@ -1,0 +1,78 @@
+"""The tokenizer of the base model, for clients on other machines."""
+
+import io
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from skyrl_tinker.api.resources.tokenizer_files import TOKENIZER_FILES
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.server.tiny_model import make_model
+from tests.api.support.world import FACTS, World, running
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("served") / "model"
+    make_model(directory)
+    return directory
+
+
+def facts_of(model: Path) -> BaseModelFacts:
+    return replace(FACTS, directory=str(model))
+
+
+async def test_a_client_elsewhere_unpacks_it_and_loads_the_same(
+    settings: Settings, model: Path, tmp_path: Path
+) -> None:
+    async with running(settings, facts_of(model)) as world:
+        answer = await world.http.get("tokenizer")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-tar")
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+        assert set(tar.getnames()) <= set(TOKENIZER_FILES)
+        assert not any(name.endswith(".safetensors") for name in tar.getnames())
+        tar.extractall(tmp_path / "copy", filter="data")
+    ours, theirs = (AutoTokenizer.from_pretrained(directory) for directory in (model, tmp_path / "copy"))
+    chat = [{"role": "user", "content": "Wie geht's?"}]
+    assert ours.encode("Hello 42") == theirs.encode("Hello 42")
+    assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+
+
+async def test_a_model_without_one_is_404(settings: Settings, tmp_path: Path) -> None:
+    async with running(settings, facts_of(tmp_path)) as world:
+        answer = await world.http.get("tokenizer")
+    assert (answer.status_code, answer.json()) == (
+        404,
+        {"detail": "not found: the base model has no tokenizer"},
+    )
+
+
+async def test_the_tokenizer_s_id_is_the_hub_s_name_where_there_is_one(settings: Settings) -> None:
+    for facts, expected in ((FACTS, "/models/tiny"), (replace(FACTS, hub_name="org/tiny"), "org/tiny")):
+        async with running(settings, facts) as world:
+            data = (await world.ok("get_info", {"model_id": await world.model()}))["model_data"]
+            assert data["tokenizer_id"] == expected
+
+
+@pytest.mark.parametrize(
+    ("address", "hub_name", "told"),
+    [("127.0.0.1", None, False), ("10.0.0.7", "org/tiny", False), ("10.0.0.7", None, True)],
+)
+async def test_only_who_cannot_read_the_directory_is_told_where_it_is(
+    settings: Settings, address: str, hub_name: str | None, told: bool
+) -> None:
+    async with running(settings, replace(FACTS, hub_name=hub_name)) as world:
+        warning = await _warning(world, address)
+    assert ("GET /api/v1/tokenizer" in (warning or "")) == told
+
+
+async def _warning(world: World, address: str) -> str | None:
+    transport = httpx.ASGITransport(world.app, client=(address, 4711))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api/api/v1") as http:
+        warning: str | None = (await http.post("create_session", json={})).json()["warning_message"]
+        return warning
