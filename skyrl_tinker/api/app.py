@@ -44,6 +44,7 @@ from skyrl_tinker.api.routes import (
 )
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
+from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.api.services import Services, limits_of
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
@@ -97,6 +98,7 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
     """Build what one run of the app works with; its lifespan starts and ends them."""
     engine = EngineClient(Directories(settings).engine_socket)
     queues = EngineQueues(engine)
+    signing = SigningSecrets(settings.root)
     return Services(
         settings,
         store,
@@ -107,8 +109,8 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         engine,
         LoopWatch(),
         Gate(LARGE_AT_ONCE),
-        KeyRing(store),
-        Signer(store, settings.trust_forwarded),
+        KeyRing(store, signing),
+        Signer(signing, settings.trust_forwarded),
         queues,
         Backpressure(queues, settings.sample_backlog),
         DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb),

@@ -10,12 +10,13 @@ from skyrl_tinker.api.middleware.disk_room import DiskRoom
 from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
+from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.domain.ids import OwnerId, Reach
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.store.doorbell import Doorbell
@@ -76,3 +77,16 @@ async def _owner(request: Request) -> OwnerId | None:
 
 
 Owner = Annotated[OwnerId | None, Depends(_owner)]
+
+
+def reach_of(request: Request) -> Reach:
+    """Return whose work the caller sees: its own, or with an admin key everybody's."""
+    caller: Caller | None = request.scope.get("caller")
+    return None if caller is None else caller.reach
+
+
+async def _reach(request: Request) -> Reach:
+    return reach_of(request)
+
+
+Reached = Annotated[Reach, Depends(_reach)]

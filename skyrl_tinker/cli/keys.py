@@ -1,6 +1,8 @@
 """`skyrl-tinker keys`: API keys, in the database of a server that may be running or not."""
 
+import re
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,14 +16,34 @@ from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
 if TYPE_CHECKING:  # the other commands need none of its imports
     from sqlalchemy import Connection
 
+    from skyrl_tinker.store.api_keys import KeyRow
     from skyrl_tinker.store.database.group_commit import Op, T
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SHOWN_ONCE = "shown only now: store it, for example as TINKER_API_KEY"
 app = typer.Typer(no_args_is_help=True, help="API keys.", rich_markup_mode=None)
+
+
+def _seconds(text: str) -> int:
+    """Read a duration, as in 90s, 15m, 12h and 30d; 0 needs no unit."""
+    match = re.fullmatch(r"(\d{1,6})([smhd])", text, re.ASCII)
+    if match is None and text != "0":
+        raise typer.BadParameter(f"found {text!r}, expected a number and a unit: 90s, 15m, 12h or 30d")
+    return int(match[1]) * _SECONDS[match[2]] if match else 0
+
+
+Which = Annotated[str, typer.Argument(metavar="ID_OR_NAME")]
+Duration = Annotated[
+    int | None,
+    typer.Option(parser=_seconds, metavar="DURATION", help="End the key so long from now, as in 12h or 90d"),
+]
 
 
 @app.command()
 def create(
     name: Annotated[str, typer.Option(help="The holder's name, as `tinker auth whoami` shows it")],
+    admin: Annotated[bool, typer.Option("--admin", help="Let it see the work of all keys")] = False,
+    expires_in: Duration = None,
     adopt: Annotated[
         bool, typer.Option("--adopt", help="Let it own all that was made without a key")
     ] = False,
@@ -34,6 +56,9 @@ def create(
     From the first key on, the server requires one of every client, even when all are revoked; a running
     server does so within a second. Each key sees only the sessions, training runs and checkpoints that were
     made with it. Those from before the first key are visible only to a key that adopts them.
+
+    An admin key sees those of all, and may cancel samples, unload models, finish sessions and delete
+    checkpoints; what it makes is its own, and it trains and samples with nobody else's.
     """
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.store import api_keys, owners
@@ -41,8 +66,8 @@ def create(
     from skyrl_tinker.store.store import write_once
 
     def create_key(conn: "Connection") -> tuple[str, int, int]:
-        key = api_keys.create(conn, name)
-        adopted = owners.adopt(conn, api_keys.live_id(conn, name)) if adopt else 0
+        key = api_keys.create(conn, name, expires_at=_from_now(expires_in), admin=admin)
+        adopted = api_keys.adopt_keyless(conn, name) if adopt else 0
         return key, adopted, owners.count_ownerless(conn)
 
     with one_line_errors():
@@ -51,7 +76,7 @@ def create(
         migrate(settings.store_url, settings.root)
         key, adopted, left = write_once(settings.store_url, create_key)
     print(key)
-    print("shown only now: store it, for example as TINKER_API_KEY", file=sys.stderr)
+    print(_SHOWN_ONCE, file=sys.stderr)
     if adopt:
         print(f"it owns the {adopted} session(s) that were made without a key", file=sys.stderr)
     elif left:
@@ -63,34 +88,99 @@ def create(
 
 @app.command(name="list")
 def list_keys(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
-    """List every key: id, name, time of creation and of revocation."""
+    """List every key: id, name, creation, last use (to a minute), whether it is live, and its rights."""
     from skyrl_tinker.store import api_keys
 
     with one_line_errors():
         rows = _run(home, database_url, config_file, api_keys.list_keys)
     for row in rows:
-        ended = "live" if row.revoked_at is None else f"revoked {_utc(row.revoked_at)}"
-        print(f"{row.id:>4}  {row.name:<32}  made {_utc(row.created_at)}  {ended}")
+        used = "never used" if row.last_used_at is None else f"used {_utc(row.last_used_at)}"
+        print(f"{row.id:>4}  {row.name:<32}  made {_utc(row.created_at)}  {used:<25}  {_state(row)}")
     if not rows:
         print("no keys", file=sys.stderr)
 
 
 @app.command()
-def revoke(
-    key: Annotated[str, typer.Argument(metavar="ID_OR_NAME")],
+def rotate(
+    key: Which,
+    overlap: Annotated[
+        int,
+        typer.Option(
+            parser=_seconds,
+            metavar="DURATION",
+            help="Time that the old secret stays valid, as in 15m; 0 for a secret that leaked",
+        ),
+    ] = "1h",  # type: ignore[assignment]  # the parser reads the default, too
+    expires_in: Duration = None,
     home: Home = None,
     database_url: DatabaseUrl = None,
     config_file: Config = None,
 ) -> None:
-    """Revoke a key and its tokens permanently. What it made is kept, but no longer visible to any client.
+    """Give a key a new secret and print it. Its holder keeps everything: sessions, runs, checkpoints.
 
-    A running server refuses the key within a second.
+    Secrets from before the old one end at once, and tokens end with the secret that they were issued for.
+    """
+    from skyrl_tinker.store import api_keys
+
+    with one_line_errors():
+        secret = _run(
+            home,
+            database_url,
+            config_file,
+            lambda conn: api_keys.rotate(conn, key, overlap, expires_at=_from_now(expires_in)),
+        )
+    print(secret)
+    print(_SHOWN_ONCE, file=sys.stderr)
+    print(f"the old one ends at {_utc(time.time() + overlap)} at the latest", file=sys.stderr)
+
+
+@app.command()
+def revoke(
+    key: Which, home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None
+) -> None:
+    """Revoke a key and its tokens permanently. What it made is kept, and visible only to admin keys.
+
+    A running server refuses the key within a second. `keys adopt` gives what it made to another key.
     """
     from skyrl_tinker.store import api_keys
 
     with one_line_errors():
         row = _run(home, database_url, config_file, lambda conn: api_keys.revoke(conn, key))
     print(f"revoked: {row.id} {row.name}")
+
+
+@app.command()
+def adopt(
+    key: Which,
+    former: Annotated[
+        str, typer.Option("--from", metavar="ID", help="A revoked or expired key, as `keys list` numbers it")
+    ],
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    config_file: Config = None,
+) -> None:
+    """Give a live key all that a revoked or expired one made: sessions, runs, checkpoints, usage."""
+    from skyrl_tinker.store import api_keys
+
+    with one_line_errors():
+        count = _run(home, database_url, config_file, lambda conn: api_keys.adopt(conn, key, former))
+    print(f"adopted: {count} session(s) of key {former}")
+
+
+@app.command()
+def rotate_secrets(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
+    """Replace the secrets that sign tokens and download URLs. API keys stay valid.
+
+    A running server refuses the old ones within a second: the SDK fetches a new token and goes on; downloads
+    that are under way finish, and URLs that were handed out must be requested again.
+    """
+    from skyrl_tinker.api.security import signing_secrets
+    from skyrl_tinker.store import audit_log
+
+    with one_line_errors():
+        _run(home, database_url, config_file, lambda conn: audit_log.record_key(conn, "secrets_rotate", None))
+        signing_secrets.rotate(config.load(config_file, home=home).root)
+    print("rotated: tokens and download URLs from before are refused")
 
 
 def _run(home: Path | None, database_url: str | None, config_file: Path | None, op: "Op[T]") -> "T":
@@ -102,6 +192,21 @@ def _run(home: Path | None, database_url: str | None, config_file: Path | None, 
     url = existing_database(settings)
     migrate(url, settings.root)
     return write_once(url, op)
+
+
+def _from_now(seconds: int | None) -> float | None:
+    return None if seconds is None else time.time() + seconds
+
+
+def _state(row: "KeyRow") -> str:
+    now, parts = time.time(), ["admin"] if row.admin else []
+    if row.revoked_at is not None:
+        return " ".join([f"revoked {_utc(row.revoked_at)}", *parts])
+    if row.expires_at is not None:
+        parts.insert(0, f"{'expires' if now < row.expires_at else 'expired'} {_utc(row.expires_at)}")
+    if row.previous_until is not None and now < row.previous_until:
+        parts.append(f"old secret until {_utc(row.previous_until)}")
+    return " ".join(["live", *parts] if row.is_live(now) else parts)
 
 
 def _utc(seconds: float) -> str:

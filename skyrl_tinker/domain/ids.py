@@ -1,11 +1,20 @@
 """Identifiers and closed sets that every layer shares."""
 
-from enum import StrEnum
-from typing import NewType
+from enum import Enum, StrEnum
+from typing import Literal, NewType
 
 OwnerId = NewType("OwnerId", int)
 """The store's key of an API key (`api_keys.id`); only its holder sees what was made with it. A server without
 keys has one owner, None."""
+
+
+class _Everyone(Enum):
+    ALL_OWNERS = "all owners"
+
+
+ALL_OWNERS: Literal[_Everyone.ALL_OWNERS] = _Everyone.ALL_OWNERS
+Reach = OwnerId | Literal[_Everyone.ALL_OWNERS] | None
+"""Owners whose work a caller sees: one, or for an admin key all. None is the one owner without a key."""
 SessionId = NewType("SessionId", str)
 ModelId = NewType("ModelId", str)
 """`<session_id>:train:<model_seq_id>`; equals the training run id."""

@@ -46,7 +46,7 @@ def check_host(settings: Settings) -> None:
     """Refuse to open the server to a network by mistake. The database must be migrated."""
     if settings.insecure or _is_loopback(settings.host):
         return
-    if not write_once(settings.store_url, api_keys.count_keys)[0]:
+    if not write_once(settings.store_url, api_keys.count_keys):
         raise StartupError(
             f"--host {settings.host} is open to the network and there are no API keys; make one with "
             f"`skyrl-tinker keys create`, use 127.0.0.1, or add --insecure on a network that you trust"

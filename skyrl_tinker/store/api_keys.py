@@ -8,39 +8,63 @@ import hashlib
 import re
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
 
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.store import audit_log, owners, server_state
 from skyrl_tinker.store.database.rows import insert_id
 from skyrl_tinker.store.database.tables import ApiKey
 
 PREFIX = "tml-"
 """Prefix of keys: the SDK refuses anything else but JWTs."""
-LOCAL_OWNER = "local"
-"""Owner of all rows on a server without keys."""
 _BYTES = 32
 _ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._@+-]{0,63}", re.ASCII)
+_CHANGES = "key_changes"  # number of changes so far, by which other processes notice one
+
+End = Literal["revoked", "expired", "replaced"]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """One key, live if `revoked_at` is None. Times are UTC seconds since the epoch."""
+    """One key. `previous_until`: end of the secret before the last rotation. Times are UTC seconds."""
 
     id: OwnerId
     name: str
     created_at: float
     revoked_at: float | None
+    expires_at: float | None
+    previous_until: float | None
+    last_used_at: float | None
+    admin: bool
+    limits: Mapping[str, Any] | None
+
+    def is_live(self, now: float) -> bool:
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """Secret of a key, valid before `until` (None: for ever), when it is or was ended by `end`."""
+
+    key: KeyRow
+    until: float | None
+    end: End | None
+
+
+_COLUMNS = tuple(getattr(ApiKey, field.name) for field in fields(KeyRow))
 
 
 def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def create(conn: Connection, name: str) -> str:
+def create(conn: Connection, name: str, *, expires_at: float | None = None, admin: bool = False) -> str:
     """Create a key and return it: only its hash is stored.
 
     Raises UserError for a name of another form, or the name of a live key.
@@ -51,56 +75,154 @@ def create(conn: Connection, name: str) -> str:
         )
     if _find_live(conn, name) is not None:
         raise UserError(f"name: found {name!r}, which a live key has: revoke that one, or take another name")
-    key = PREFIX + secrets.token_urlsafe(_BYTES)
-    insert_id(conn, insert(ApiKey), {"name": name, "hash": digest(key), "created_at": time.time()})
+    key = _new_key()
+    row = {"name": name, "hash": digest(key), "created_at": time.time()}
+    key_id = insert_id(conn, insert(ApiKey), {**row, "expires_at": expires_at, "admin": admin})
+    _note(conn, "key_create", key_id, admin=admin, expires_at=expires_at)
+    return key
+
+
+def rotate(conn: Connection, id_or_name: str, overlap_s: float, *, expires_at: float | None = None) -> str:
+    """Return a new secret for a live key; the one before is valid for `overlap_s`, older ones no longer.
+
+    `expires_at`: the key's new expiry, None: as it was. Raises NotFoundError.
+    """
+    row = find_live(conn, id_or_name)
+    key, until = _new_key(), time.time() + overlap_s
+    changes = {"previous_hash": ApiKey.hash, "previous_until": until, "hash": digest(key)}
+    expiry = row.expires_at if expires_at is None else expires_at
+    conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(**changes, expires_at=expiry))
+    _note(conn, "key_rotate", row.id, previous_until=until, expires_at=expiry)
     return key
 
 
 def revoke(conn: Connection, id_or_name: str) -> KeyRow:
     """Revoke a live key, given by id or name. Raises NotFoundError."""
-    key_id = int(id_or_name) if _ID.fullmatch(id_or_name) else _find_live(conn, id_or_name)
-    end = (
-        update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None)).values(revoked_at=time.time())
-    )
-    if key_id is None or not conn.execute(end).rowcount:
-        raise NotFoundError(f"no live key {id_or_name!r}: see `skyrl-tinker keys list`")
-    return next(row for row in list_keys(conn) if row.id == key_id)
+    row = find_live(conn, id_or_name)
+    conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(revoked_at=time.time()))
+    _note(conn, "key_revoke", row.id)
+    return row
+
+
+def adopt(conn: Connection, heir: str, former: str) -> int:
+    """Give a live key the sessions of a revoked or expired one, given by its id. Returns how many.
+
+    Raises NotFoundError, and UserError if the former key is live.
+    """
+    row = find_live(conn, heir)
+    dead = _by_id(conn, former)
+    if dead is None:
+        raise NotFoundError(f"no key with the id {former!r}: see `skyrl-tinker keys list`")
+    if dead.is_live(time.time()):
+        raise UserError(f"key {dead.id} ({dead.name}) is live: revoke it before another key adopts its work")
+    return _take_over(conn, row.id, dead.id)
+
+
+def adopt_keyless(conn: Connection, heir: str) -> int:
+    """Give a live key the sessions that were created without a key. Returns how many."""
+    return _take_over(conn, find_live(conn, heir).id, None)
+
+
+def note_use(conn: Connection, used: Mapping[OwnerId, float]) -> None:
+    """Record when keys were last used; an earlier time changes nothing."""
+    for key_id, at in used.items():
+        earlier = or_(ApiKey.last_used_at.is_(None), ApiKey.last_used_at < at)
+        conn.execute(update(ApiKey).where(ApiKey.id == key_id, earlier).values(last_used_at=at))
 
 
 def list_keys(conn: Connection) -> list[KeyRow]:
-    """Return all keys, revoked ones too, oldest first."""
-    query = select(ApiKey.id, ApiKey.name, ApiKey.created_at, ApiKey.revoked_at).order_by(ApiKey.id)
-    return [KeyRow(OwnerId(row.id), row.name, row.created_at, row.revoked_at) for row in conn.execute(query)]
+    """Return all keys, revoked and expired ones too, oldest first."""
+    return [_key(row) for row in conn.execute(select(*_COLUMNS).order_by(ApiKey.id))]
 
 
-def live_by_digest(conn: Connection) -> dict[bytes, KeyRow]:
-    """Return the live keys by digest."""
-    columns = ApiKey.id, ApiKey.name, ApiKey.created_at, ApiKey.hash
-    rows = conn.execute(select(*columns).where(ApiKey.revoked_at.is_(None)))
-    return {row.hash: KeyRow(OwnerId(row.id), row.name, row.created_at, None) for row in rows}
+def secrets_by_digest(conn: Connection) -> dict[bytes, Secret]:
+    """Return all secrets by digest, those that ended too; of each key the present and the previous one."""
+    rows = conn.execute(select(*_COLUMNS, ApiKey.hash, ApiKey.previous_hash))
+    return {value: secret for row in rows for value, secret in _secrets(_key(row), *row[-2:])}
 
 
-def count_keys(conn: Connection) -> tuple[int, int]:
-    """Return how many keys were created, and how many of them are revoked.
+def count_changes(conn: Connection) -> int:
+    """Return the number of changes of keys so far: an equal one means unchanged keys."""
+    return int(server_state.get(conn, _CHANGES) or 0)
 
-    Keys are never deleted or restored, so equal counts mean unchanged keys.
-    """
-    row = conn.execute(select(func.count(), func.count(ApiKey.revoked_at)).select_from(ApiKey)).one()
-    return row[0], row[1]
+
+def count_keys(conn: Connection) -> int:
+    """Return how many keys were created, with those that have ended."""
+    return conn.scalar(select(func.count()).select_from(ApiKey)) or 0
 
 
 def live_id(conn: Connection, name: str) -> OwnerId:
     """Return the id of the live key of this name. Raises NotFoundError."""
     key_id = _find_live(conn, name)
     if key_id is None:
-        raise NotFoundError(f"no live key {name!r}: see `skyrl-tinker keys list`")
+        raise _no_live_key(name)
     return OwnerId(key_id)
+
+
+def find_live(conn: Connection, id_or_name: str) -> KeyRow:
+    """Return a live key, given by id or name. Raises NotFoundError."""
+    row = _by_id(conn, id_or_name) if _ID.fullmatch(id_or_name) else _by_name(conn, id_or_name)
+    if row is None or not row.is_live(time.time()):
+        raise _no_live_key(id_or_name)
+    return row
 
 
 def owner_name(conn: Connection, owner: OwnerId | None) -> str:
     """Return the name of the owner's key, LOCAL_OWNER without keys."""
-    return conn.scalar(select(ApiKey.name).where(ApiKey.id == owner)) or LOCAL_OWNER
+    return conn.scalar(select(ApiKey.name).where(ApiKey.id == owner)) or owners.LOCAL_OWNER
+
+
+def _new_key() -> str:
+    return PREFIX + secrets.token_urlsafe(_BYTES)
+
+
+def _take_over(conn: Connection, heir: OwnerId, former: OwnerId | None) -> int:
+    count = owners.give(conn, former, heir)
+    _note(conn, "key_adopt", heir, former_key=former, sessions=count)
+    return count
+
+
+def _note(conn: Connection, event: str, key_id: int, **details: Any) -> None:
+    """Record an event of a key, and that the keys changed."""
+    audit_log.record_key(conn, event, OwnerId(key_id), **details)
+    server_state.put(conn, _CHANGES, count_changes(conn) + 1)
+
+
+def _secrets(row: KeyRow, current: bytes, previous: bytes | None) -> Iterator[tuple[bytes, Secret]]:
+    ends: list[tuple[float, End]] = []
+    if row.revoked_at is not None:
+        ends.append((row.revoked_at, "revoked"))
+    if row.expires_at is not None:
+        ends.append((row.expires_at, "expired"))
+    yield current, Secret(row, *min(ends, default=(None, None)))
+    if previous is not None and row.previous_until is not None:
+        yield previous, Secret(row, *min([*ends, (row.previous_until, "replaced")]))
 
 
 def _find_live(conn: Connection, name: str) -> int | None:
-    return conn.scalar(select(ApiKey.id).where(ApiKey.name == name, ApiKey.revoked_at.is_(None)))
+    return conn.scalar(select(ApiKey.id).where(ApiKey.name == name, _is_live()))
+
+
+def _is_live() -> ColumnElement[bool]:
+    unexpired = or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > time.time())
+    return and_(ApiKey.revoked_at.is_(None), unexpired)
+
+
+def _by_name(conn: Connection, name: str) -> KeyRow | None:
+    row = conn.execute(select(*_COLUMNS).where(ApiKey.name == name, _is_live())).one_or_none()
+    return None if row is None else _key(row)
+
+
+def _by_id(conn: Connection, key_id: str) -> KeyRow | None:
+    if not _ID.fullmatch(key_id):
+        return None
+    row = conn.execute(select(*_COLUMNS).where(ApiKey.id == int(key_id))).one_or_none()
+    return None if row is None else _key(row)
+
+
+def _key(row: Any) -> KeyRow:
+    return KeyRow(*row[: len(_COLUMNS)])
+
+
+def _no_live_key(which: str) -> NotFoundError:
+    return NotFoundError(f"no live key {which!r}: see `skyrl-tinker keys list`")

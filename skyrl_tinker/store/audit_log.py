@@ -1,25 +1,26 @@
-"""Audit log of sessions and checkpoints. An event is written in the commit of its change."""
+"""Audit log of sessions, checkpoints and API keys. An event is written in the commit of its change."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import ColumnElement, Connection, false, insert, select, true
 
-from skyrl_tinker.domain.ids import OwnerId
-from skyrl_tinker.store.database.tables import AuditEvent, Session
-from skyrl_tinker.store.owners import owned_by
+from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
+from skyrl_tinker.store.database.tables import ApiKey, AuditEvent, KeyEvent, Session
+from skyrl_tinker.store.owners import OWNER_NAME, within
 
 _EVENT = insert(AuditEvent)
+_KEY_EVENT = insert(KeyEvent)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Change of a session or checkpoint; `at` is seconds since the epoch."""
+    """Change of a session, a checkpoint or a key; `at` is seconds since the epoch."""
 
     at: float
-    session_id: str
     event: str
     details: Mapping[str, Any]
 
@@ -30,16 +31,69 @@ def record(conn: Connection, session_id: str, event: str, **details: Any) -> Non
     conn.execute(_EVENT, row)
 
 
+def record_key(conn: Connection, event: str, key: OwnerId | None, **details: Any) -> None:
+    """Record an event of a key, None: of no known key, or of the whole server."""
+    conn.execute(_KEY_EVENT, {"at": time.time(), "key_id": key, "event": event, "details": details})
+
+
+def record_admin(conn: Connection, reach: Reach, key: OwnerId | None, action: str, **details: Any) -> None:
+    """Record what the holder of an admin key ended or deleted; nothing if it is not one."""
+    if reach is ALL_OWNERS:
+        record_key(conn, f"admin_{action}", key, **details)
+
+
 def events_between(
-    conn: Connection, owner: OwnerId | None, start: float, end: float, resource: str | None
+    conn: Connection, reach: Reach, start: float, end: float, resource: str | None
 ) -> list[Event]:
-    """Return this owner's events in [start, end), oldest first; `resource` None: of all kinds."""
+    """Return the events in [start, end) that the caller sees, oldest first; `resource` None: of all kinds.
+
+    An owner sees those of its own key, an admin also those of no key.
+    """
+    events = _of_sessions(conn, reach, start, end, resource)
+    if resource is None:
+        events += _of_keys(conn, reach, start, end)
+    return sorted(events, key=attrgetter("at"))
+
+
+def _of_sessions(
+    conn: Connection, reach: Reach, start: float, end: float, resource: str | None
+) -> list[Event]:
     query = (
-        select(AuditEvent.at, AuditEvent.session_id, AuditEvent.event, AuditEvent.details)
+        select(
+            AuditEvent.at,
+            AuditEvent.event,
+            AuditEvent.session_id,
+            OWNER_NAME.label("key"),
+            AuditEvent.details,
+        )
         .join(Session, Session.session_id == AuditEvent.session_id)
-        .where(owned_by(owner), AuditEvent.at >= start, AuditEvent.at < end)
+        .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
+        .where(within(reach), AuditEvent.at >= start, AuditEvent.at < end)
         .order_by(AuditEvent.id)
     )
     if resource is not None:
         query = query.where(AuditEvent.event.startswith(f"{resource}_", autoescape=True))
-    return [Event(*row) for row in conn.execute(query)]
+    return [
+        Event(row.at, row.event, {"session_id": row.session_id, "key": row.key, **row.details})
+        for row in conn.execute(query)
+    ]
+
+
+def _of_keys(conn: Connection, reach: Reach, start: float, end: float) -> list[Event]:
+    query = (
+        select(KeyEvent.at, KeyEvent.event, KeyEvent.key_id, ApiKey.name, KeyEvent.details)
+        .outerjoin(ApiKey, ApiKey.id == KeyEvent.key_id)
+        .where(_of_key(reach), KeyEvent.at >= start, KeyEvent.at < end)
+        .order_by(KeyEvent.id)
+    )
+    return [
+        Event(row.at, row.event, {"key_id": row.key_id, "key": row.name, **row.details})
+        for row in conn.execute(query)
+    ]
+
+
+def _of_key(reach: Reach) -> ColumnElement[bool]:
+    """Return SQL: of the caller's own key. The owner without a key has none: NULL stands for strangers."""
+    if reach is ALL_OWNERS:
+        return true()
+    return false() if reach is None else KeyEvent.key_id == reach

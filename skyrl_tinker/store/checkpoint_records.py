@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, true, update
 
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, OwnerId, SessionId, VersionId
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, Reach, SessionId, VersionId
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log
@@ -15,7 +15,7 @@ from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_columns, spec_from_row
-from skyrl_tinker.store.owners import owned_by
+from skyrl_tinker.store.owners import within
 from skyrl_tinker.store.sampling_sessions import is_held
 
 WITH_MODEL = (
@@ -96,10 +96,10 @@ def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
 
 
 def find(
-    conn: Connection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
+    conn: Connection, reach: Reach, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
-    """Return this owner's checkpoint, or a published one; None if it is unknown, deleted or expired."""
-    return _find_named(conn, or_(owned_by(owner), SavedCheckpoint.public), model_id, kind, name)
+    """Return a checkpoint that the caller sees, or a published one; None if unknown, deleted or expired."""
+    return _find_named(conn, or_(within(reach), SavedCheckpoint.public), model_id, kind, name)
 
 
 def find_of_any_owner(
@@ -115,11 +115,11 @@ def by_id(conn: Connection, checkpoint_id: int) -> CheckpointRow | None:
     return rows[0] if rows else None
 
 
-def require_owned(
-    conn: Connection, owner: OwnerId | None, model_id: ModelId, kind: CheckpointKind, name: str
+def require_within(
+    conn: Connection, reach: Reach, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow:
-    """Return a checkpoint that this owner may change. Raises NotFoundError."""
-    row = _find_named(conn, owned_by(owner), model_id, kind, name)
+    """Return a checkpoint that the caller sees, not one that is merely published. Raises NotFoundError."""
+    row = _find_named(conn, within(reach), model_id, kind, name)
     if row is None:
         raise NotFoundError(f"no checkpoint tinker://{model_id}/{kind}/{name}")
     return row

@@ -7,11 +7,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, insert, select, update
 
-from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, OwnerId, SessionId
+from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import Model, Session
-from skyrl_tinker.store.owners import owned_by
+from skyrl_tinker.store.owners import within
 
 DEFAULT_OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
 
@@ -50,10 +50,10 @@ class NewModel:
         return ModelId(f"{self.session_id}:train:{self.model_seq_id}")
 
 
-def find(conn: Connection, owner: OwnerId | None, model_id: ModelId) -> ModelRow | None:
-    """Return this owner's model, None if there is none of this id."""
+def find(conn: Connection, reach: Reach, model_id: ModelId) -> ModelRow | None:
+    """Return a model that the caller sees, None if there is none of this id."""
     query = select(Model.__table__).join(Session, Session.session_id == Model.session_id)
-    return _find_one(conn, query.where(Model.model_id == model_id, owned_by(owner)))
+    return _find_one(conn, query.where(Model.model_id == model_id, within(reach)))
 
 
 def by_id(conn: Connection, model_id: ModelId) -> ModelRow | None:

@@ -13,14 +13,14 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, and_, delete, insert, literal_column, or_, select, update
 from sqlalchemy.orm import aliased
 
-from skyrl_tinker.domain.ids import ModelKey, OwnerId, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.domain.ids import ModelKey, OwnerId, Reach, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session
-from skyrl_tinker.store.owners import owned_by
+from skyrl_tinker.store.owners import owned_by, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,9 @@ def find_for_path(
     return first.sampling_session_id if first and first.model_path == model_path else None
 
 
-def find(
-    conn: Connection, owner: OwnerId | None, sampling_session_id: SamplingSessionId
-) -> SamplingSessionRow | None:
-    """Return this owner's sampling session, None if there is none of this id."""
-    return _find_one(conn, sampling_session_id, owned_by(owner))
+def find(conn: Connection, reach: Reach, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
+    """Return a sampling session that the caller sees, None if there is none of this id."""
+    return _find_one(conn, sampling_session_id, within(reach))
 
 
 def get(conn: Connection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:

@@ -1,6 +1,5 @@
-"""Facts of `serve` and the engine for the API ("base_model", "engine", "warning"), and the API's secrets."""
+"""Facts of `serve` and the engine for the API ("base_model", "engine", "warning"), and counters."""
 
-import secrets
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
@@ -21,12 +20,3 @@ def put(conn: Connection, key: str, value: Any) -> None:
 def get(conn: Connection, key: str) -> Any | None:
     """Return the value, None if it was never set."""
     return conn.scalar(select(ServerState.value).where(ServerState.key == key))
-
-
-def get_or_create_secret(conn: Connection, name: str) -> bytes:
-    """Return 32 random bytes, which the first call stores: so, in a write."""
-    key = f"secret.{name}"
-    if (value := get(conn, key)) is None:
-        value = secrets.token_hex(32)
-        put(conn, key, value)
-    return bytes.fromhex(value)

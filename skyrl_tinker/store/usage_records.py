@@ -11,11 +11,11 @@ from typing import Any
 from sqlalchemy import BigInteger, ColumnElement, Connection, Select, cast, func, select
 from sqlalchemy.dialects.sqlite import Insert, insert
 
-from skyrl_tinker.domain.ids import OwnerId, RequestKind
+from skyrl_tinker.domain.ids import Reach, RequestKind
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.tables import Future, Model, Result, SamplingSession, Session, UsageRecord
-from skyrl_tinker.store.owners import owned_by
+from skyrl_tinker.store.owners import within
 
 HOUR_S = 3600
 KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
@@ -46,10 +46,13 @@ def roll_up(conn: Connection, most: int | None = None) -> bool:
     return end < last
 
 
-def hourly_between(conn: Connection, owner: OwnerId | None, first: int, end: int) -> list[Hourly]:
-    """Return this owner's tokens in the hours [first, end). Reads all results since the last roll-up."""
+def hourly_between(conn: Connection, reach: Reach, first: int, end: int) -> list[Hourly]:
+    """Return the tokens that the caller sees of the hours [first, end).
+
+    Reads all results since the last roll-up.
+    """
     in_time = Future.finished_at >= first * HOUR_S, Future.finished_at < end * HOUR_S
-    fresh = _of_results(Result.id > counted(conn), owned_by(owner), *in_time)
+    fresh = _of_results(Result.id > counted(conn), within(reach), *in_time)
     added_up = (
         select(
             UsageRecord.hour,
@@ -59,7 +62,7 @@ def hourly_between(conn: Connection, owner: OwnerId | None, first: int, end: int
             *(func.sum(getattr(UsageRecord, name)) for name in _TOKENS),
         )
         .join(Session, Session.session_id == UsageRecord.session_id)
-        .where(owned_by(owner), UsageRecord.hour >= first, UsageRecord.hour < end)
+        .where(within(reach), UsageRecord.hour >= first, UsageRecord.hour < end)
         .group_by(UsageRecord.hour, UsageRecord.session_id, UsageRecord.base_model, UsageRecord.kind)
     )
     return _merged([*_grouped(conn, added_up), *_grouped(conn, fresh)])

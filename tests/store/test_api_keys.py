@@ -1,13 +1,19 @@
 """API keys at rest: by their hash alone, each name at most once among the living."""
 
 import sqlite3
+import time
 
 import pytest
 
+from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
 from skyrl_tinker.errors import NotFoundError, UserError
-from skyrl_tinker.store import api_keys, server_state
+from skyrl_tinker.store import api_keys, audit_log
+from skyrl_tinker.store.api_keys import Secret
 from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.reports import session_listing
 from skyrl_tinker.store.store import Store
+from tests.store.support.rows import new_session
 
 
 async def made(store: Store, name: str) -> str:
@@ -16,7 +22,7 @@ async def made(store: Store, name: str) -> str:
 
 async def live_names(store: Store) -> list[str]:
     with store.read() as conn:
-        return [row.name for row in api_keys.live_by_digest(conn).values()]
+        return [row.name for row in api_keys.list_keys(conn) if row.is_live(time.time())]
 
 
 async def test_the_database_holds_no_key_only_its_sha256(store: Store, url: str) -> None:
@@ -62,16 +68,107 @@ async def test_revoking_goes_by_name_or_id_and_only_once(store: Store) -> None:
             await store.write(lambda conn, gone=gone: api_keys.revoke(conn, gone))  # type: ignore[misc]
 
 
-async def test_counts_change_with_every_change(store: Store) -> None:
+CHANGES: list[Op[object]] = [
+    lambda conn: api_keys.create(conn, "alice"),
+    lambda conn: api_keys.create(conn, "bob", expires_at=time.time() + 60, admin=True),
+    lambda conn: api_keys.rotate(conn, "alice", 60),
+    lambda conn: api_keys.rotate(conn, "alice", 0),
+    lambda conn: api_keys.adopt_keyless(conn, "bob"),
+    lambda conn: api_keys.revoke(conn, "alice"),
+    lambda conn: api_keys.adopt(conn, "bob", "1"),
+]
+
+
+async def test_every_change_is_counted_and_on_record(store: Store) -> None:
     seen = []
-    for change in (None, "create", "revoke"):
-        if change == "create":
-            await made(store, "alice")
-        elif change == "revoke":
-            await store.write(lambda conn: api_keys.revoke(conn, "alice"))
+    for change in CHANGES:
+        await store.write(change)
         with store.read() as conn:
-            seen.append(api_keys.count_keys(conn))
-    assert seen == [(0, 0), (1, 0), (1, 1)]
+            seen.append(api_keys.count_changes(conn))
+    assert seen == list(range(1, len(CHANGES) + 1))
+    with store.read() as conn:
+        events = audit_log.events_between(conn, ALL_OWNERS, 0, time.time() + 1, None)
+        assert api_keys.count_keys(conn) == 2
+    names = [(event.event, event.details["key"]) for event in events]
+    actions = ("create", "create", "rotate", "rotate", "adopt", "revoke", "adopt")
+    holders = ("alice", "bob", "alice", "alice", "bob", "alice", "bob")
+    assert names == [(f"key_{action}", holder) for action, holder in zip(actions, holders, strict=True)]
+
+
+async def test_noting_a_use_is_no_change_and_never_goes_back(store: Store) -> None:
+    await made(store, "alice")
+    for at in (20.0, 10.0):
+        await store.write(lambda conn, at=at: api_keys.note_use(conn, {OwnerId(1): at}))  # type: ignore[misc]
+    with store.read() as conn:
+        assert [row.last_used_at for row in api_keys.list_keys(conn)] == [20.0]
+        assert api_keys.count_changes(conn) == 1
+
+
+async def secrets(store: Store) -> dict[bytes, Secret]:
+    with store.read() as conn:
+        return api_keys.secrets_by_digest(conn)
+
+
+async def test_rotation_keeps_the_owner_and_for_a_time_one_old_secret(store: Store) -> None:
+    first = await made(store, "alice")
+    before = time.time()
+    second = await store.write(lambda conn: api_keys.rotate(conn, "1", 60))
+    found = await secrets(store)
+    assert {found[api_keys.digest(each)].key.id for each in (first, second)} == {1}
+    old, new = (found[api_keys.digest(each)] for each in (first, second))
+    assert (new.until, new.end, old.end) == (None, None, "replaced")
+    assert old.until is not None
+    assert before + 60 <= old.until <= time.time() + 60
+    third = await store.write(lambda conn: api_keys.rotate(conn, "alice", 60))
+    assert set(await secrets(store)) == {api_keys.digest(second), api_keys.digest(third)}
+
+
+async def test_a_secret_ends_at_the_first_of_its_ends(store: Store) -> None:
+    soon, later = time.time() + 50, time.time() + 100
+    first = await store.write(lambda conn: api_keys.create(conn, "alice", expires_at=later))
+    second = await store.write(lambda conn: api_keys.rotate(conn, "alice", 3600, expires_at=soon))
+    assert {each.until for each in (await secrets(store)).values()} == {soon}
+    await store.write(lambda conn: api_keys.revoke(conn, "alice"))
+    found = await secrets(store)
+    assert {found[api_keys.digest(each)].end for each in (first, second)} == {"revoked"}
+
+
+async def test_rotation_keeps_the_expiry_unless_it_is_given_one(store: Store) -> None:
+    await store.write(lambda conn: api_keys.create(conn, "alice", expires_at=2e9))
+    for given, expected in ((None, 2e9), (3e9, 3e9)):
+        await store.write(lambda conn, given=given: api_keys.rotate(conn, "alice", 0, expires_at=given))  # type: ignore[misc]
+        with store.read() as conn:
+            assert api_keys.find_live(conn, "alice").expires_at == expected
+
+
+async def test_an_expired_key_is_dead_and_its_name_is_free(store: Store) -> None:
+    await store.write(lambda conn: api_keys.create(conn, "alice", expires_at=time.time() - 1))
+    for change in (lambda conn: api_keys.rotate(conn, "1", 0), lambda conn: api_keys.revoke(conn, "alice")):
+        with pytest.raises(NotFoundError, match="no live key"):
+            await store.write(change)
+    await made(store, "alice")
+    assert await live_names(store) == ["alice"]
+
+
+async def test_a_live_key_adopts_what_a_dead_one_made_and_nothing_else(store: Store) -> None:
+    for name in ("alice", "bob", "carol"):
+        await made(store, name)
+    for owner in (1, 1, 2, None):
+        await new_session(store, owner and OwnerId(owner))
+    with pytest.raises(UserError, match=r"key 1 \(alice\) is live: revoke it"):
+        await store.write(lambda conn: api_keys.adopt(conn, "carol", "1"))
+    with pytest.raises(NotFoundError, match="no key with the id 'alice'"):
+        await store.write(lambda conn: api_keys.adopt(conn, "carol", "alice"))
+    await store.write(lambda conn: api_keys.revoke(conn, "alice"))
+    with pytest.raises(NotFoundError, match="no live key 'alice'"):
+        await store.write(lambda conn: api_keys.adopt(conn, "alice", "1"))
+    assert await store.write(lambda conn: api_keys.adopt(conn, "carol", "1")) == 2
+    with store.read() as conn:
+        sessions = [len(session_listing.list_ids(conn, reach, 9, 0)) for reach in OWNERS]
+    assert sessions == [0, 1, 2, 1, 4]
+
+
+OWNERS: tuple[Reach, ...] = (OwnerId(1), OwnerId(2), OwnerId(3), None, ALL_OWNERS)
 
 
 async def test_an_owner_is_called_by_its_key_and_nobody_is_local(store: Store) -> None:
@@ -80,10 +177,3 @@ async def test_an_owner_is_called_by_its_key_and_nobody_is_local(store: Store) -
         owner = api_keys.live_id(conn, "alice")
         assert api_keys.owner_name(conn, owner) == "alice"
         assert api_keys.owner_name(conn, None) == "local"
-
-
-async def test_a_secret_is_made_once(store: Store) -> None:
-    first = await store.write(lambda conn: server_state.get_or_create_secret(conn, "a"))
-    assert len(first) == 32
-    assert await store.write(lambda conn: server_state.get_or_create_secret(conn, "a")) == first
-    assert await store.write(lambda conn: server_state.get_or_create_secret(conn, "b")) != first

@@ -33,7 +33,7 @@ async def find(store: Store, model: ModelRow, name: str = "a") -> CheckpointRow 
 async def delete(store: Store, model: ModelRow, name: str = "a") -> None:
     def op(conn: Connection) -> None:
         checkpoint_records.delete(
-            conn, checkpoint_records.require_owned(conn, None, model.model_id, WEIGHTS, name)
+            conn, checkpoint_records.require_within(conn, None, model.model_id, WEIGHTS, name)
         )
 
     await store.write(op)

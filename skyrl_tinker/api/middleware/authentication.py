@@ -45,7 +45,7 @@ class AuthMiddleware:
         elif scope["type"] == "http":
             keys: KeyRing = scope["app"].state.services.keys
             try:
-                caller = keys.caller(credential(scope["headers"]))
+                caller = keys.caller(credential(scope["headers"]), address(scope))
             except UnauthenticatedError as error:
                 await _refusal(scope["path"], error)(scope, receive, send)
                 return
@@ -60,6 +60,12 @@ def _is_open(path: str) -> bool:
 def _not_allowed(scope: Scope) -> JSONResponse:
     detail = f"{scope['path']}: found {scope['method']}, expected {' or '.join(_READING)}"
     return JSONResponse({"detail": detail}, 405, {"Allow": ", ".join(_READING)})
+
+
+def address(scope: Scope) -> str:
+    """Return the client's address, without its port."""
+    client = scope.get("client")
+    return client[0] if client else "unknown"
 
 
 def credential(headers: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain import tinker_path
-from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind, SessionId
+from skyrl_tinker.domain.ids import ModelId, OwnerId, Reach, RequestKind, SessionId
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.training import CreateModelRequest, CreateViaLoadRequest
@@ -84,24 +84,25 @@ def model_from_checkpoint(
     return Creation(RequestKind.LOAD_WEIGHTS, model, digest, body.to_bytes())
 
 
-def find_checkpoint(conn: Connection, owner: OwnerId | None, path: str) -> CheckpointRow:
-    """Return the owner's checkpoint, or a published one.
+def find_checkpoint(conn: Connection, reach: Reach, path: str) -> CheckpointRow:
+    """Return a checkpoint that the caller sees, or a published one.
 
     Raises UserError for a malformed path, NotFoundError when there is none.
     """
     parsed = tinker_path.parse(path)
-    row = checkpoint_records.find(conn, owner, parsed.model_id, parsed.kind, parsed.name)
+    row = checkpoint_records.find(conn, reach, parsed.model_id, parsed.kind, parsed.name)
     if row is None:
         raise checkpoint_rules.not_found(path)
     return row
 
 
-def find_own_checkpoint(
-    conn: Connection, owner: OwnerId | None, run: str, checkpoint_id: str
-) -> CheckpointRow:
-    """Return the owner's checkpoint `<kind>/<name>`. Raises UserError (malformed id), NotFoundError."""
+def find_own_checkpoint(conn: Connection, reach: Reach, run: str, checkpoint_id: str) -> CheckpointRow:
+    """Return the caller's checkpoint `<kind>/<name>`, with an admin key anybody's.
+
+    Raises UserError (malformed id), NotFoundError.
+    """
     path = tinker_path.parse_checkpoint_id(ModelId(run), checkpoint_id)
-    return checkpoint_records.require_owned(conn, owner, path.model_id, path.kind, path.name)
+    return checkpoint_records.require_within(conn, reach, path.model_id, path.kind, path.name)
 
 
 def _model(

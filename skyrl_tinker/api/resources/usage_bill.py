@@ -1,14 +1,14 @@
 """Usage of a range of hours: tokens, checkpoints and their storage, without prices."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
-from skyrl_tinker.domain.ids import OwnerId, RequestKind
+from skyrl_tinker.domain.ids import Reach, RequestKind
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.usage import (
     CheckpointUsage,
@@ -21,7 +21,7 @@ from skyrl_tinker.protocol.schemas.usage import (
     UsageResponse,
     UsageSession,
 )
-from skyrl_tinker.store import api_keys, usage_records
+from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.reports import session_listing, storage
 from skyrl_tinker.store.reports.session_listing import Labels
 from skyrl_tinker.store.reports.storage import StoredPeriod
@@ -33,31 +33,35 @@ GIGABYTE = 1e9
 @dataclass(frozen=True, slots=True)
 class Line:
     hour: int
+    owner: str
     base_model: str
     session_id: str | None
     project_id: str | None
     info: EventInfo
 
 
-def bill(conn: Connection, owner: OwnerId | None, first: int, end: int, now: float) -> UsageResponse:
-    """Return the owner's usage in the hours [first, end) since the epoch. May be slow: for a thread."""
-    hourly = usage_records.hourly_between(conn, owner, first, end)
-    stored = storage.periods_between(conn, owner, first * HOUR_S, min(end * HOUR_S, now))
+def bill(conn: Connection, reach: Reach, first: int, end: int, now: float) -> UsageResponse:
+    """Return the usage that the caller sees, in the hours [first, end) since the epoch.
+
+    May be slow: for a thread.
+    """
+    hourly = usage_records.hourly_between(conn, reach, first, end)
+    stored = storage.periods_between(conn, reach, first * HOUR_S, min(end * HOUR_S, now))
     sessions = {usage.session_id for usage in hourly} | {period.session_id for period in stored}
-    labels = session_listing.find_labels(conn, owner, sessions)
+    labels = session_listing.find_labels(conn, reach, sessions)
     lines = [
-        *(line for usage in hourly for line in _tokens(usage, labels[usage.session_id].project_id)),
-        *_saves(stored, first, end),
-        *_storage(stored, first, end, now),
+        *(line for usage in hourly for line in _tokens(usage, labels[usage.session_id])),
+        *_saves(stored, labels, first, end),
+        *_storage(stored, labels, first, end, now),
     ]
     lines.sort(key=lambda line: (line.hour, -_token_count(line.info)))
-    return _response(lines, labels, api_keys.owner_name(conn, owner))
+    return _response(lines, labels)
 
 
-def _tokens(hourly: Hourly, project_id: str | None) -> Iterator[Line]:
+def _tokens(hourly: Hourly, label: Labels) -> Iterator[Line]:
     for info in _token_usages(hourly):
         if info.token_count:
-            yield Line(hourly.hour, hourly.base_model, hourly.session_id, project_id, info)
+            yield Line(hourly.hour, label.owner, hourly.base_model, hourly.session_id, label.project_id, info)
 
 
 def _token_usages(hourly: Hourly) -> tuple[TrainingUsage | PrefillUsage | SampleUsage, ...]:
@@ -71,38 +75,43 @@ def _token_usages(hourly: Hourly) -> tuple[TrainingUsage | PrefillUsage | Sample
     )
 
 
-def _saves(stored: Sequence[StoredPeriod], first: int, end: int) -> Iterator[Line]:
+def _saves(
+    stored: Sequence[StoredPeriod], labels: Mapping[str, Labels], first: int, end: int
+) -> Iterator[Line]:
     """Count checkpoints by the hour of their creation."""
-    counts: Counter[tuple[int, str, str, str | None]] = Counter()
+    counts: Counter[tuple[int, str, str, str, str | None]] = Counter()
     for period in stored:
         hour = int(period.created_at // HOUR_S)
         if first <= hour < end:
-            counts[hour, period.base_model, period.session_id, period.project_id] += 1
+            owner = labels[period.session_id].owner
+            counts[hour, owner, period.base_model, period.session_id, period.project_id] += 1
     for key, count in counts.items():
         yield Line(*key, CheckpointUsage(count=count))
 
 
-def _storage(stored: Sequence[StoredPeriod], first: int, end: int, now: float) -> Iterator[Line]:
+def _storage(
+    stored: Sequence[StoredPeriod], labels: Mapping[str, Labels], first: int, end: int, now: float
+) -> Iterator[Line]:
     """Sum the checkpoints' bytes over the time that they existed, by the hour."""
-    totals: Counter[tuple[int, str, str | None]] = Counter()  # byte seconds
+    totals: Counter[tuple[int, str, str, str | None]] = Counter()  # byte seconds
     for period in stored:
-        ended = min(now, period.ended_at or now)
+        owner, ended = labels[period.session_id].owner, min(now, period.ended_at or now)
         for hour in range(max(first, int(period.created_at // HOUR_S)), min(end, int(ended // HOUR_S) + 1)):
             seconds = min(ended, (hour + 1) * HOUR_S) - max(period.created_at, hour * HOUR_S)
-            totals[hour, period.base_model, period.project_id] += round(period.size_bytes * seconds)
-    for (hour, base_model, project), byte_seconds in (+totals).items():
+            totals[hour, owner, period.base_model, period.project_id] += round(period.size_bytes * seconds)
+    for (hour, owner, base_model, project), byte_seconds in (+totals).items():
         info = StorageUsage(gigabyte_hours=byte_seconds / HOUR_S / GIGABYTE)
-        yield Line(hour, base_model, None, project, info)
+        yield Line(hour, owner, base_model, None, project, info)
 
 
 def _token_count(info: EventInfo) -> int:
     return info.token_count if isinstance(info, TrainingUsage | PrefillUsage | SampleUsage) else 0
 
 
-def _response(lines: Sequence[Line], labels: dict[str, Labels], name: str) -> UsageResponse:
+def _response(lines: Sequence[Line], labels: Mapping[str, Labels]) -> UsageResponse:
     sessions = {line.session_id for line in lines if line.session_id is not None}
     return UsageResponse(
-        data=[_event(line, name) for line in lines],
+        data=[_event(line) for line in lines],
         sessions={
             session: UsageSession(user_metadata=as_strings(labels[session].user_metadata))
             for session in sorted(sessions)
@@ -110,13 +119,13 @@ def _response(lines: Sequence[Line], labels: dict[str, Labels], name: str) -> Us
     )
 
 
-def _event(line: Line, name: str) -> UsageEvent:
+def _event(line: Line) -> UsageEvent:
     return UsageEvent(
         bucket_start=utc(line.hour * HOUR_S),
         bucket_end=utc((line.hour + 1) * HOUR_S),
         base_model=line.base_model,
-        user_id=user_urn(name),
-        user_name=name,
+        user_id=user_urn(line.owner),
+        user_name=line.owner,
         session_id=line.session_id,
         project_id=line.project_id,
         event_info=line.info,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.usage_bill import GIGABYTE, bill
 from skyrl_tinker.api.security.tokens import user_urn
-from skyrl_tinker.api.services import Deps, Owner
+from skyrl_tinker.api.services import Deps, Reached
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.usage import (
     StorageItem,
@@ -19,7 +19,6 @@ from skyrl_tinker.protocol.schemas.usage import (
     UsageQuery,
     UsageResponse,
 )
-from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.reports import storage
 from skyrl_tinker.store.reports.storage import StorageTotal
 from skyrl_tinker.store.usage_records import HOUR_S
@@ -34,7 +33,7 @@ router = APIRouter(tags=["billing"], prefix="/billing/usage")
     summary="Tokens, checkpoints and storage by the hour, for at most 14 days",
     response_model=UsageResponse,
 )
-async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, owner: Owner) -> Response:
+async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, reach: Reached) -> Response:
     """Usage up to the last answer, without the OpenAI-compatible routes, which belong to no session."""
     now = time.time()
     first, end = _hour("starting_on", query.starting_on), _hour("ending_before", query.ending_before)
@@ -45,7 +44,7 @@ async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, owner:
             f"ending_before: found {query.ending_before.isoformat()}, expected a time at most 14 days "
             f"after starting_on ({query.starting_on.isoformat()})"
         )
-    return await json_from_rows(deps.store, lambda conn: bill(conn, owner, first, end, now))
+    return await json_from_rows(deps.store, lambda conn: bill(conn, reach, first, end, now))
 
 
 def _hour(name: str, value: datetime) -> int:
@@ -58,19 +57,18 @@ def _hour(name: str, value: datetime) -> int:
 
 @router.get("/checkpoints/current", summary="Number and size of the checkpoints, by project")
 async def current_storage(
-    query: Annotated[StorageQuery, Query()], deps: Deps, owner: Owner
+    query: Annotated[StorageQuery, Query()], deps: Deps, reach: Reached
 ) -> StorageResponse:
     with deps.store.read() as conn:
-        name = api_keys.owner_name(conn, owner)
-        totals = storage.current_totals(conn, owner, query.project_id)
-    return StorageResponse(data=[_item(total, name) for total in totals])
+        totals = storage.current_totals(conn, reach, query.project_id)
+    return StorageResponse(data=[_item(total) for total in totals])
 
 
-def _item(total: StorageTotal, name: str) -> StorageItem:
+def _item(total: StorageTotal) -> StorageItem:
     return StorageItem(
         project_id=total.project_id,
-        org_user_urn=user_urn(name),
-        user_name=name,
+        org_user_urn=user_urn(total.owner),
+        user_name=total.owner,
         checkpoint_count=total.count,
         size_bytes=total.size_bytes,
         size_gigabytes=total.size_bytes / GIGABYTE,

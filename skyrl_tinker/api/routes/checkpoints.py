@@ -13,7 +13,7 @@ from skyrl_tinker.api.requests.request_body import read_json, read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources import weight_copies
 from skyrl_tinker.api.resources.run_views import checkpoint
-from skyrl_tinker.api.services import Deps, Owner
+from skyrl_tinker.api.services import Deps, Owner, Reached
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.protocol.schemas.runs import (
     CheckpointsResponse,
@@ -24,7 +24,7 @@ from skyrl_tinker.protocol.schemas.runs import (
     SetTtlRequest,
 )
 from skyrl_tinker.protocol.validation.steps import validate_ttl
-from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store import audit_log, checkpoint_records
 from skyrl_tinker.store.reports import training_runs
 
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})", re.ASCII)
@@ -37,10 +37,10 @@ _OF_RUN = "/training_runs/{run}/checkpoints"
 
 @router.get("/checkpoints", summary="Your checkpoints, newest first", response_model=CheckpointsResponse)
 async def list_checkpoints(
-    query: Annotated[Paging, Query()], request: Request, deps: Deps, owner: Owner
+    query: Annotated[Paging, Query()], request: Request, deps: Deps, reach: Reached
 ) -> Response:
     def read(conn: Connection) -> CheckpointsResponse:
-        page = training_runs.page_checkpoints(conn, owner, _kinds(request), query.limit, query.offset)
+        page = training_runs.page_checkpoints(conn, reach, _kinds(request), query.limit, query.offset)
         return CheckpointsResponse(
             checkpoints=[checkpoint(row) for row in page.checkpoints],
             cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
@@ -57,11 +57,11 @@ async def list_checkpoints(
     summary="The same list under the path of SDK 0.3",
     response_model=CheckpointsResponse,
 )
-async def list_checkpoints_of_run(run: str, request: Request, deps: Deps, owner: Owner) -> Response:
+async def list_checkpoints_of_run(run: str, request: Request, deps: Deps, reach: Reached) -> Response:
     """Another owner's run shows its published checkpoints only."""
 
     def read(conn: Connection) -> CheckpointsResponse:
-        rows = training_runs.list_checkpoints(conn, owner, ModelId(run), _kinds(request))
+        rows = training_runs.list_checkpoints(conn, reach, ModelId(run), _kinds(request))
         return CheckpointsResponse(checkpoints=[checkpoint(row) for row in rows])
 
     return await json_from_rows(deps.store, read)
@@ -108,9 +108,13 @@ async def set_ttl(
 
 
 @router.delete(_OF_RUN + "/{checkpoint_id:path}", summary="Delete a checkpoint")
-async def delete_checkpoint(run: str, checkpoint_id: str, deps: Deps, owner: Owner) -> dict[str, str]:
+async def delete_checkpoint(
+    run: str, checkpoint_id: str, deps: Deps, reach: Reached, owner: Owner
+) -> dict[str, str]:
     def delete(conn: Connection) -> None:
-        checkpoint_records.delete(conn, find_own_checkpoint(conn, owner, run, checkpoint_id))
+        row = find_own_checkpoint(conn, reach, run, checkpoint_id)
+        checkpoint_records.delete(conn, row)
+        audit_log.record_admin(conn, reach, owner, "delete", tinker_path=row.path)
 
     await deps.store.write(delete)
     deps.bell.ring("engine")  # which removes the directory

@@ -40,7 +40,7 @@ class LargeFile(FileResponse):
     responses=answers(BINARY),
 )
 async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) -> FileResponse:
-    await deps.signer.require(request)
+    deps.signer.require(request)
     row = _checkpoint(deps, int(number))
     try:
         status = await asyncio.to_thread(_stat, row, name)
@@ -56,7 +56,7 @@ async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) 
     responses=answers("application/x-tar"),
 )
 async def archive(number: str, name: str, request: Request, deps: Deps) -> StreamingResponse:
-    await deps.signer.require(request)
+    deps.signer.require(request)
     tar = await archive_of(_checkpoint(deps, int(number)))
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(tar.stream(), headers=headers, media_type="application/x-tar")
@@ -70,7 +70,7 @@ async def archive(number: str, name: str, request: Request, deps: Deps) -> Strea
 )
 async def trace(session_id: str, request: Request, deps: Deps) -> StreamingResponse:
     """JSON of the Chrome trace format: open it in https://ui.perfetto.dev."""
-    await deps.signer.require(request)
+    deps.signer.require(request)
     headers = {"Content-Disposition": f'attachment; filename="{session_id}.json"'}
     events = chrome_trace(deps.store, SessionId(session_id))
     return StreamingResponse(events, headers=headers, media_type="application/json")

@@ -9,8 +9,8 @@ from starlette.responses import RedirectResponse
 from skyrl_tinker.api.requests.model_requests import find_own_checkpoint
 from skyrl_tinker.api.resources.checkpoint_archive import require_archivable
 from skyrl_tinker.api.security.signing import expiry
-from skyrl_tinker.api.services import Deps, Owner, Services
-from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
+from skyrl_tinker.api.services import Deps, Reached, Services
+from skyrl_tinker.domain.ids import CheckpointKind, Reach
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.base import utc
@@ -23,15 +23,15 @@ _CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint_id:path}"
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls", summary="Signed URLs of an export's files")
 async def external_weights_urls(
-    run: str, checkpoint_id: str, request: Request, deps: Deps, owner: Owner
+    run: str, checkpoint_id: str, request: Request, deps: Deps, reach: Reached
 ) -> ExternalWeightsUrlsResponse:
-    row = _find_own(deps, owner, run, checkpoint_id)
+    row = _find_own(deps, reach, run, checkpoint_id)
     if row.kind is not CheckpointKind.EXTERNAL_WEIGHTS:
         raise UserError(f"{row.path} is of kind {row.kind}, expected one made by save_weights_external")
     manifest = await asyncio.to_thread(read_manifest, row.directory)
     expires = expiry(row.expires_at)
     urls = {
-        name: await deps.signer.url(request, f"/download/checkpoint/{row.id}/{name}", expires)
+        name: deps.signer.url(request, f"/download/checkpoint/{row.id}/{name}", expires)
         for name in manifest.files
     }
     return ExternalWeightsUrlsResponse(urls=urls, expires=utc(expires))
@@ -45,16 +45,16 @@ async def external_weights_urls(
     response_model=None,
 )
 async def archive(
-    run: str, checkpoint_id: str, request: Request, deps: Deps, owner: Owner
+    run: str, checkpoint_id: str, request: Request, deps: Deps, reach: Reached
 ) -> RedirectResponse:
     """SDKs do not follow the redirect: they read Location and Expires."""
-    row = _find_own(deps, owner, run, checkpoint_id)
+    row = _find_own(deps, reach, run, checkpoint_id)
     require_archivable(row)
     expires = expiry(row.expires_at)
-    url = await deps.signer.url(request, f"/download/archive/{row.id}/{row.name}.tar", expires)
+    url = deps.signer.url(request, f"/download/archive/{row.id}/{row.name}.tar", expires)
     return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
-def _find_own(deps: Services, owner: OwnerId | None, run: str, checkpoint_id: str) -> CheckpointRow:
+def _find_own(deps: Services, reach: Reach, run: str, checkpoint_id: str) -> CheckpointRow:
     with deps.store.read() as conn:
-        return find_own_checkpoint(conn, owner, run, checkpoint_id)
+        return find_own_checkpoint(conn, reach, run, checkpoint_id)

@@ -5,12 +5,13 @@ from functools import partial
 
 import orjson
 from fastapi import APIRouter, Request
+from sqlalchemy import Connection
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import answers_with_result, takes
 from skyrl_tinker.api.requests.request_body import read_model
-from skyrl_tinker.api.services import Deps, Owner, Services, owner_of
+from skyrl_tinker.api.services import Deps, Owner, Reached, Services, reach_of
 from skyrl_tinker.api.waiting.engine_client import engine_state
 from skyrl_tinker.api.waiting.queue_reasons import Reason, queue_reason
 from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId
@@ -26,6 +27,7 @@ from skyrl_tinker.protocol.schemas.futures import (
     RetrieveFuturesResponse,
     TryAgainResponse,
 )
+from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.futures import cancellation, completions
 from skyrl_tinker.store.futures.completions import Completion
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -43,8 +45,8 @@ fast = APIRouter(tags=["futures"], route_class=FastRoute)
 )
 async def retrieve_future(request: Request, deps: Deps) -> Response:
     message = await read_model(request, RetrieveFutureRequest)
-    owner = owner_of(request)
-    outcome = await deps.waiter.wait(RequestId(message.request_id), owner, deps.settings.long_poll_s)
+    reach = reach_of(request)
+    outcome = await deps.waiter.wait(RequestId(message.request_id), reach, deps.settings.long_poll_s)
     if outcome is None:
         raise _unknown(message.request_id, request.headers.get("x-tinker-request-type"))
     if outcome.status is FutureStatus.PENDING:
@@ -105,12 +107,12 @@ def _as_json(kind: RequestKind, body: bytes) -> bytes:
     summary="Wait for any sample of a sampling client; results are then fetched by retrieve_future",
     openapi_extra=takes(RetrieveFuturesRequest),
 )
-async def retrieve_futures(request: Request, deps: Deps, owner: Owner) -> RetrieveFuturesResponse:
+async def retrieve_futures(request: Request, deps: Deps, reach: Reached) -> RetrieveFuturesResponse:
     """Return samples that finished after `prev_cursor`, in order of finishing; none on timeout."""
     message = await read_model(request, RetrieveFuturesRequest)
     session_id = SamplingSessionId(message.target.sampling_session_id)
     with deps.store.read() as conn:
-        completions.require_sampler(conn, owner, session_id)
+        completions.require_sampler(conn, reach, session_id)
     longest = deps.settings.long_poll_s
     timeout_s = longest if message.timeout is None else min(message.timeout, longest)
     clone = message.target.cloned_sampler_id
@@ -147,11 +149,16 @@ def _completed(completion: Completion) -> CompletedFuture:
     summary="Cancel a sample, unless it has finished already",
     openapi_extra=takes(CancelFutureRequest),
 )
-async def cancel_future(request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
+async def cancel_future(request: Request, deps: Deps, reach: Reached, owner: Owner) -> dict[str, str]:
     """Answer 400 for anything but a sample: later requests of a model build on its earlier ones."""
     message = await read_model(request, CancelFutureRequest)
     request_id = RequestId(message.request_id)
-    await deps.store.write(lambda conn: cancellation.cancel_sample(conn, owner, request_id), deps.wake_engine)
+
+    def cancel(conn: Connection) -> None:
+        cancellation.cancel_sample(conn, reach, request_id)
+        audit_log.record_admin(conn, reach, owner, "cancel", request_id=request_id)
+
+    await deps.store.write(cancel, deps.wake_engine)
     return {}
 
 

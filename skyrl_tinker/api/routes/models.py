@@ -10,7 +10,7 @@ from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests import model_requests
 from skyrl_tinker.api.requests.request_body import read_json, read_model
 from skyrl_tinker.api.requests.submission import announce, from_json, submit_training
-from skyrl_tinker.api.services import Deps, Owner, Services
+from skyrl_tinker.api.services import Deps, Owner, Reached, Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas.base import parse
@@ -26,7 +26,7 @@ from skyrl_tinker.protocol.schemas.training import (
     UnloadModelRequest,
 )
 from skyrl_tinker.protocol.validation.steps import validate_load_weights
-from skyrl_tinker.store import model_records
+from skyrl_tinker.store import audit_log, model_records
 from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.futures.record import Accepted
 
@@ -80,13 +80,16 @@ async def _create_via_load(
     summary="Release a model after all its earlier requests",
     openapi_extra=takes(UnloadModelRequest),
 )
-async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
+async def unload_model(request: Request, deps: Deps, reach: Reached, owner: Owner) -> AcceptedFuture:
     """Keep the model's checkpoints and sampling clients; its later requests fail."""
     message = await read_model(request, UnloadModelRequest)
     model_id = ModelId(message.model_id)
-    accepted = await deps.store.write(
-        lambda conn: cancellation.submit_unload(conn, owner, model_id), deps.wake_engine
-    )
+
+    def unload(conn: Connection) -> Accepted:
+        audit_log.record_admin(conn, reach, owner, "unload", model_id=model_id)
+        return cancellation.submit_unload(conn, reach, model_id)
+
+    accepted = await deps.store.write(unload, deps.wake_engine)
     return announce(deps, owner, accepted, pending=True)
 
 
@@ -95,10 +98,10 @@ async def unload_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
     summary="Describe a model, from create_model on",
     openapi_extra=takes(GetInfoRequest),
 )
-async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoResponse:
+async def get_info(request: Request, deps: Deps, reach: Reached) -> GetInfoResponse:
     message = await read_model(request, GetInfoRequest)
     with deps.store.read() as conn:
-        row = model_records.find(conn, owner, ModelId(message.model_id))
+        row = model_records.find(conn, reach, ModelId(message.model_id))
     if row is None:
         raise NotFoundError(f"no model {message.model_id}")
     return GetInfoResponse(
@@ -116,10 +119,10 @@ async def get_info(request: Request, deps: Deps, owner: Owner) -> GetInfoRespons
 
 
 @router.post("/weights_info", summary="Describe a checkpoint", openapi_extra=takes(WeightsInfoRequest))
-async def weights_info(request: Request, deps: Deps, owner: Owner) -> WeightsInfoResponse:
+async def weights_info(request: Request, deps: Deps, reach: Reached) -> WeightsInfoResponse:
     message = await read_model(request, WeightsInfoRequest)
     with deps.store.read() as conn:
-        row = model_requests.find_checkpoint(conn, owner, message.tinker_path)
+        row = model_requests.find_checkpoint(conn, reach, message.tinker_path)
     return WeightsInfoResponse(
         base_model=row.base_model,
         is_lora=row.spec.rank > 0,

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.run_views import training_run
-from skyrl_tinker.api.services import Deps, Owner
+from skyrl_tinker.api.services import Deps, Reached
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas.runs import (
@@ -25,11 +25,11 @@ router = APIRouter(tags=["runs"], prefix="/training_runs")
 
 @router.get("", summary="Your training runs, most recently used first", response_model=TrainingRunsResponse)
 async def list_training_runs(
-    query: Annotated[TrainingRunsQuery, Query()], deps: Deps, owner: Owner
+    query: Annotated[TrainingRunsQuery, Query()], deps: Deps, reach: Reached
 ) -> Response:
     def read(conn: Connection) -> TrainingRunsResponse:
         page = training_runs.page(
-            conn, owner, query.access_scope, query.limit, query.offset, query.project_id
+            conn, reach, query.access_scope, query.limit, query.offset, query.project_id
         )
         return TrainingRunsResponse(
             training_runs=[training_run(run) for run in page.runs],
@@ -41,10 +41,10 @@ async def list_training_runs(
 
 @router.get("/{run}", summary="A training run (a model) and its last checkpoints")
 async def get_training_run(
-    run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, owner: Owner
+    run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, reach: Reached
 ) -> TrainingRun:
     with deps.store.read() as conn:
-        row = training_runs.find(conn, owner, ModelId(run), query.access_scope)
+        row = training_runs.find(conn, reach, ModelId(run), query.access_scope)
     if row is None:
         raise NotFoundError(f"no training run {run}")
     return training_run(row)

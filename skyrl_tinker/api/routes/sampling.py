@@ -10,7 +10,7 @@ from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
 from skyrl_tinker.api.requests.request_body import json_object, read_model
 from skyrl_tinker.api.requests.submission import announce
-from skyrl_tinker.api.services import Deps, Owner, owner_of
+from skyrl_tinker.api.services import Deps, Owner, Reached, owner_of
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.off_loop import off_loop
@@ -82,9 +82,9 @@ def _target(
 
 
 @router.get("/samplers/{sampler_id}", summary="Describe a sampling session: base model and checkpoint path")
-async def get_sampler(sampler_id: str, deps: Deps, owner: Owner) -> GetSamplerResponse:
+async def get_sampler(sampler_id: str, deps: Deps, reach: Reached) -> GetSamplerResponse:
     with deps.store.read() as conn:
-        row = sampling_sessions.find(conn, owner, SamplingSessionId(sampler_id))
+        row = sampling_sessions.find(conn, reach, SamplingSessionId(sampler_id))
     if row is None:
         raise NotFoundError(f"no sampling session {sampler_id}")
     return GetSamplerResponse(

@@ -12,7 +12,7 @@ from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
-from skyrl_tinker.api.services import Deps, Owner
+from skyrl_tinker.api.services import Deps, Owner, Reached
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.session_list import (
@@ -29,7 +29,6 @@ from skyrl_tinker.protocol.schemas.session_list import (
     SessionSummary,
     SetProjectRequest,
 )
-from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.reports import session_listing
 from skyrl_tinker.store.reports.session_listing import Search, SearchPosition, SessionMatch, SessionStatus
 
@@ -38,10 +37,10 @@ router = APIRouter(tags=["sessions"], prefix="/sessions")
 
 @router.get("", summary="The ids of your sessions, newest first")
 async def list_sessions(
-    query: Annotated[SessionsQuery, Query()], deps: Deps, owner: Owner
+    query: Annotated[SessionsQuery, Query()], deps: Deps, reach: Reached
 ) -> SessionsResponse:
     with deps.store.read() as conn:
-        return SessionsResponse(sessions=session_listing.list_ids(conn, owner, query.limit, query.offset))
+        return SessionsResponse(sessions=session_listing.list_ids(conn, reach, query.limit, query.offset))
 
 
 @router.post(
@@ -50,25 +49,23 @@ async def list_sessions(
     openapi_extra=takes(SessionSearchRequest),
     response_model=SessionSearchResponse,
 )
-async def search_sessions(request: Request, deps: Deps, owner: Owner) -> Response:
+async def search_sessions(request: Request, deps: Deps, reach: Reached, owner: Owner) -> Response:
     message = await read_model(request, SessionSearchRequest)
 
     def read(conn: Connection) -> SessionSearchResponse:
-        urn = user_urn(api_keys.owner_name(conn, owner))
-        if message.owner.type == "user" and urn not in message.owner.owner_urns:
-            return SessionSearchResponse(sessions=[])
-        matches = session_listing.search(conn, owner, _search(message), message.limit + 1)
-        return _response(matches, message.limit, urn)
+        seen = owner if message.owner.type == "own" else reach
+        matches = session_listing.search(conn, seen, _search(message), message.limit + 1)
+        return _response(matches, message.limit)
 
     return await json_from_rows(deps.store, read)
 
 
 @router.get("/{session_id}", summary="Training runs and samplers of a session")
 async def get_session(
-    session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, owner: Owner
+    session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, reach: Reached
 ) -> SessionContents:
     with deps.store.read() as conn:
-        contents = session_listing.totals(conn, owner, SessionId(session_id))
+        contents = session_listing.totals(conn, reach, SessionId(session_id))
     return SessionContents(
         training_run_ids=contents.training_runs,
         sampler_ids=contents.samplers,
@@ -97,6 +94,7 @@ def _search(message: SessionSearchRequest) -> Search:
         session_id=message.session_id,
         display_name=message.display_name,
         project_ids=message.project_ids,
+        owners=_names(message.owner.owner_urns) if message.owner.type == "user" else None,
         user_metadata=message.user_metadata,
         statuses=None
         if statuses is None
@@ -107,22 +105,28 @@ def _search(message: SessionSearchRequest) -> Search:
     )
 
 
-def _response(matches: Sequence[SessionMatch], limit: int, urn: str) -> SessionSearchResponse:
+def _names(urns: Sequence[str]) -> list[str]:
+    """Return the names in these URNs; those of another form name nobody here."""
+    users = user_urn("")
+    return [urn.removeprefix(users) for urn in urns if urn.startswith(users)]
+
+
+def _response(matches: Sequence[SessionMatch], limit: int) -> SessionSearchResponse:
     """Return one page; `matches` has one more than `limit` when there is another."""
     page = matches[:limit]
     last = page[-1] if len(matches) > limit else None
     return SessionSearchResponse(
-        sessions=[_summary(match, urn) for match in page],
+        sessions=[_summary(match) for match in page],
         next_cursor=last
         and SearchCursor(last_created_at=utc(last.created_at), last_session_id=last.session_id),
     )
 
 
-def _summary(match: SessionMatch, urn: str) -> SessionSummary:
+def _summary(match: SessionMatch) -> SessionSummary:
     return SessionSummary(
         session_id=match.session_id,
         created_at=utc(match.created_at),
-        owner=urn,
+        owner=user_urn(match.owner),
         project_id=match.project_id,
         status=_status(match),
         checkpoints_count=match.checkpoints,

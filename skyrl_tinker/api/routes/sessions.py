@@ -5,7 +5,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
-from skyrl_tinker.api.services import Deps, Owner
+from skyrl_tinker.api.services import Deps, Owner, Reached
 from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -16,7 +16,7 @@ from skyrl_tinker.protocol.schemas.session import (
     HeartbeatRequest,
     HeartbeatResponse,
 )
-from skyrl_tinker.store import owners, server_state, session_records
+from skyrl_tinker.store import audit_log, owners, server_state, session_records
 
 router = APIRouter(tags=["sessions"])
 _LOOPBACK = ("127.0.0.1", "::1")
@@ -86,12 +86,15 @@ async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> Heart
     summary="Finish a session; the first reason wins",
     openapi_extra=takes(FinishSessionRequest),
 )
-async def finish_session(session_id: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
+async def finish_session(
+    session_id: str, request: Request, deps: Deps, reach: Reached, owner: Owner
+) -> dict[str, str]:
     message = await read_model(request, FinishSessionRequest)
 
     def finish(conn: Connection) -> None:
-        owners.require_session(conn, owner, SessionId(session_id))
+        owners.require_within(conn, reach, SessionId(session_id))
         session_records.finish(conn, SessionId(session_id), message.reason.type, message.detail)
+        audit_log.record_admin(conn, reach, owner, "finish", session_id=session_id)
 
     await deps.store.write(finish)
     deps.bell.ring("engine")  # its models can be released

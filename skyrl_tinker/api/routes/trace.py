@@ -3,18 +3,18 @@
 from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.security.signing import expiry
-from skyrl_tinker.api.services import Deps, Owner
+from skyrl_tinker.api.services import Deps, Reached
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.protocol.schemas.session_list import TraceExportResponse
-from skyrl_tinker.store.owners import require_session
+from skyrl_tinker.store.owners import require_within
 
 router = APIRouter(tags=["downloads"])
 
 
 @router.get("/sessions/{session_id}/trace_export", summary="Signed URL of a session's trace")
-async def trace_export(session_id: str, request: Request, deps: Deps, owner: Owner) -> TraceExportResponse:
+async def trace_export(session_id: str, request: Request, deps: Deps, reach: Reached) -> TraceExportResponse:
     """Answer at once: the trace is built while it is downloaded."""
     with deps.store.read() as conn:
-        require_session(conn, owner, SessionId(session_id))
-    url = await deps.signer.url(request, f"/download/trace/{session_id}", expiry())
+        require_within(conn, reach, SessionId(session_id))
+    url = deps.signer.url(request, f"/download/trace/{session_id}", expiry())
     return TraceExportResponse(url=url)

@@ -3,94 +3,165 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.api.security import tokens
+from skyrl_tinker.api.security import refusals, tokens
+from skyrl_tinker.api.security.refusals import Refusal, Refusals
+from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.api.security.tokens import Caller, InvalidTokenError
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import UnauthenticatedError
-from skyrl_tinker.store import api_keys, server_state
+from skyrl_tinker.store import api_keys, owners
+from skyrl_tinker.store.api_keys import End, Secret
 from skyrl_tinker.store.store import Store
 
 REFRESH_S = 0.5
-"""Delay within which a key that another process creates or revokes takes effect here."""
-_SECRET = "jwt"
+"""Delay within which a change of a key by another process takes effect here."""
+NOTE_EVERY_S = 60.0
+"""Least time between two notes of last uses and refusals in the database."""
 _MOST_TOKENS = 10_000
 _EXPECTED = "expected a live API key of this server, made by `skyrl-tinker keys create`"
+_UNKNOWN = "unknown or revoked"
+_ENDED: Mapping[End, str] = {
+    "expired": "expired at",
+    "replaced": "was rotated away, and ended at",
+}
 _log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """Cache of live API keys and verified JWTs: `start` before the first request, then `run` as a task."""
+    """Cache of secrets and verified JWTs: `start` before the first request, then `run` as a task."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, signing: SigningSecrets) -> None:
         self._store = store
-        self._secret = b""
-        self._counts = (0, 0)
-        self._by_digest: dict[bytes, Caller] = {}
-        self._live: set[OwnerId | None] = set()
+        self._signing = signing
+        self._changes = -1
+        self._secrets: dict[str, Secret] = {}  # by secret_id
+        self._callers: dict[str, Caller] = {}  # the same
         self._verified: dict[str, Caller] = {}  # by token: verification is the costliest part of a check
+        self._used: dict[OwnerId, float] = {}
+        self._refusals = Refusals()
+        self._noted_at = float("-inf")
 
     @property
     def locked(self) -> bool:
         """True once a key has existed: revoking the last one does not open the server."""
-        return self._counts[0] > 0
+        return bool(self._secrets)
 
     async def start(self) -> None:
-        self._secret = await self._store.write(lambda conn: server_state.get_or_create_secret(conn, _SECRET))
         self.refresh()
 
     async def run(self) -> None:
-        """Refresh until cancelled."""
-        while True:
-            await asyncio.sleep(REFRESH_S)
-            try:
-                self.refresh()
-            except OperationalError as error:  # a busy or briefly unreadable database costs one round
-                _log.warning("API keys could not be read, trying again: %s", error)
+        """Refresh, and note uses and refusals, until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(REFRESH_S)
+                try:
+                    self.refresh()
+                    await self._note_sometimes()
+                except OperationalError as error:  # a busy or briefly unreadable database costs one round
+                    _log.warning("API keys could not be read, trying again: %s", error)
+        finally:
+            await self._note()
 
     def refresh(self) -> None:
+        """Read keys and signing secrets again, if they changed."""
+        resigned = self._signing.refresh()
         with self._store.read() as conn:
-            counts = api_keys.count_keys(conn)
-            if counts == self._counts:
+            changes = api_keys.count_changes(conn)
+            if changes == self._changes and not resigned:
                 return
-            live = api_keys.live_by_digest(conn)
-        self._by_digest = {digest: Caller(row.id, row.name) for digest, row in live.items()}
-        self._live = {row.id for row in live.values()}
+            found = api_keys.secrets_by_digest(conn)
+        self._secrets = {tokens.secret_id(digest): secret for digest, secret in found.items()}
+        self._callers = {name: _caller(name, secret) for name, secret in self._secrets.items()}
         self._verified.clear()
-        self._counts = counts
+        self._changes = changes
 
-    def caller(self, credential: str | None) -> Caller:
-        """Return the owner of a key or JWT. UnauthenticatedError; a server without keys admits any caller."""
+    def caller(self, credential: str | None, address: str = "") -> Caller:
+        """Return the holder of a key or JWT. UnauthenticatedError; a server without keys admits any caller.
+
+        `address`: of the client, under which a refusal is noted.
+        """
         if not self.locked:
-            return Caller(None, api_keys.LOCAL_OWNER)
+            return Caller(None, owners.LOCAL_OWNER)
         if not credential:
             raise UnauthenticatedError(f"X-API-Key: found none, {_EXPECTED}")
-        if credential.startswith(tokens.PREFIX):
-            return self._token_caller(credential)
-        caller = self._by_digest.get(api_keys.digest(credential))
-        if caller is None:
-            raise UnauthenticatedError(f"X-API-Key: found one that is unknown or revoked, {_EXPECTED}")
+        now = time.time()
+        find = self._token_caller if credential.startswith(tokens.PREFIX) else self._key_caller
+        caller = find(credential, address, now)
+        if caller.owner is not None:
+            self._used[caller.owner] = now
         return caller
 
     def issue_token(self, caller: Caller) -> str:
-        return tokens.issue(caller, self._secret, time.time())
+        return tokens.issue(caller, self._signing.current.jwt, time.time())
 
-    def _token_caller(self, token: str) -> Caller:
+    def _key_caller(self, key: str, address: str, now: float) -> Caller:
+        secret_id = tokens.secret_id(api_keys.digest(key))
+        if secret_id not in self._secrets:
+            self._refusals.note(Refusal(address, "an unknown key"))
+            raise UnauthenticatedError(f"X-API-Key: found one that is {_UNKNOWN}, {_EXPECTED}")
+        if end := self._ended(secret_id, address, now):
+            raise UnauthenticatedError(f"X-API-Key: found one that {end}, {_EXPECTED}")
+        return self._callers[secret_id]
+
+    def _token_caller(self, token: str, address: str, now: float) -> Caller:
         caller = self._verified.get(token)
-        if caller is None or caller.until is None or caller.until <= time.time():
-            caller = self._verify(token)
+        if caller is None or caller.until is None or caller.until <= now:
+            caller = self._verify(token, address, now)
         return caller
 
-    def _verify(self, token: str) -> Caller:
+    def _verify(self, token: str, address: str, now: float) -> Caller:
         self._verified.pop(token, None)
-        caller = tokens.read(token, self._secret)
-        if caller.owner not in self._live:
-            raise InvalidTokenError(
-                "X-API-Key: found a JWT whose API key is revoked, or that was issued before keys existed"
-            )
+        try:
+            claims = tokens.read(token, self._signing.current.jwt)
+        except InvalidTokenError:
+            self._refusals.note(Refusal(address, "an invalid JWT"))
+            raise
+        caller = self._callers.get(claims.secret_id)
+        if caller is None or caller.owner != claims.owner:
+            self._refusals.note(Refusal(address, "a JWT of no key"))
+            raise InvalidTokenError("X-API-Key: found a JWT that was issued before keys existed")
+        if end := self._ended(claims.secret_id, address, now):
+            raise InvalidTokenError(f"X-API-Key: found a JWT whose API key {end}")
         if len(self._verified) >= _MOST_TOKENS:
             self._verified.clear()
-        self._verified[token] = caller
-        return caller
+        ends = [claims.until, *([] if caller.until is None else [caller.until])]
+        self._verified[token] = replace(caller, until=min(ends))
+        return self._verified[token]
+
+    def _ended(self, secret_id: str, address: str, now: float) -> str | None:
+        """Return how a secret ended, None while it is valid."""
+        secret = self._secrets[secret_id]
+        if secret.until is None or secret.end is None or now < secret.until:
+            return None
+        self._refusals.note(Refusal(address, f"a key that was {secret.end}", secret.key.id))
+        when = datetime.fromtimestamp(secret.until, UTC).isoformat(timespec="seconds")
+        return f"is {_UNKNOWN}" if secret.end == "revoked" else f"{_ENDED[secret.end]} {when}"
+
+    async def _note_sometimes(self) -> None:
+        if time.monotonic() - self._noted_at >= NOTE_EVERY_S:
+            await self._note()
+
+    async def _note(self) -> None:
+        """Write down who used their keys and who was refused since the last note."""
+        used, self._used = self._used, {}
+        refused = self._refusals.take()
+
+        def write(conn: Connection) -> None:
+            api_keys.note_use(conn, used)
+            refusals.record(conn, refused)
+
+        if used or refused:
+            self._noted_at = time.monotonic()
+            await self._store.write(write)
+
+
+def _caller(secret_id: str, secret: Secret) -> Caller:
+    key = secret.key
+    return Caller(key.id, key.name, secret.until, secret_id, key.admin, key.limits or {})

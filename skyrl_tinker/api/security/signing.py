@@ -1,7 +1,6 @@
 """Signed download URLs, which need no key until they expire.
 
-The signature is HMAC-SHA256 (RFC 2104) over expiry and path, with a secret from the store, which all API
-processes share.
+The signature is HMAC-SHA256 (RFC 2104) over expiry and path, with a secret that all API processes share.
 """
 
 import hashlib
@@ -12,12 +11,10 @@ from urllib.parse import quote, urlencode
 
 from fastapi import Request
 
+from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.errors import ForbiddenError
-from skyrl_tinker.store import server_state
-from skyrl_tinker.store.store import Store
 
 LIFE_S = 3600
-_SECRET = "download"
 _REMEDY = "request a new one from the server"
 
 
@@ -28,36 +25,34 @@ def expiry(at_most: float | None = None) -> int:
 
 
 class Signer:
-    def __init__(self, store: Store, trust_forwarded: bool) -> None:
+    def __init__(self, signing: SigningSecrets, trust_forwarded: bool) -> None:
         """`trust_forwarded`: all requests come through a proxy that sets X-Forwarded-…."""
-        self._store = store
+        self._signing = signing
         self._trust_forwarded = trust_forwarded
-        self._secret: bytes | None = None
 
-    async def url(self, request: Request, path: str, expires: int) -> str:
+    def url(self, request: Request, path: str, expires: int) -> str:
         """Return the absolute URL at the address that this client used. `path` begins with /download/."""
-        query = urlencode({"expires": expires, "signature": await self._signature(path, str(expires))})
+        query = urlencode({"expires": expires, "signature": self._signature(path, str(expires))})
         return f"{self._address(request)}{quote(path)}?{query}"
 
-    async def require(self, request: Request) -> None:
+    def require(self, request: Request) -> None:
         """Raise ForbiddenError, which says why, unless the URL carries our signature and has not expired."""
         expires = request.query_params.get("expires", "")
         signature = request.query_params.get("signature", "")
         if not expires or not signature:
             raise ForbiddenError(f"this URL lacks expires or signature: {_REMEDY}")
-        expected = await self._signature(request.scope["path"], expires)
+        expected = self._signature(request.scope["path"], expires)
         if not hmac.compare_digest(expected.encode(), signature.encode()):
-            raise ForbiddenError(f"this URL was changed, or another server signed it: {_REMEDY}")
+            raise ForbiddenError(
+                f"this URL was changed, or not signed with this server's present secret: {_REMEDY}"
+            )
         if time.time() >= int(expires):
             when = datetime.fromtimestamp(int(expires), UTC).isoformat()
             raise ForbiddenError(f"this URL expired at {when}: {_REMEDY}")
 
-    async def _signature(self, path: str, expires: str) -> str:
-        if self._secret is None:
-            self._secret = await self._store.write(
-                lambda conn: server_state.get_or_create_secret(conn, _SECRET)
-            )
-        return hmac.new(self._secret, f"{expires}\n{path}".encode(), hashlib.sha256).hexdigest()
+    def _signature(self, path: str, expires: str) -> str:
+        text = f"{expires}\n{path}".encode()
+        return hmac.new(self._signing.current.download, text, hashlib.sha256).hexdigest()
 
     def _address(self, request: Request) -> str:
         """Return scheme, host and prefix, without a trailing slash."""

@@ -1,14 +1,17 @@
 """JWTs that the SDK exchanges its API key for, and sends in its place until they expire.
 
-The SDK renews one at half its lifetime, and reads its user from it (`whoami`). Revoking a key revokes its
-JWTs, too.
+The SDK renews one at half its lifetime, and reads its user from it (`whoami`). A JWT ends with the secret
+that it was issued for: when its key is revoked or expires, or rotation ends the secret.
 """
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jwt
 
-from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
 from skyrl_tinker.errors import UnauthenticatedError
 
 PREFIX = "eyJ"
@@ -19,19 +22,36 @@ ISSUER = "passport-skyrl-tinker"
 ORGANIZATION = "local"
 _USER = "tml:user:"
 _ALGORITHM = "HS256"
-_CLAIMS = ["iss", "sub", "iat", "exp", "key"]
+_CLAIMS = ["iss", "sub", "iat", "exp", "key", "secret_id"]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Sender of a request. `until`: expiry of the token (UTC seconds), None for a key.
+    """Sender of a request. `until`: end of its key or token (UTC seconds), None: never.
 
-    On a server without keys all callers have the same name, and `owner` is None.
+    `secret_id` names the secret of the key that it has. On a server without keys all callers have the same
+    name, and `owner` is None.
     """
 
     owner: OwnerId | None
     name: str
-    until: int | None = None
+    until: float | None = None
+    secret_id: str = ""
+    admin: bool = False
+    limits: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reach(self) -> Reach:
+        return ALL_OWNERS if self.admin else self.owner
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """Contents of a valid token."""
+
+    owner: OwnerId | None
+    secret_id: str
+    until: float
 
 
 def user_urn(name: str) -> str:
@@ -39,28 +59,35 @@ def user_urn(name: str) -> str:
     return _USER + name
 
 
+def secret_id(digest: bytes) -> str:
+    """Return a name for a secret, from which neither it nor its digest can be found."""
+    return hashlib.sha256(digest).hexdigest()[:16]
+
+
 class InvalidTokenError(UnauthenticatedError):
     """The JWT is invalid: the SDK gets a new one and repeats the request."""
 
 
 def issue(caller: Caller, secret: bytes, now: float) -> str:
-    """Return a token for LIFE_S seconds; one issued for another token expires no later than that one."""
+    """Return a token for LIFE_S seconds; it expires no later than the key or token that it is issued for."""
+    ends = [now + LIFE_S, *([] if caller.until is None else [caller.until])]
     claims = {
         "iss": ISSUER,
         "sub": user_urn(caller.name),
         "org_id": ORGANIZATION,
         "email": caller.name if "@" in caller.name else "",  # the SDK reads "" as none
         "key": caller.owner,
+        "secret_id": caller.secret_id,
         "iat": int(now),
-        "exp": min(int(now) + LIFE_S, caller.until or int(now) + LIFE_S),
+        "exp": int(min(ends)),
     }
     return jwt.encode(claims, secret, _ALGORITHM)
 
 
-def read(token: str, secret: bytes) -> Caller:
-    """Return the caller of a token, whose key may be revoked since. InvalidTokenError: invalid or expired."""
+def read(token: str, secret: bytes) -> Claims:
+    """Return the claims of a token, whose key may have ended since. InvalidTokenError: invalid or expired."""
     try:
         claims = jwt.decode(token, secret, [_ALGORITHM], issuer=ISSUER, options={"require": _CLAIMS})
     except jwt.InvalidTokenError as error:
         raise InvalidTokenError(f"X-API-Key: found a JWT that is not valid here: {error}") from error
-    return Caller(OwnerId(claims["key"]), claims["sub"].removeprefix(_USER), claims["exp"])
+    return Claims(claims["key"], claims["secret_id"], claims["exp"])

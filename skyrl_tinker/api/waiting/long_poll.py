@@ -7,10 +7,11 @@ from contextlib import contextmanager, suppress
 
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestId
+from skyrl_tinker.domain.ids import FutureStatus, OwnerId, Reach, RequestId
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.outcomes import Outcome
+from skyrl_tinker.store.owners import reaches
 from skyrl_tinker.store.store import Store
 
 _FALLBACK_POLL_S = 1.0
@@ -113,16 +114,18 @@ class FutureWaiter:
         """Number of long polls held."""
         return sum(len(waits) for waits in self._waiting.values())
 
-    async def wait(self, request_id: RequestId, owner: OwnerId | None, timeout_s: float) -> Outcome | None:
-        """Return the outcome, pending on timeout or shutdown; None for an id unknown to this owner."""
+    async def wait(self, request_id: RequestId, reach: Reach, timeout_s: float) -> Outcome | None:
+        """Return the outcome, pending on timeout or shutdown; None for an id that the caller does not see."""
         with self._registered(request_id) as wait:
-            if request_id not in self._expected:  # read after registering, so that no finish is missed
-                outcome = await self._read(request_id, owner)
+            if not self._expects(request_id, reach):  # read after registering, so that no finish is missed
+                outcome = await self._read(request_id, reach)
                 if outcome is None or outcome.status is not FutureStatus.PENDING:
                     return outcome
-            elif self._expected[request_id] != owner:
-                return None
-            return await self._await(wait, timeout_s) or await self._read(request_id, owner)
+            return await self._await(wait, timeout_s) or await self._read(request_id, reach)
+
+    def _expects(self, request_id: RequestId, reach: Reach) -> bool:
+        """Return whether this future is known to be pending and the caller's: adoption may have moved it."""
+        return request_id in self._expected and reaches(reach, self._expected[request_id])
 
     async def _await(self, wait: _Wait, timeout_s: float) -> Outcome | None:
         """Return None on timeout or shutdown."""
@@ -145,10 +148,10 @@ class FutureWaiter:
             if not self._waiting[request_id]:
                 del self._waiting[request_id]
 
-    async def _read(self, request_id: RequestId, owner: OwnerId | None) -> Outcome | None:
+    async def _read(self, request_id: RequestId, reach: Reach) -> Outcome | None:
         with self._store.read() as conn:
             outcome = outcomes.find(conn, request_id, _SMALL_BYTES)
-        if outcome is None or outcome.owner_id != owner:
+        if outcome is None or not reaches(reach, outcome.owner_id):
             return None
         if outcome.status is not FutureStatus.PENDING:  # its announcement is no longer remembered
             self._expected.pop(request_id, None)

@@ -28,7 +28,7 @@ def back_up(url: str, file: Path) -> int:
             _copy(sqlite.database(url), copy)
         except sqlite3.Error as error:
             raise StorageError(f"no backup {file} was made: {error}") from error
-        copy.chmod(0o600)  # it holds signing secrets
+        copy.chmod(0o600)  # it holds the work of all users
         fsync(copy)
         _require_new(file)
         copy.rename(file)

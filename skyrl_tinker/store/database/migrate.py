@@ -30,7 +30,7 @@ def migrate(url: str, home: Path | None = None) -> None:
 
 
 def _private(path: Path) -> None:
-    """Make the file private, as it holds signing secrets. SQLite gives the files beside it the same mode."""
+    """Make the file private: it holds all users' work. SQLite gives the files beside it the same mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
     with suppress(PermissionError):  # a file of another user, who has granted access

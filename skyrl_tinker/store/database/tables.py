@@ -73,6 +73,24 @@ class ApiKey(Base):
     hash: Mapped[bytes] = mapped_column(unique=True)
     created_at: Mapped[float]
     revoked_at: Mapped[float | None]
+    previous_hash: Mapped[bytes | None]  # of the secret before the last rotation
+    previous_until: Mapped[float | None]
+    expires_at: Mapped[float | None]
+    last_used_at: Mapped[float | None]
+    admin: Mapped[bool] = mapped_column(server_default=false())
+    limits: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
+class KeyEvent(Base):
+    """Event of API keys. `key_id` None: of no key, as a refused credential that is unknown."""
+
+    __tablename__ = "key_events"
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    at: Mapped[float] = mapped_column(index=True)
+    key_id: Mapped[int | None] = mapped_column(ForeignKey(ApiKey.id))
+    event: Mapped[str]
+    details: Mapped[dict[str, Any]]
 
 
 class Session(Base):

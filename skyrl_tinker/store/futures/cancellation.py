@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, literal, select
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, Reach, RequestId, RequestKind
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.tables import Future, Model, Session
@@ -19,7 +19,7 @@ from skyrl_tinker.store.futures.record import (
     insert_body,
     insert_future,
 )
-from skyrl_tinker.store.owners import OWNED
+from skyrl_tinker.store.owners import within
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ _POSITION = select(Future.id, Future.kind, Future.session_id, Future.model_key, 
 _TARGET = (
     select(Future.id, Future.kind, Future.status, Future.session_id)
     .join(Session, Session.session_id == Future.session_id)
-    .where(Future.request_id == bindparam("request_id"), OWNED)
+    .where(Future.request_id == bindparam("request_id"))
 )
 _MODEL = (
     select(Model.key, *SESSION)
     .join(Session, Session.session_id == Model.session_id)
-    .where(Model.model_id == bindparam("model_id"), OWNED)
+    .where(Model.model_id == bindparam("model_id"))
 )
 _UNLOADING = select(Future.request_id, Future.sequence_ids).where(
     Future.model_key == bindparam("model_key"),
@@ -59,12 +59,12 @@ def queue_position(conn: Connection, request_id: RequestId) -> QueuePosition | N
     return None if row is None else QueuePosition(*row)
 
 
-def cancel_sample(conn: Connection, owner: OwnerId | None, request_id: RequestId) -> bool:
+def cancel_sample(conn: Connection, reach: Reach, request_id: RequestId) -> bool:
     """Submit the cancellation of a sample. Returns False if the sample has finished already.
 
     Raises NotFoundError, and UserError for another kind of request.
     """
-    row = conn.execute(_TARGET, {"request_id": request_id, "owner": owner}).one_or_none()
+    row = conn.execute(_TARGET.where(within(reach)), {"request_id": request_id}).one_or_none()
     if row is None:
         raise NotFoundError(f"no future {request_id!r} on this server")
     if row.kind is not RequestKind.SAMPLE:
@@ -80,12 +80,12 @@ def cancel_sample(conn: Connection, owner: OwnerId | None, request_id: RequestId
     return True
 
 
-def submit_unload(conn: Connection, owner: OwnerId | None, model_id: ModelId) -> Accepted:
+def submit_unload(conn: Connection, reach: Reach, model_id: ModelId) -> Accepted:
     """Submit the unloading of a model behind all its requests; a repeated one gets the first answer.
 
     Raises NotFoundError (no model), GoneError (session finished).
     """
-    row = conn.execute(_MODEL, {"model_id": model_id, "owner": owner}).one_or_none()
+    row = conn.execute(_MODEL.where(within(reach)), {"model_id": model_id}).one_or_none()
     if row is None:
         raise NotFoundError(f"no model {model_id}")
     first = conn.execute(_UNLOADING, {"model_key": row.key}).first()

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, func, select
 
-from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestId, SamplingSessionId
+from skyrl_tinker.domain.ids import FutureStatus, Reach, RequestId, SamplingSessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store.database.tables import Future, Result, SamplingSession, Session
-from skyrl_tinker.store.owners import OWNED
+from skyrl_tinker.store.owners import within
 
 CLONE_SEQ_IDS = 1_000_000_000
 """Number of seq ids that each client of a sampling session has; the first ones are the original client's."""
@@ -39,17 +39,16 @@ _NEAR = _SAMPLES.where(
 _FAR = _SAMPLES.where(
     Result.id + 0 > bindparam("after"), Future.sampling_session_id == bindparam("sampling_session_id")
 )
-_OWNED_SAMPLER = (
-    select(SamplingSession.sampling_session_id)
-    .join(Session, Session.session_id == SamplingSession.session_id)
-    .where(SamplingSession.sampling_session_id == bindparam("sampling_session_id"), OWNED)
-)
 
 
-def require_sampler(conn: Connection, owner: OwnerId | None, sampling_session_id: SamplingSessionId) -> None:
-    """Raise NotFoundError if this owner has no such sampling session."""
-    key = {"sampling_session_id": sampling_session_id, "owner": owner}
-    if conn.scalar(_OWNED_SAMPLER, key) is None:
+def require_sampler(conn: Connection, reach: Reach, sampling_session_id: SamplingSessionId) -> None:
+    """Raise NotFoundError if the caller sees no such sampling session."""
+    query = (
+        select(SamplingSession.sampling_session_id)
+        .join(Session, Session.session_id == SamplingSession.session_id)
+        .where(SamplingSession.sampling_session_id == sampling_session_id, within(reach))
+    )
+    if conn.scalar(query) is None:
         raise NotFoundError(f"no sampling session {sampling_session_id}")
 
 

@@ -20,12 +20,12 @@ from sqlalchemy import (
     update,
 )
 
-from skyrl_tinker.domain.ids import OwnerId, SessionId
+from skyrl_tinker.domain.ids import OwnerId, Reach, SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.checkpoint_records import is_live
-from skyrl_tinker.store.database.tables import Model, SamplingSession, SavedCheckpoint, Session
-from skyrl_tinker.store.owners import NO_PROJECT, in_project, owned_by, require_session
+from skyrl_tinker.store.database.tables import ApiKey, Model, SamplingSession, SavedCheckpoint, Session
+from skyrl_tinker.store.owners import NO_PROJECT, OWNER_NAME, in_project, require_session, within
 
 ACTIVE = "active"
 CLIENT_FINISHED = "client_finished"
@@ -45,8 +45,9 @@ class SessionTotals:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Project and metadata of a session."""
+    """Owner's name, project and metadata of a session."""
 
+    owner: str
     project_id: str | None
     user_metadata: Mapping[str, Any]
 
@@ -69,11 +70,15 @@ class SearchPosition:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Conditions, of which all that are set must hold; of `session_id` and `display_name` one suffices."""
+    """Conditions, of which all that are set must hold; of `session_id` and `display_name` one suffices.
+
+    `owners`: names.
+    """
 
     session_id: str | None
     display_name: str | None
     project_ids: Sequence[str] | None
+    owners: Sequence[str] | None
     user_metadata: Mapping[str, str]
     statuses: Sequence[SessionStatus] | None
     after: SearchPosition | None
@@ -81,9 +86,10 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class SessionMatch:
-    """Session found by a search. Times are seconds since the epoch."""
+    """Session found by a search; `owner` is a name. Times are seconds since the epoch."""
 
     session_id: str
+    owner: str
     created_at: float
     project_id: str
     finished_at: float | None
@@ -95,17 +101,17 @@ class SessionMatch:
     checkpoint_bytes: int
 
 
-def list_ids(conn: Connection, owner: OwnerId | None, limit: int, offset: int) -> list[str]:
+def list_ids(conn: Connection, reach: Reach, limit: int, offset: int) -> list[str]:
     """Return a page of session ids, newest first."""
-    query = select(Session.session_id).where(owned_by(owner))
+    query = select(Session.session_id).where(within(reach))
     query = query.order_by(Session.created_at.desc(), Session.session_id.desc()).limit(limit).offset(offset)
     return list(conn.scalars(query))
 
 
-def totals(conn: Connection, owner: OwnerId | None, session_id: SessionId) -> SessionTotals:
-    """Return what the session has created. Raises NotFoundError if this owner has no such session."""
+def totals(conn: Connection, reach: Reach, session_id: SessionId) -> SessionTotals:
+    """Return what the session has created. Raises NotFoundError if the caller sees no such session."""
     query = select(Session.user_metadata, Session.display_name)
-    row = conn.execute(query.where(Session.session_id == session_id, owned_by(owner))).one_or_none()
+    row = conn.execute(query.where(Session.session_id == session_id, within(reach))).one_or_none()
     if row is None:
         raise NotFoundError(f"no session {session_id}")
     runs = select(Model.model_id).where(Model.session_id == session_id).order_by(Model.key)
@@ -122,11 +128,14 @@ def totals(conn: Connection, owner: OwnerId | None, session_id: SessionId) -> Se
     )
 
 
-def find_labels(conn: Connection, owner: OwnerId | None, session_ids: Collection[str]) -> dict[str, Labels]:
-    """Return labels by session id, for those sessions that are this owner's."""
-    query = select(Session.session_id, Session.project_id, Session.user_metadata).where(owned_by(owner))
-    rows = conn.execute(query)
-    return {id_: Labels(project, metadata) for id_, project, metadata in rows if id_ in session_ids}
+def find_labels(conn: Connection, reach: Reach, session_ids: Collection[str]) -> dict[str, Labels]:
+    """Return labels by session id, for those sessions that the caller sees."""
+    query = (
+        select(Session.session_id, OWNER_NAME, Session.project_id, Session.user_metadata)
+        .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
+        .where(within(reach))
+    )
+    return {row[0]: Labels(*row[1:]) for row in conn.execute(query) if row[0] in session_ids}
 
 
 def set_project(conn: Connection, owner: OwnerId | None, session_id: SessionId, project_id: str) -> None:
@@ -136,14 +145,15 @@ def set_project(conn: Connection, owner: OwnerId | None, session_id: SessionId, 
     audit_log.record(conn, session_id, "project_session_add", project_id=project_id)
 
 
-def search(conn: Connection, owner: OwnerId | None, conditions: Search, limit: int) -> list[SessionMatch]:
-    """Return this owner's matching sessions, newest first, from behind `conditions.after`."""
-    where = [owned_by(owner), *_where(conditions)]
+def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> list[SessionMatch]:
+    """Return the matching sessions that the caller sees, newest first, from behind `conditions.after`."""
+    where = [within(reach), *_where(conditions)]
     if conditions.after is not None:
-        where.append(_older(conn, owner, conditions.after))
+        where.append(_older(conn, reach, conditions.after))
     query = (
         select(
             Session.session_id,
+            OWNER_NAME,
             Session.created_at,
             func.coalesce(Session.project_id, NO_PROJECT),
             Session.finished_at,
@@ -154,6 +164,7 @@ def search(conn: Connection, owner: OwnerId | None, conditions: Search, limit: i
             _of_checkpoints(func.count()),
             _of_checkpoints(func.coalesce(func.sum(SavedCheckpoint.size_bytes), 0)),
         )
+        .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(*where)
         .order_by(Session.created_at.desc(), Session.session_id.desc())
         .limit(limit)
@@ -163,6 +174,8 @@ def search(conn: Connection, owner: OwnerId | None, conditions: Search, limit: i
 
 def _where(search: Search) -> list[ColumnElement[bool]]:
     where = [_has_metadata(key, value) for key, value in search.user_metadata.items()]
+    if search.owners is not None:
+        where.append(OWNER_NAME.in_(search.owners))
     if search.project_ids is not None:
         where.append(in_project(search.project_ids))
     if search.statuses is not None:
@@ -195,9 +208,9 @@ def _has_metadata(key: str, value: str) -> ColumnElement[bool]:
     return select(entry.c.key).where(entry.c.key == key, shown == value).exists()
 
 
-def _older(conn: Connection, owner: OwnerId | None, cursor: SearchPosition) -> ColumnElement[bool]:
+def _older(conn: Connection, reach: Reach, cursor: SearchPosition) -> ColumnElement[bool]:
     """Compare with the exact time of the cursor's session: times on the wire are rounded."""
-    exact = select(Session.created_at).where(Session.session_id == cursor.session_id, owned_by(owner))
+    exact = select(Session.created_at).where(Session.session_id == cursor.session_id, within(reach))
     created_at = conn.scalar(exact)
     last = tuple_(cursor.created_at if created_at is None else created_at, cursor.session_id)
     return tuple_(Session.created_at, Session.session_id) < last

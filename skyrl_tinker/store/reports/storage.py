@@ -5,11 +5,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, func, or_, select
 
-from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.domain.ids import Reach
 from skyrl_tinker.store.checkpoint_records import is_live
 from skyrl_tinker.store.database.rows import AnyRow
-from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
-from skyrl_tinker.store.owners import in_project, owned_by
+from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
+from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,18 @@ class StoredPeriod:
 
 @dataclass(frozen=True, slots=True)
 class StorageTotal:
-    """Sum of the live checkpoints of one project."""
+    """Sum of the live checkpoints of one project of an owner, by name."""
 
+    owner: str
     project_id: str | None
     count: int
     size_bytes: int
 
 
-def periods_between(conn: Connection, owner: OwnerId | None, start: float, end: float) -> list[StoredPeriod]:
-    """Return this owner's checkpoints that were stored at some time in [start, end)."""
-    query = _of_owner(
-        owner,
+def periods_between(conn: Connection, reach: Reach, start: float, end: float) -> list[StoredPeriod]:
+    """Return the checkpoints that the caller sees and that were stored at some time in [start, end)."""
+    query = _within(
+        reach,
         Session.session_id,
         Session.project_id,
         SavedCheckpoint.base_model,
@@ -48,10 +49,11 @@ def periods_between(conn: Connection, owner: OwnerId | None, start: float, end: 
     return [_stored(row) for row in conn.execute(query)]
 
 
-def current_totals(conn: Connection, owner: OwnerId | None, project_id: str | None) -> list[StorageTotal]:
-    """Return this owner's sums by project; `project_id` None: of all projects."""
+def current_totals(conn: Connection, reach: Reach, project_id: str | None) -> list[StorageTotal]:
+    """Return sums by owner and project, of what the caller sees; `project_id` None: of all projects."""
     sums = func.count(), func.sum(SavedCheckpoint.size_bytes)
-    query = _of_owner(owner, Session.project_id, *sums).where(*is_live()).group_by(Session.project_id)
+    query = _within(reach, OWNER_NAME, Session.project_id, *sums).where(*is_live())
+    query = query.group_by(Session.owner_id, OWNER_NAME, Session.project_id)
     if project_id is not None:
         query = query.where(in_project([project_id]))
     return [StorageTotal(*row) for row in conn.execute(query)]
@@ -76,11 +78,12 @@ def _open_or_after(ends: Any, start: float) -> Any:
     return or_(ends.is_(None), ends > start)
 
 
-def _of_owner(owner: OwnerId | None, *columns: Any) -> Select[Any]:
+def _within(reach: Reach, *columns: Any) -> Select[Any]:
     return (
         select(*columns)
         .select_from(SavedCheckpoint)
         .join(Model, Model.key == SavedCheckpoint.model_key)
         .join(Session, Session.session_id == Model.session_id)
-        .where(owned_by(owner))
+        .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
+        .where(within(reach))
     )

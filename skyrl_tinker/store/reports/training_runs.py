@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, func, or_, select
 
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, OwnerId
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, Reach
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.api_keys import LOCAL_OWNER
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
-from skyrl_tinker.store.owners import in_project, owned_by
+from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
 
 Scope = Literal["owned", "accessible"]
 """`accessible` adds other owners' runs that have published checkpoints, with only those."""
@@ -51,50 +50,50 @@ class CheckpointPage:
 
 def page(
     conn: Connection,
-    owner: OwnerId | None,
+    reach: Reach,
     scope: Scope,
     limit: int,
     offset: int,
     project_id: str | None = None,
 ) -> RunPage:
     """Return a page of runs, the one with the latest request first."""
-    where = [_visible(owner, scope)]
+    where = [_visible(reach, scope)]
     if project_id is not None:
         where.append(in_project([project_id]))
     count = select(func.count()).select_from(Model).join(Session, Session.session_id == Model.session_id)
     total = conn.scalar(count.where(*where)) or 0
-    return RunPage(_runs(conn, owner, where, limit, offset), total)
+    return RunPage(_runs(conn, reach, where, limit, offset), total)
 
 
-def find(conn: Connection, owner: OwnerId | None, model_id: ModelId, scope: Scope) -> Run | None:
-    """Return a run, None if this owner does not see it."""
-    runs = _runs(conn, owner, [Model.model_id == model_id, _visible(owner, scope)], 1, 0)
+def find(conn: Connection, reach: Reach, model_id: ModelId, scope: Scope) -> Run | None:
+    """Return a run, None if the caller does not see it."""
+    runs = _runs(conn, reach, [Model.model_id == model_id, _visible(reach, scope)], 1, 0)
     return runs[0] if runs else None
 
 
 def list_checkpoints(
-    conn: Connection, owner: OwnerId | None, model_id: ModelId, kinds: Collection[CheckpointKind]
+    conn: Connection, reach: Reach, model_id: ModelId, kinds: Collection[CheckpointKind]
 ) -> list[CheckpointRow]:
-    """Return a run's checkpoints, oldest first; of another owner's run only published ones.
+    """Return a run's checkpoints, oldest first; of a run that is not the caller's only published ones.
 
-    Raises NotFoundError if this owner sees nothing of the run.
+    Raises NotFoundError if the caller sees nothing of the run.
     """
-    readable = or_(owned_by(owner), SavedCheckpoint.public)
+    readable = or_(within(reach), SavedCheckpoint.public)
     where = Model.model_id == model_id, readable, SavedCheckpoint.kind.in_(kinds), *is_live()
     rows = [
         checkpoint_from_row(conn, row)
         for row in conn.execute(WITH_MODEL.where(*where).order_by(SavedCheckpoint.id))
     ]
-    if not rows and model_records.find(conn, owner, model_id) is None:
+    if not rows and model_records.find(conn, reach, model_id) is None:
         raise NotFoundError(f"no training run {model_id}")
     return rows
 
 
 def page_checkpoints(
-    conn: Connection, owner: OwnerId | None, kinds: Collection[CheckpointKind], limit: int, offset: int
+    conn: Connection, reach: Reach, kinds: Collection[CheckpointKind], limit: int, offset: int
 ) -> CheckpointPage:
-    """Return a page of this owner's checkpoints, newest first."""
-    where: tuple[ColumnElement[bool], ...] = (owned_by(owner), SavedCheckpoint.kind.in_(kinds), *is_live())
+    """Return a page of the checkpoints that the caller sees, newest first."""
+    where: tuple[ColumnElement[bool], ...] = (within(reach), SavedCheckpoint.kind.in_(kinds), *is_live())
     count = (
         select(func.count())
         .select_from(SavedCheckpoint)
@@ -106,18 +105,18 @@ def page_checkpoints(
     return CheckpointPage(checkpoints, conn.scalar(count.where(*where)) or 0)
 
 
-def _visible(owner: OwnerId | None, scope: Scope) -> ColumnElement[bool]:
+def _visible(reach: Reach, scope: Scope) -> ColumnElement[bool]:
     if scope == "owned":
-        return owned_by(owner)
+        return within(reach)
     published = select(SavedCheckpoint.id).where(
         SavedCheckpoint.model_key == Model.key, SavedCheckpoint.public, *is_live()
     )
-    return or_(owned_by(owner), published.exists())
+    return or_(within(reach), published.exists())
 
 
 def _runs(
     conn: Connection,
-    owner: OwnerId | None,
+    reach: Reach,
     where: Sequence[ColumnElement[bool]],
     limit: int,
     offset: int,
@@ -126,7 +125,7 @@ def _runs(
         select(
             Model.key,
             Model.model_id,
-            func.coalesce(ApiKey.name, LOCAL_OWNER).label("owner"),
+            OWNER_NAME.label("owner"),
             Model.base_model,
             Model.lora_rank,
             Model.last_request_at,
@@ -141,20 +140,18 @@ def _runs(
         .offset(offset)
     )
     rows = conn.execute(query).all()
-    last = _last(conn, owner, [ModelKey(row.key) for row in rows])
+    last = _last(conn, reach, [ModelKey(row.key) for row in rows])
     return [_run(row, last.get(ModelKey(row.key), {})) for row in rows]
 
 
 def _last(
-    conn: Connection, owner: OwnerId | None, models: Sequence[ModelKey]
+    conn: Connection, reach: Reach, models: Sequence[ModelKey]
 ) -> dict[ModelKey, dict[CheckpointKind, CheckpointRow]]:
     newest = (
         select(func.max(SavedCheckpoint.id))
         .join(Model, Model.key == SavedCheckpoint.model_key)
         .join(Session, Session.session_id == Model.session_id)
-        .where(
-            SavedCheckpoint.model_key.in_(models), or_(owned_by(owner), SavedCheckpoint.public), *is_live()
-        )
+        .where(SavedCheckpoint.model_key.in_(models), or_(within(reach), SavedCheckpoint.public), *is_live())
         .group_by(SavedCheckpoint.model_key, SavedCheckpoint.kind)
     )
     last: dict[ModelKey, dict[CheckpointKind, CheckpointRow]] = {}

@@ -10,6 +10,7 @@ from skyrl_tinker.store.database.tables import (
     AdapterVersion,
     AuditEvent,
     Future,
+    KeyEvent,
     Request,
     Result,
     SamplingSession,
@@ -122,7 +123,9 @@ def purge_stability(conn: Connection, used_before: float) -> bool:
 
 
 def purge_audit(conn: Connection, before: float) -> bool:
-    return delete_some(conn, AuditEvent, AuditEvent.id, AuditEvent.at < before)
+    """Delete events of sessions, checkpoints and keys."""
+    more = [delete_some(conn, table, table.id, table.at < before) for table in (AuditEvent, KeyEvent)]
+    return any(more)
 
 
 def purge_usage(conn: Connection, before: float) -> bool:

@@ -1,7 +1,10 @@
 """Keys: who is let in, how soon that changes, and what the SDK's JWTs are worth."""
 
 import asyncio
+import stat
 import time
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,10 +16,12 @@ from starlette.types import Message
 
 from skyrl_tinker.api.middleware import authentication
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
-from skyrl_tinker.api.security import tokens
+from skyrl_tinker.api.security import keyring, refusals, signing_secrets, tokens
 from skyrl_tinker.api.security.keyring import KeyRing
-from skyrl_tinker.api.security.tokens import Caller
-from skyrl_tinker.store import api_keys
+from skyrl_tinker.api.security.refusals import Refusal, Refusals
+from skyrl_tinker.api.security.signing_secrets import SigningSecrets
+from skyrl_tinker.domain.ids import ALL_OWNERS
+from skyrl_tinker.store import api_keys, audit_log
 from tests.api.support.world import BASE, World
 
 SESSION = {"sdk_version": "0.38.0"}
@@ -110,7 +115,7 @@ async def test_revoking_takes_effect_by_itself_and_does_not_open_the_server(worl
 
 async def test_a_key_from_before_the_start_counts_from_the_first_request_on(world: World) -> None:
     await world.store.write(lambda conn: api_keys.create(conn, "alice"))
-    ring = KeyRing(world.store)
+    ring = KeyRing(world.store, SigningSecrets(world.settings.root))
     await ring.start()
     assert ring.locked
 
@@ -201,8 +206,16 @@ async def test_revoking_a_key_ends_its_jwts_and_says_so_as_the_sdk_understands(w
 def forged(world: World, **changes: Any) -> dict[str, str]:
     """Tokens that are wrong in one way each."""
     now = int(time.time())
-    good = {"iss": tokens.ISSUER, "sub": "tml:user:alice", "key": 1, "iat": now, "exp": now + 60}
-    secret = world.services.keys._secret
+    (secret_id,) = world.services.keys._secrets
+    good = {
+        "iss": tokens.ISSUER,
+        "sub": "tml:user:alice",
+        "key": 1,
+        "secret_id": secret_id,
+        "iat": now,
+        "exp": now + 60,
+    }
+    secret = world.services.keys._signing.current.jwt
     other = b"another secret of thirty-two byt"
     signed = {
         "expired": ({**good, "exp": now - 1}, secret),
@@ -211,6 +224,8 @@ def forged(world: World, **changes: Any) -> dict[str, str]:
         "no expiry": ({key: value for key, value in good.items() if key != "exp"}, secret),
         "no key": ({key: value for key, value in good.items() if key != "key"}, secret),
         "another key": ({**good, "key": 2}, secret),
+        "no secret": ({key: value for key, value in good.items() if key != "secret_id"}, secret),
+        "another secret of the key": ({**good, "secret_id": "0" * 16}, secret),
     }
     made = {name: jwt.encode(claims, key, "HS256") for name, (claims, key) in signed.items()}
     made["unsigned"] = jwt.encode(good, None, "none")
@@ -233,7 +248,7 @@ async def test_a_jwt_stops_when_it_expires_though_it_was_seen_before(world: Worl
     key = await key_of(world, "alice")
     ring = world.services.keys
     caller = ring.caller(key)
-    soon = Caller(caller.owner, caller.name, until=int(time.time()) + 2)
+    soon = replace(caller, until=int(time.time()) + 2)
     token = ring.issue_token(soon)
     assert (await ask(world, token)).status_code == 200
     await until_status(world, 401, token)
@@ -253,6 +268,190 @@ async def test_a_jwt_from_before_the_first_key_is_worth_nothing_after_it(world: 
     await key_of(world, "alice")
     answer = await until_status(world, 401, token)
     assert 'error="invalid_token"' in answer.headers["www-authenticate"]
+
+
+# Keys that rotate and expire
+
+
+async def rotate(world: World, overlap_s: float) -> str:
+    return await world.store.write(lambda conn: api_keys.rotate(conn, "alice", overlap_s))
+
+
+async def test_a_new_secret_and_for_its_time_the_old_one_are_one_owner(world: World) -> None:
+    old = await key_of(world, "alice")
+    made = await world.post("create_session", SESSION, **{"X-API-Key": old})
+    new = await rotate(world, overlap_s=2)
+    assert (await until_status(world, 200, new)).status_code == 200
+    for key in (old, new):
+        beat = await world.post("session_heartbeat", made.json(), **{"X-API-Key": key})
+        assert beat.status_code == 200, beat.text
+    answer = await until_status(world, 401, old)
+    assert "found one that was rotated away" in answer.json()["detail"]
+    assert (await ask(world, new)).status_code == 200
+
+
+async def test_a_jwt_ends_with_the_secret_that_it_was_issued_for(world: World) -> None:
+    old = await key_of(world, "alice")
+    before = await token_for(world, old)
+    new = await rotate(world, overlap_s=2)
+    world.services.keys.refresh()
+    during = await token_for(world, old)
+    after = await token_for(world, new)
+    for token in (before, during, after):
+        assert (await ask(world, token)).status_code == 200
+    assert jwt.decode(during, options={"verify_signature": False})["exp"] <= time.time() + 2
+    for token in (before, during):
+        answer = await until_status(world, 401, token)
+        assert 'error="invalid_token"' in answer.headers["www-authenticate"]
+    assert (await ask(world, after)).status_code == 200
+
+
+async def test_a_leaked_secret_can_end_at_once(world: World) -> None:
+    old = await key_of(world, "alice")
+    token = await token_for(world, old)
+    await rotate(world, overlap_s=0)
+    world.services.keys.refresh()
+    assert [(await ask(world, each)).status_code for each in (old, token)] == [401, 401]
+
+
+async def test_a_key_and_its_jwts_expire(world: World) -> None:
+    until = time.time() + 2
+    key = await world.store.write(lambda conn: api_keys.create(conn, "alice", expires_at=until))
+    world.services.keys.refresh()
+    token = await token_for(world, key)
+    assert jwt.decode(token, options={"verify_signature": False})["exp"] <= until
+    assert [(await ask(world, each)).status_code for each in (key, token)] == [200, 200]
+    answer = await until_status(world, 401, key)
+    assert time.time() >= until
+    assert "found one that expired at 2" in answer.json()["detail"]
+    await until_status(world, 401, token)
+
+
+async def test_new_signing_secrets_end_jwts_and_urls_but_no_key(world: World) -> None:
+    key = await key_of(world, "alice")
+    headers = {"X-API-Key": key}
+    session = (await world.post("create_session", SESSION, **headers)).json()["session_id"]
+    url = (await world.http.get(f"sessions/{session}/trace_export", headers=headers)).json()["url"]
+    token = await token_for(world, key)
+    assert (await world.http.get(url)).status_code == 200
+    signing_secrets.rotate(world.settings.root)
+    answer = await until_status(world, 401, token)
+    assert 'error="invalid_token"' in answer.headers["www-authenticate"]
+    refused = await world.http.get(url)
+    assert (refused.status_code, "request a new one" in refused.text) == (403, True)
+    assert (await ask(world, await token_for(world, key))).status_code == 200
+
+
+async def test_processes_of_one_home_sign_alike(world: World) -> None:
+    await key_of(world, "alice")
+    rings = [KeyRing(world.store, SigningSecrets(world.settings.root)) for _ in range(2)]
+    for ring in rings:
+        ring.refresh()
+    assert len({ring._signing.current for ring in [*rings, world.services.keys]}) == 1
+    file = world.settings.root / signing_secrets.FILE
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [path.name for path in world.settings.root.glob(f".{signing_secrets.FILE}*")] == []
+
+
+# Notes of use and of refusals
+
+
+async def events(world: World) -> list[tuple[str, dict[str, Any]]]:
+    with world.store.read() as conn:
+        found = audit_log.events_between(conn, ALL_OWNERS, 0, time.time() + 1, None)
+    return [(event.event, dict(event.details)) for event in found]
+
+
+async def until_noted(world: World, event: str, count: int) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + 30
+    while len(found := [details for name, details in await events(world) if name == event]) < count:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    return found
+
+
+async def test_last_use_is_noted_soon_and_then_once_a_minute(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def used() -> list[float | None]:
+        with world.store.read() as conn:
+            return [row.last_used_at for row in api_keys.list_keys(conn)]
+
+    key = await key_of(world, "alice")
+    await key_of(world, "bob")
+    assert used() == [None, None]
+    await ask(world, key)
+    deadline = time.monotonic() + 30
+    while used()[0] is None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    first = used()
+    assert first[1] is None
+    await ask(world, key)
+    await asyncio.sleep(3 * keyring.REFRESH_S)
+    assert used() == first
+    monkeypatch.setattr(keyring, "NOTE_EVERY_S", 0.0)
+    while used() == first:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def test_uses_since_the_last_note_are_noted_when_the_server_stops(world: World) -> None:
+    key = await key_of(world, "alice")
+    ring = KeyRing(world.store, SigningSecrets(world.settings.root))
+    await ring.start()
+    running = asyncio.create_task(ring.run())
+    await asyncio.sleep(0)
+    ring.caller(key)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with world.store.read() as conn:
+        assert api_keys.find_live(conn, "alice").last_used_at is not None
+
+
+async def test_refused_credentials_are_counted_by_address_in_the_audit_log(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyring, "NOTE_EVERY_S", 0.0)
+    await key_of(world, "alice")
+    for _ in range(3):
+        await ask(world, "tml-wrong")
+    await ask(world, "eyJ.no.jwt")
+    await ask(world)  # no credential: nobody tried to log in
+    wanted = {("127.0.0.1", "an unknown key"): 3, ("127.0.0.1", "an invalid JWT"): 1}
+    deadline = time.monotonic() + 30
+    while (counts := await refused(world)) != wanted:
+        assert time.monotonic() < deadline, counts
+        await asyncio.sleep(0.05)
+
+
+async def refused(world: World) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for event, details in await events(world):
+        if event == "login_fail":
+            counts[details["address"], details["why"]] += details["count"]
+    return counts
+
+
+async def test_use_of_an_ended_key_is_that_keys_event(world: World) -> None:
+    old = await key_of(world, "alice")
+    await rotate(world, overlap_s=0)
+    world.services.keys.refresh()
+    assert (await ask(world, old)).status_code == 401
+    (noted,) = await until_noted(world, "key_ended_use", 1)
+    assert (noted["key"], noted["why"], noted["count"]) == ("alice", "a key that was replaced", 1)
+
+
+def test_a_flood_of_addresses_takes_bounded_memory_and_few_lines() -> None:
+    counts = Refusals()
+    for number in range(10_000):
+        counts.note(Refusal(f"10.0.{number // 256}.{number % 256}", "an unknown key"))
+    taken = counts.take()
+    assert len(taken) == refusals.MOST_ADDRESSES + 1
+    assert sum(taken.values()) == 10_000
+    assert taken[Refusal(refusals.OTHERS, "any")] == 10_000 - refusals.MOST_ADDRESSES
+    assert not counts.take()
 
 
 # What a client may do about its own key

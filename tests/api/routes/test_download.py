@@ -176,7 +176,7 @@ async def test_only_files_of_the_manifest_are_served_whatever_is_signed(
     url = (await urls_of(world, export))["config.json"]
     path = f"{urlsplit(url).path.rpartition('/')[0]}/{name}"
     expires = signing.expiry()
-    signature = await world.services.signer._signature(path, str(expires))
+    signature = world.services.signer._signature(path, str(expires))
     answer = await world.http.get(changed(url, path=path, expires=str(expires), signature=signature))
     assert answer.status_code in (403, 404)
     assert b'"a"' not in answer.content

@@ -135,3 +135,28 @@ def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> No
     assert "it owns the 1 session(s)" in ours(settings, "keys", "create", "--name", "carol", "--adopt").stderr
     write_once(settings.store_url, owned)
     assert "session(s)" not in ours(settings, "keys", "create", "--name", "dave").stderr
+
+
+def test_the_command_line_rotates_adopts_and_ends_keys(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "home")
+
+    def keys(*arguments: str, expected: int = 0) -> subprocess.CompletedProcess[str]:
+        return ours(settings, "keys", *arguments, expected=expected)
+
+    first = keys("create", "--name", "alice").stdout
+    second = keys("rotate", "alice", "--overlap", "0", "--expires-in", "2h").stdout
+    assert (len(second.splitlines()), first != second, second[:4]) == (1, True, "tml-")
+    keys("create", "--name", "bob", "--expires-in", "30d", "--admin")
+    assert (
+        "found '3 weeks', expected a number and a unit"
+        in keys("rotate", "bob", "--overlap", "3 weeks", expected=2).stderr
+    )
+    assert "key 1 (alice) is live" in keys("adopt", "bob", "--from", "1", expected=1).stderr
+    keys("revoke", "alice")
+    assert keys("adopt", "bob", "--from", "1").stdout == "adopted: 0 session(s) of key 1\n"
+    assert keys("rotate-secrets").stdout == "rotated: tokens and download URLs from before are refused\n"
+    alice, bob = keys("list").stdout.splitlines()
+    assert "never used" in alice
+    assert "revoked 2" in alice
+    assert "live expires 2" in bob
+    assert bob.endswith(" admin")

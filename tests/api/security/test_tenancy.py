@@ -3,20 +3,25 @@
 The cases below name every route of the app. A route that is added without one fails the first test.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from urllib.parse import urlencode
 from uuid import UUID
 
 import httpx
 import pytest
 from aiohttp import web
+from sqlalchemy import update
 from starlette.routing import BaseRoute, Mount, Route
 
 from skyrl_tinker.api.middleware import authentication
 from skyrl_tinker.domain.ids import CheckpointKind
-from skyrl_tinker.store import api_keys
+from skyrl_tinker.store import api_keys, audit_log
+from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.database.tables import ApiKey
 from tests.api.routes.test_losses import upload
 from tests.api.routes.test_openai import engine
 from tests.api.support.passes import datum, protobuf
@@ -245,8 +250,8 @@ class Tenant:
         )
 
 
-async def tenant(world: World, name: str) -> Tenant:
-    key = await world.store.write(lambda conn: api_keys.create(conn, name))
+async def tenant(world: World, name: str, **rights: Any) -> Tenant:
+    key = await world.store.write(lambda conn: api_keys.create(conn, name, **rights))
     world.services.keys.refresh()
     with as_key(world, key):
         session = await world.session()
@@ -318,6 +323,152 @@ async def test_the_cases_are_good_requests_when_they_name_ones_own(alice: Tenant
     assert not wrong
 
 
+# Keys that were rotated, have ended, or see everything
+
+
+async def test_a_rotated_key_finds_its_own_and_nobody_elses(world: World, alice: Tenant, bob: Tenant) -> None:
+    key = await world.store.write(lambda conn: api_keys.rotate(conn, "bob", 3600))
+    world.services.keys.refresh()
+    holders = replace(bob, key=key), bob
+    for holder in holders:
+        assert not await found(holder, alice.things)
+    for holder in holders:
+        assert await found(holder, bob.things) == set(UNCHANGING)
+
+
+@pytest.mark.parametrize("how", ["expired", "revoked", "rotated away"])
+async def test_an_ended_key_is_refused_everywhere_also_its_own(world: World, bob: Tenant, how: str) -> None:
+    over = update(ApiKey).where(ApiKey.id == 2).values(expires_at=time.time() - 1)
+    ends: dict[str, Op[object]] = {
+        "expired": lambda conn: (conn.execute(over), api_keys.rotate(conn, "alice", 0)),
+        "revoked": lambda conn: api_keys.revoke(conn, "bob"),
+        "rotated away": lambda conn: api_keys.rotate(conn, "bob", 0),
+    }
+    await world.store.write(ends[how])
+    world.services.keys.refresh()
+    for (method, path), cases in CASES.items():
+        for case in cases:
+            answer = await bob.send(method, case(bob.things, bob.things))
+            assert answer.status_code == 401, f"{method} {path}"
+    for method, path in LISTS:
+        assert (await bob.send(method, Ask(path, LISTS[method, path]))).status_code == 401, path
+
+
+async def test_an_heir_finds_what_the_dead_key_made(world: World, alice: Tenant, bob: Tenant) -> None:
+    await world.store.write(lambda conn: api_keys.revoke(conn, "alice"))
+    await world.store.write(lambda conn: api_keys.adopt(conn, "bob", "1"))
+    world.services.keys.refresh()
+    assert await found(bob, alice.things) == set(UNCHANGING)
+    for (method, path), body in LISTS.items():
+        answer = await bob.send(method, Ask(path, body))
+        session = "tml:user:bob" if "current" in path else alice.things.session
+        assert session in answer.text or alice.things.model in answer.text, path
+
+
+READ_BY_ADMINS = {
+    ("GET", "/api/v1/sessions/{session_id}"),
+    ("GET", "/api/v1/sessions/{session_id}/trace_export"),
+    ("POST", "/api/v1/get_info"),
+    ("POST", "/api/v1/weights_info"),
+    ("GET", "/api/v1/samplers/{sampler_id}"),
+    ("POST", "/api/v1/retrieve_future"),
+    ("POST", "/api/v1/retrieve_futures"),
+    ("GET", "/api/v1/training_runs/{run}"),
+    ("GET", "/api/v1/training_runs/{run}/checkpoints"),
+    ("GET", "/api/v1/models/{run}/checkpoints"),
+    ("GET", "/api/v1/training_runs/{run}/checkpoints/{checkpoint_id:path}/archive"),
+    ("GET", "/api/v1/training_runs/{run}/checkpoints/{checkpoint_id:path}/external_weights_urls"),
+}
+ENDED_BY_ADMINS = {
+    ("POST", "/api/v1/cancel_future"): "admin_cancel",
+    ("POST", "/api/v1/unload_model"): "admin_unload",
+    ("DELETE", "/api/v1/training_runs/{run}/checkpoints/{checkpoint_id:path}"): "admin_delete",
+    ("POST", "/api/v1/sessions/{session_id}/finish"): "admin_finish",
+}
+UNCHANGING = {route: cases for route, cases in CASES.items() if route not in ENDED_BY_ADMINS}
+
+
+async def found(who: Tenant, things: Things) -> set[tuple[str, str]]:
+    """Routes, of those that end nothing, that know these things when `who` names them."""
+    known = set()
+    for (method, path), cases in UNCHANGING.items():
+        answers = [await who.send(method, case(things, who.things)) for case in cases]
+        if not any(map(unknown, answers)):
+            known.add((method, path))
+        else:
+            assert {answer.status_code for answer in answers} <= {404, 422}, path  # 422: that number is used
+    return known
+
+
+def unknown(answer: httpx.Response) -> bool:
+    """A checkpoint that is known has no files here to be copied, which is a 404, too."""
+    return answer.status_code == 404 and "deleted while it was copied" not in answer.text
+
+
+@pytest.fixture
+async def admin(world: World, alice: Tenant) -> Tenant:
+    return await tenant(world, "root", admin=True)
+
+
+async def test_an_admin_reads_everything_and_uses_nothing_of_others(alice: Tenant, admin: Tenant) -> None:
+    before = await state_of(alice)
+    assert await found(admin, alice.things) == READ_BY_ADMINS
+    assert await state_of(alice) == before
+    assert await state_of(replace(admin, things=alice.things)) == before
+
+
+async def test_an_admin_reads_what_was_made_without_a_key(world: World) -> None:
+    session = await world.session()
+    model = await world.model(session)
+    admin = await tenant(world, "root", admin=True)
+    assert (await admin.send("GET", Ask(f"/api/v1/training_runs/{model}"))).status_code == 200
+
+
+async def test_an_admin_ends_things_of_others_which_is_on_record(alice: Tenant, admin: Tenant) -> None:
+    for (method, path), event in ENDED_BY_ADMINS.items():
+        (case,) = CASES[method, path]
+        answer = await admin.send(method, case(alice.things, admin.things))
+        assert answer.status_code == 200, answer.text
+        entries = (await admin.send("GET", Ask("/api/v1/audit"))).json()["entries"]
+        assert [entry["event_details"]["key"] for entry in entries if entry["event"] == event] == ["root"]
+
+
+async def test_an_admin_sees_whose_everything_is(alice: Tenant, admin: Tenant) -> None:
+    for (method, path), body in LISTS.items():
+        rows = listed(await admin.send(method, Ask(path, body)))
+        assert len(rows) >= 2, path
+        fields = [row for row in rows if isinstance(row, dict)]
+        names = {row[key] for row in fields for key in ("owner", "model_owner", "user_name") if key in row}
+        assert {name.removeprefix("tml:user:") for name in names} in ({"alice", "root"}, set()), path
+
+
+async def test_a_search_of_an_admin_can_be_for_its_own_or_somebodys(alice: Tenant, admin: Tenant) -> None:
+    async def owners(**owner: object) -> set[str]:
+        answer = await admin.send("POST", Ask("/api/v1/sessions/search", {"owner": owner}))
+        return {session["owner"] for session in answer.json()["sessions"]}
+
+    assert await owners(type="own") == {"tml:user:root"}
+    assert await owners(type="accessible") == {"tml:user:alice", "tml:user:root"}
+    assert await owners(type="user", owner_urns=["tml:user:alice", "root"]) == {"tml:user:alice"}
+
+
+async def test_events_of_keys_are_the_keys_own_and_the_admins(
+    alice: Tenant, bob: Tenant, admin: Tenant
+) -> None:
+    async def keys(who: Tenant) -> list[str | None]:
+        entries = (await who.send("GET", Ask("/api/v1/audit"))).json()["entries"]
+        return [entry["event_details"]["key"] for entry in entries if entry["event"] == "key_create"]
+
+    assert [await keys(each) for each in (alice, bob)] == [["alice"], ["bob"]]
+    assert await keys(admin) == ["alice", "bob", "root"]
+
+
+async def test_the_owner_without_a_key_is_not_told_of_strangers(world: World) -> None:
+    await world.store.write(lambda conn: audit_log.record_key(conn, "login_fail", None, count=1))
+    answer = await world.http.get("audit")
+    assert answer.json() == {"entries": []}
+
+
 async def test_nothing_of_anothers_was_changed_by_asking(alice: Tenant, bob: Tenant) -> None:
     before = await state_of(alice)
     for (method, _), cases in CASES.items():
@@ -346,7 +497,7 @@ async def test_lists_tell_of_ones_own_only(world: World, alice: Tenant) -> None:
         answer = await carol.send(method, Ask(path, body))
         assert answer.status_code == 200, f"{method} {path}: {answer.text}"
         assert alice.things.session not in answer.text, path
-        assert not listed(answer), path
+        assert not [row for row in listed(answer) if "key_create" not in str(row)], path
         assert listed(await alice.send(method, Ask(path, body))), path
 
 

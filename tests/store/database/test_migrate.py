@@ -17,6 +17,7 @@ from sqlalchemy import Connection, create_engine, event
 
 import skyrl_tinker
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.migrate import SCRIPTS, migrate
 from skyrl_tinker.store.database.tables import Base
@@ -62,6 +63,11 @@ ROWS_OF_0008 = """
                (2, 1, 'weights', 'b', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 1),
                (3, 1, 'weights', 'c', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 1);
     INSERT INTO snapshots (id, model_key, seq_id, directory, created_at) VALUES (1, 1, 4, '', 1);
+"""
+ROWS_OF_0010 = """
+    INSERT INTO api_keys VALUES (1, 'alice', x'01', 1, NULL), (2, 'bob', x'02', 1, 2);
+    INSERT INTO server_state VALUES ('secret.jwt', '"a"'), ('secret.download', '"b"'), ('engine', '{}');
+    INSERT INTO sessions VALUES ('s', 1, 1, NULL, NULL, NULL, '[]', '{}', NULL, NULL, '0.38.0', 1);
 """
 PATHS_OF_0008 = [
     ("adapter_versions", 1, "HOME/run/adapters/v1"),
@@ -163,6 +169,35 @@ def test_a_model_of_the_version_before_snapshots_is_lost_and_says_why(tmp_path: 
     assert connection.execute("SELECT unit, effect, row_budget FROM futures").fetchall() == [(None,) * 3] * 2
     assert connection.execute("SELECT future_id FROM adapter_versions").fetchall() == [(None,)]
     assert connection.execute("SELECT * FROM requests").fetchall() == [(2, b"x")]
+    connection.close()
+
+
+def test_keys_of_the_version_before_stay_and_signing_secrets_leave_the_database(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    _upgrade(path, "0010")
+    with sqlite3.connect(path) as connection:
+        connection.executescript(ROWS_OF_0010)
+    connection.close()
+    _upgrade(path, "head")
+    store = create_engine(f"sqlite:///{path}").connect()
+    assert [
+        (row.id, row.name, row.revoked_at, row.expires_at, row.last_used_at, row.admin, row.limits)
+        for row in api_keys.list_keys(store)
+    ] == [(1, "alice", None, None, None, False, None), (2, "bob", 2, None, None, False, None)]
+    ends = {digest: secret.end for digest, secret in api_keys.secrets_by_digest(store).items()}
+    assert ends == {b"\x01": None, b"\x02": "revoked"}
+    store.close()
+    store.engine.dispose()
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT key FROM server_state").fetchall() == [("engine",)]
+    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+    connection.close()
+    _downgrade(path, "0010")
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT * FROM api_keys").fetchall() == [
+        (1, "alice", b"\x01", 1, None),
+        (2, "bob", b"\x02", 1, 2),
+    ]
     connection.close()
 
 

@@ -2,6 +2,7 @@
 
 from skyrl_tinker.domain.ids import (
     ModelKey,
+    OwnerId,
     RequestId,
     RequestKind,
     SamplingSessionId,
@@ -17,11 +18,11 @@ from skyrl_tinker.store.store import Store
 SPEC = LoraSpec(rank=8, seed=2**62, train_unembed=False)
 
 
-async def new_session(store: Store) -> SessionId:
+async def new_session(store: Store, owner: OwnerId | None = None) -> SessionId:
     return await store.write(
         lambda conn: session_records.create(
             conn,
-            owner=None,
+            owner=owner,
             tags=["a"],
             user_metadata={"k": [1, None]},
             project_id=None,

@@ -1,0 +1,72 @@
+"""Secrets that sign JWTs and download URLs, in a file of the home that only its user reads.
+
+They are in no database, hence in no backup of it. All API processes of a home share the file.
+"""
+
+import json
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "signing-secrets.json"
+_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    jwt: bytes
+    download: bytes
+
+
+def rotate(home: Path) -> None:
+    """Replace the secrets: what the old ones signed is worthless as soon as the servers notice."""
+    scratch = _write_scratch(home)
+    scratch.replace(home / FILE)
+
+
+class SigningSecrets:
+    """Secrets of a home, made by whoever first needs them; `refresh` notices new ones."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._read: tuple[int, int] | None = None  # inode and time of the file that was read
+        self._current = Secrets(b"", b"")
+
+    @property
+    def current(self) -> Secrets:
+        """Secrets as of the last refresh."""
+        if self._read is None:
+            self.refresh()
+        return self._current
+
+    def refresh(self) -> bool:
+        """Read the file if it was replaced. Returns True if it was."""
+        file = self._home / FILE
+        if not file.exists():
+            self._create()
+        status = file.stat()
+        if (status.st_ino, status.st_mtime_ns) == self._read:
+            return False
+        values = json.loads(file.read_text())
+        self._current = Secrets(**{name: bytes.fromhex(value) for name, value in values.items()})
+        self._read = (status.st_ino, status.st_mtime_ns)
+        return True
+
+    def _create(self) -> None:
+        """Link the file into its place: of two processes at once one wins, and both read the same."""
+        scratch = _write_scratch(self._home)
+        with suppress(FileExistsError):
+            os.link(scratch, self._home / FILE)
+        scratch.unlink()
+
+
+def _write_scratch(home: Path) -> Path:
+    fresh = asdict(Secrets(secrets.token_bytes(_BYTES), secrets.token_bytes(_BYTES)))
+    scratch = home / f".{FILE}.{secrets.token_hex(4)}"
+    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({name: value.hex() for name, value in fresh.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return scratch
