@@ -24,12 +24,19 @@ SkyrlTinkerError              500  server
 
 from typing import ClassVar, Literal
 
+from skyrl_tinker.redaction import redact
+
 Category = Literal["user", "server", "unknown"]
 
 
 class SkyrlTinkerError(Exception):
+    """Error whose message a client, a log and the database may show: secrets in it are left out."""
+
     status: ClassVar[int] = 500
     category: ClassVar[Category] = "server"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redact(message))
 
 
 class UserError(SkyrlTinkerError):

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 
 from skyrl_tinker.errors import OverloadedError, SkyrlTinkerError
 from skyrl_tinker.protocol.schemas.base import describe
+from skyrl_tinker.redaction import redact
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 async def _refuse_parameters(_: Request, error: Exception) -> JSONResponse:
     """Refuse query and path parameters, which FastAPI validates; bodies are validated by our own code."""
     assert isinstance(error, RequestValidationError)
-    return JSONResponse({"detail": "; ".join(describe(item) for item in error.errors())}, 400)
+    return JSONResponse({"detail": redact("; ".join(describe(item) for item in error.errors()))}, 400)
 
 
 def refusal(request: Request, error: SkyrlTinkerError) -> JSONResponse:
@@ -45,7 +46,7 @@ async def _no_route(request: Request, _: Exception) -> JSONResponse:
     """Answer the router's own 404; ours are SkyrlTinkerErrors."""
     return JSONResponse(
         {
-            "detail": f"not found: no route {request.method} {request.url.path}: TINKER_BASE_URL is this "
+            "detail": f"not found: no route {request.method} {redact(request.url.path)}: TINKER_BASE_URL is this "
             "server's root, without /api/v1, and /docs lists its routes"
         },
         404,

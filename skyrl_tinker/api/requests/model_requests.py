@@ -1,7 +1,7 @@
 """create_model and load_weights without model_id. An invalid request is stored as a failed model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection
@@ -15,6 +15,7 @@ from skyrl_tinker.protocol.stored_requests import CreateModelBody, payload_diges
 from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
 from skyrl_tinker.protocol.validation.steps import validate_create_via_load
+from skyrl_tinker.redaction import redact
 from skyrl_tinker.store import checkpoint_records, checkpoint_rules
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures import training_submission
@@ -122,4 +123,5 @@ def _model(
 
 
 def _failed(kind: RequestKind, model: NewModel, digest: bytes, error: UserError) -> Creation:
-    return Creation(kind, model, digest, failure=Failure(str(error), error.category))
+    named = replace(model, base_model=redact(model.base_model))  # by the client, perhaps by mistake
+    return Creation(kind, named, digest, failure=Failure(str(error), error.category))

@@ -27,6 +27,7 @@ NOTE_EVERY_S = 60.0
 _MOST_TOKENS = 10_000
 _EXPECTED = "expected a live API key of this server, made by `skyrl-tinker keys create`"
 _UNKNOWN = "unknown or revoked"
+_NOBODYS = "unknown keys or invalid JWTs"
 _ENDED: Mapping[End, str] = {
     "expired": "expired at",
     "replaced": "was rotated away, and ended at",
@@ -104,7 +105,7 @@ class KeyRing:
     def _key_caller(self, key: str, address: str, now: float) -> Caller:
         secret_id = tokens.secret_id(api_keys.digest(key))
         if secret_id not in self._secrets:
-            self._refusals.note(Refusal(address, "an unknown key"))
+            self._refusals.note(Refusal(address, _NOBODYS))
             raise UnauthenticatedError(f"X-API-Key: found one that is {_UNKNOWN}, {_EXPECTED}")
         if end := self._ended(secret_id, address, now):
             raise UnauthenticatedError(f"X-API-Key: found one that {end}, {_EXPECTED}")
@@ -121,11 +122,11 @@ class KeyRing:
         try:
             claims = tokens.read(token, self._signing.current.jwt)
         except InvalidTokenError:
-            self._refusals.note(Refusal(address, "an invalid JWT"))
+            self._refusals.note(Refusal(address, _NOBODYS))
             raise
         caller = self._callers.get(claims.secret_id)
         if caller is None or caller.owner != claims.owner:
-            self._refusals.note(Refusal(address, "a JWT of no key"))
+            self._refusals.note(Refusal(address, _NOBODYS))
             raise InvalidTokenError("X-API-Key: found a JWT that was issued before keys existed")
         if end := self._ended(claims.secret_id, address, now):
             raise InvalidTokenError(f"X-API-Key: found a JWT whose API key {end}")

@@ -6,8 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 
@@ -40,13 +41,17 @@ class Api:
 
 
 @contextmanager
-def launched(settings: Settings, listener: socket.socket) -> Iterator[Api]:
-    """Without a ready engine and, until a test writes them, without facts. The home exists."""
+def launched(settings: Settings, listener: socket.socket, log: Path | None = None) -> Iterator[Api]:
+    """Without a ready engine and, until a test writes them, without facts. The home exists.
+
+    `log`: a file for what it prints, by default our own stderr.
+    """
     file = settings.root / "settings.json"
     file.write_text(settings.model_dump_json())
     fd = listener.fileno()
     command = [sys.executable, "-m", "skyrl_tinker.api.api_process", str(file), str(fd)]
-    process = subprocess.Popen(command, pass_fds=[fd])
+    with nullcontext() if log is None else log.open("ab") as output:
+        process = subprocess.Popen(command, pass_fds=[fd], stderr=output)
     listener.close()  # or connections would wait for ever once the API has ended
     try:
         yield Api(f"http://127.0.0.1:{settings.port}", process, settings)

@@ -1,0 +1,54 @@
+"""Secrets do not stand in messages, and other text does."""
+
+import logging
+import sys
+
+import pytest
+
+from skyrl_tinker.errors import NotFoundError, OverloadedError
+from skyrl_tinker.redaction import RedactingFormatter, redact
+
+KEY = "tml-" + "aB3_-" * 8 + "xyz"
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJpc3MiOiJwYXNzcG9ydCJ9.c2lnbmF0dXJl-_"
+SIGNATURE = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize("secret", [KEY, JWT, KEY[:30]])
+@pytest.mark.parametrize("text", ["{}", "no session {}", "found '{}', expected", "a/{}/b?x={}", "Bearer {}."])
+def test_keys_and_tokens_are_left_out(secret: str, text: str) -> None:
+    said = redact(text.format(*[secret] * 2))
+    assert "[secret]" in said
+    assert not any(part in said for part in secret.split("."))
+
+
+def test_signatures_of_urls_are_left_out() -> None:
+    said = redact(f"GET /download/trace/s?expires=1&signature={SIGNATURE} HTTP/1.1")
+    assert said == "GET /download/trace/s?expires=1&signature=[secret] HTTP/1.1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TINKER_API_KEY=tml-local",
+        "tinker://8d7f4f2e-7d5b-4c3a-9a51-000000000000:train:0/weights/a",
+        "no key with the id '3': see `skyrl-tinker keys list`",
+        "key eyJ",
+    ],
+)
+def test_other_text_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_our_errors_are_without_secrets() -> None:
+    assert str(NotFoundError(f"no session {KEY}")) == "no session [secret]"
+    assert str(OverloadedError(f"wait, {JWT}", 1)) == "wait, [secret]"
+
+
+def test_log_lines_and_tracebacks_are_without_secrets() -> None:
+    try:
+        raise ValueError(KEY)
+    except ValueError:
+        record = logging.LogRecord("n", logging.ERROR, "f", 1, "told %s", (JWT,), sys.exc_info())
+    text = RedactingFormatter("%(message)s").format(record)
+    assert text.startswith("told [secret]\nTraceback")
+    assert text.endswith("ValueError: [secret]")
