@@ -107,9 +107,10 @@ class Client:
         assert found is not None
         return 1000 * float(found[1])
 
-    async def models(self, base_model: str) -> list[str]:
+    async def models(self, base_model: str) -> tuple[str, list[str]]:
+        """Return a new session and its models."""
         session = (await self.post("create_session", {}))["session_id"]
-        return [await self._model(session, number, base_model) for number in range(MODELS)]
+        return session, [await self._model(session, number, base_model) for number in range(MODELS)]
 
     async def _model(self, session: str, number: int, base_model: str) -> str:
         wanted = {"session_id": session, "model_seq_id": number, "base_model": base_model}
@@ -126,9 +127,9 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, float]:
         connector=aiohttp.TCPConnector(limit=0), timeout=NO_LIMIT, read_bufsize=PIECE
     ) as http:
         client = Client(url, http)
-        models = await client.models(arguments.base_model)
+        _, models = await client.models(arguments.base_model)
         bodies = [
-            Body(_name(models[number % MODELS], number // MODELS + (1 if arguments.train else 2)), data)
+            Body(body_name(models[number % MODELS], number // MODELS + (1 if arguments.train else 2)), data)
             for number in range(arguments.bodies)
         ]
         random.Random(0).shuffle(bodies)
@@ -152,7 +153,7 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _name(model_id: str, seq_id: int) -> bytes:
+def body_name(model_id: str, seq_id: int) -> bytes:
     return pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
 
 
