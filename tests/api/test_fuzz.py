@@ -5,7 +5,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode
 
-from skyrl_tinker.store import server_state
+from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from tests.api.support import fuzzing
@@ -29,16 +29,42 @@ NO_ENGINE = ("/readyz", "/oai/api/v1/completions", "/oai/api/v1/chat/completions
 """There is none behind this API: 503 is right."""
 PASSES = 3000
 CASES = {GenerationMode.POSITIVE: 6, GenerationMode.NEGATIVE: 3}
-ENDS = ("/finish", "/unload_model")
-"""Comes last: what is made below would be gone."""
+ENDS = ("/finish", "/unload_model", "/auth/apikey/me")
+"""Comes last, in this order: what is made below would be gone, and in the end the key."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a server is set up. `locked`: it has a key, which every request brings."""
+
+    locked: bool = False
+    settings: Json = field(default_factory=dict)
+
+
+VARIANTS = {
+    "as installed": Variant(),
+    "with keys and behind a proxy": Variant(
+        locked=True,
+        settings={
+            "custom_loss_server_side": False,
+            "expanded_body_mb": 2,
+            "held_bodies_mb": 1,
+            "max_datums": 2,
+            "sample_use_retrieve_futures": True,
+            "trust_forwarded": True,
+            "wire_body_mb": 1,
+        },
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Target:
-    """`ids`: what exists, by the names that fields and parameters have."""
+    """`headers`: of every request. `ids`: what exists, by the names that fields and parameters have."""
 
     api: Api
     http: httpx.Client
+    headers: dict[str, str]
     ids: Json
 
     @property
@@ -46,25 +72,31 @@ class Target:
         return float(psutil.Process(self.api.process.pid).memory_info().rss) / 2**20
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+@pytest.fixture(scope="module", params=VARIANTS)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    variant = VARIANTS[request.param]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         home = tmp_path_factory.mktemp("fuzz") / "home"
-        settings = settings_for(home, port=listener.getsockname()[1], long_poll_s=0.01)
+        port = listener.getsockname()[1]
+        settings = settings_for(home, port=port, long_poll_s=0.01, **variant.settings)
         migrate(settings.store_url)
-        asyncio.run(_ready(settings.store_url))
+        key = asyncio.run(_ready(settings.store_url, locked=variant.locked))
         with launched(settings, listener) as api:
             api.wait_until_up()
-            with httpx.Client(base_url=f"{api.url}/api/v1", timeout=60) as http:
-                yield Target(api, http, _made(http))
+            headers = {"X-API-Key": key} if key else {}
+            with httpx.Client(base_url=f"{api.url}/api/v1", timeout=60, headers=headers) as http:
+                yield Target(api, http, headers, _made(http))
 
 
-async def _ready(url: str) -> None:
+async def _ready(url: str, *, locked: bool) -> str:
+    """Write what an engine would; return a key, or "" for a server without keys."""
     store = Store.open(url)
     await write_facts(store)
     engine = {"state": "ready", "detail": "", "since": 0.0}
     await store.write(lambda conn: server_state.put(conn, "engine", engine))
+    key = await store.write(lambda conn: api_keys.create(conn, "fuzz")) if locked else ""
     await store.close()
+    return key
 
 
 def _made(http: httpx.Client) -> Json:
@@ -93,53 +125,6 @@ def _made(http: httpx.Client) -> Json:
     }
 
 
-def test_what_the_openapi_document_allows_and_what_it_forbids_is_never_a_fault(target: Target) -> None:
-    document = httpx.get(f"{target.api.url}/api/v1/openapi.json").json()
-    statuses: dict[str, Counter[int]] = {}
-    operations = [each.ok() for each in schemathesis.openapi.from_dict(document).get_all_operations()]
-    for found in sorted(operations, key=lambda each: each.path.endswith(ENDS)):
-        seen = statuses.setdefault(f"{found.method} {found.path}", Counter())
-        for mode, count in CASES.items():
-            with suppress(Unsatisfiable):  # nothing can be wrong with a request without parameters
-                _try(target, found.as_strategy(generation_mode=mode), count, seen)
-    with_a_body = {name for name in statuses if name.startswith(("post", "put"))}
-    past_parsing = {name for name in with_a_body if set(statuses[name]) - {400}}
-    assert len(past_parsing) > 0.9 * len(with_a_body), with_a_body - past_parsing
-    assert sum(sum(seen.values()) for seen in statuses.values()) > 300
-    assert target.http.get("healthz").status_code == 200
-
-
-def _try(target: Target, cases: Any, count: int, seen: Counter[int]) -> None:
-    @hypothesis.settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @hypothesis.given(cases)
-    def answered(case: Case) -> None:
-        if sum(seen.values()) % 3:
-            _name_what_exists(case, target.ids)
-        answer = case.call(base_url=target.api.url)
-        seen[answer.status_code] += 1
-        assert answer.status_code < 500 or (case.path in NO_ENGINE and answer.status_code == 503), answer.text
-        if answer.status_code >= 400 and case.method != "HEAD":
-            assert int(answer.headers["content-length"][0]) > 0
-
-    answered()
-
-
-def _name_what_exists(case: Case, ids: Json) -> None:
-    """Use real ids in two of three requests: else nearly all would ask for unknown objects."""
-    for given in (case.body, case.path_parameters, case.query):
-        if isinstance(given, dict):
-            given.update({name: ids[name] for name in given if name in ids})
-    if "name" in case.path_parameters:  # of a checkpoint
-        case.path_parameters["name"] = "a"
-
-
 def test_damaged_protobuf_is_a_promise_or_a_refusal_and_takes_no_memory(target: Target) -> None:
     before = target.memory_mb
     statuses = fuzzing.send(target.http, _made(target.http)["model_id"], SEED, PASSES)
@@ -160,3 +145,55 @@ def test_what_was_promised_is_told(target: Target) -> None:
             told[target.http.post("retrieve_future", json=answer.json()).status_code] += 1
     assert set(told) <= {200, 408}
     assert min(told[200], told[408]) > 0
+
+
+def test_what_the_openapi_document_allows_and_what_it_forbids_is_never_a_fault(target: Target) -> None:
+    document = httpx.get(f"{target.api.url}/api/v1/openapi.json").json()
+    statuses: dict[str, Counter[int]] = {}
+    operations = [each.ok() for each in schemathesis.openapi.from_dict(document).get_all_operations()]
+    for found in sorted(operations, key=_end):
+        seen = statuses.setdefault(f"{found.method} {found.path}", Counter())
+        for mode, count in CASES.items():
+            with suppress(Unsatisfiable):  # nothing can be wrong with a request without parameters
+                _try(target, found.as_strategy(generation_mode=mode), count, seen)
+    with_a_body = {name for name in statuses if name.startswith(("post", "put"))}
+    past_parsing = {name for name in with_a_body if set(statuses[name]) - {400}}
+    assert len(past_parsing) > 0.9 * len(with_a_body), with_a_body - past_parsing
+    assert sum(sum(seen.values()) for seen in statuses.values()) > 300
+    assert target.http.get("healthz").status_code == 200
+
+
+def _end(operation: Any) -> int:
+    """Return the place among ENDS, 0 for an operation that ends nothing."""
+    return next((place for place, end in enumerate(ENDS, 1) if operation.path.endswith(end)), 0)
+
+
+def _try(target: Target, cases: Any, count: int, seen: Counter[int]) -> None:
+    @hypothesis.settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(cases)
+    def answered(case: Case) -> None:
+        if sum(seen.values()) % 3:
+            _name_what_exists(case, target.ids)
+        answer = case.call(base_url=target.api.url, headers=target.headers)
+        seen[answer.status_code] += 1
+        assert answer.status_code < 500 or (case.path in NO_ENGINE and answer.status_code == 503), answer.text
+        if answer.status_code >= 400 and case.method != "HEAD":
+            assert int(answer.headers["content-length"][0]) > 0
+
+    answered()
+
+
+def _name_what_exists(case: Case, ids: Json) -> None:
+    """Use real ids in two of three requests: else nearly all would ask for unknown objects."""
+    for given in (case.body, case.path_parameters, case.query):
+        if isinstance(given, dict):
+            given.update({name: ids[name] for name in given if name in ids})
+    if "name" in case.path_parameters:  # of a checkpoint
+        case.path_parameters["name"] = "a"
