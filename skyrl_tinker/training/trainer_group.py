@@ -45,10 +45,14 @@ class PreparedPass:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Outputs in the order of the items, and the tokens per row with which the pass succeeded."""
+    """Outputs in the order of the items, and the tokens per row with which the pass succeeded.
+
+    `exhausted`: it did not, since memory ran out, and all items failed.
+    """
 
     outputs: list[PassOutput | Failure]
     row_budget: int
+    exhausted: bool = False
 
 
 class TrainerGroup:
@@ -131,7 +135,7 @@ class TrainerGroup:
             budget = retry_budget(budget)
             self.retried_passes += 1
             _log.warning("a pass of %d tokens was run again in smaller rows", len(prepared.batch.tokens))
-        return PassResult(assemble(prepared.batch, outputs), budget)
+        return PassResult(assemble(prepared.batch, outputs), budget, outputs[0].exhausted)
 
     async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         """Run optimizer steps of several models; outputs in their order."""

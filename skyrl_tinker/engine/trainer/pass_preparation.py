@@ -1,7 +1,7 @@
 """Forward and forward_backward: from stored bodies to response protobufs. Heavy parts run in threads."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -56,9 +56,7 @@ class PassCoordinator:
             return PassResult([ready.refused[row.id] for row in ready.rows], 0)
         result = await self._trainer.run_pass(ready.batch, row_budget)
         outputs = iter(result.outputs)
-        return PassResult(
-            [ready.refused.get(row.id) or next(outputs) for row in ready.rows], result.row_budget
-        )
+        return replace(result, outputs=[ready.refused.get(row.id) or next(outputs) for row in ready.rows])
 
     async def renew_records(self, ready: ReadyPass) -> None:
         """Postpone the expiry of the sequence records that the pass used."""

@@ -164,6 +164,10 @@ class Replay:
         read = unit_records.read_bodies
         ready = await self._passes.prepare(Pass(tuple(row.row for row in rows), full=False), read)
         result = await self._passes.execute(ready, retry_budget(budget) if apart and budget else budget)
+        if result.exhausted and len(rows) > 1:
+            for row in rows:
+                await self._replay_pass([row], apart=apart)
+            return
         for row, output in zip(rows, result.outputs, strict=True):
             model = model_of(row.row)
             if isinstance(output, Failure):

@@ -21,7 +21,7 @@ from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import DiskFullError, TrainerError
+from skyrl_tinker.errors import CrowdedPassError, DiskFullError, TrainerError
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
@@ -90,7 +90,10 @@ class UnitExecution:
         return await self._executors.passes.prepare(unit)
 
     async def run(self, unit: Barriers | ReadyPass) -> None:
-        """Run a unit. Raises TrainerError: the ranks are broken, and nothing has been recorded of it."""
+        """Run a unit. Nothing has been recorded of one that raises.
+
+        Raises TrainerError: the ranks are broken. CrowdedPassError: its requests must run one by one.
+        """
         match unit:
             case ReadyPass():
                 await self._run_pass(unit)
@@ -141,6 +144,8 @@ class UnitExecution:
     async def _run_pass(self, ready: ReadyPass, row_budget: int | None = None) -> None:
         busy_s = self._trainer.busy_s
         result = await self._executors.passes.execute(ready, row_budget)
+        if result.exhausted and len(ready.rows) > 1:
+            raise CrowdedPassError(f"{len(ready.rows)} requests do not fit into memory together")
         self._metrics.passed(ready.rows, result.outputs)
         effects: dict[int, Effect | None] = {}
         for row, output in zip(ready.rows, result.outputs, strict=True):

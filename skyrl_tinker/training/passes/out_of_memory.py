@@ -59,4 +59,4 @@ def _refused(batch: TrainingInputBatch, budgets: tuple[int, int]) -> RankOutput:
         "server",
     )
     failures = dict.fromkeys(range(len(batch.requests)), failure)
-    return RankOutput((), np.empty(0, np.float32), {}, failures, retried=True)
+    return RankOutput((), np.empty(0, np.float32), {}, failures, retried=True, exhausted=True)

@@ -73,6 +73,8 @@ class CapturedExport(str):
 class Workers:
     """Records its calls; fails what `failing` holds, and dies of passes of `deadly` models.
 
+    For passes of `large` models there is no memory.
+
     `trained`: what each model has been through, which files can hold as well.
     """
 
@@ -81,6 +83,7 @@ class Workers:
         self.failing: dict[str, Exception] = {}
         self.bad_models: set[ModelKey] = set()
         self.deadly: set[ModelKey] = set()
+        self.large: set[ModelKey] = set()
         self.trained: dict[ModelKey, Trained] = {}
         self.drift = 0.0  # of losses
         self.unreadable: set[str] = set()  # directories of checkpoints
@@ -133,6 +136,8 @@ class Workers:
         if self.deadly & {item.model for item in items if item.backward}:
             self.broken = TrainerError("rank 0 died in run_pass")
             raise self.broken
+        if self.large & {item.model for item in items}:
+            return PassResult([Failure("no memory", "server") for _ in items], 1024, exhausted=True)
         return PassResult([self._output(item) for item in items], row_budget or 2048)
 
     def _output(self, item: PassItem) -> PassOutput | Failure:

@@ -172,6 +172,30 @@ async def test_a_request_that_kills_the_ranks_fails_alone(world: World) -> None:
     assert await steps_of(world, model) == [[1, 2]]
 
 
+async def test_a_request_for_which_there_is_no_memory_fails_alone(
+    world: World, new_engine: NewEngine
+) -> None:
+    """Its neighbours run as they would have without it, and are replayed so."""
+    model, large = await world.model(), await world.model()
+    world.workers.large = {await journal.key_of(world.store, large)}
+    world.workers.go_on.clear()
+    blocker = await journal.submit_pass(world.store, model, 1)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    bad = await journal.submit_pass(world.store, large, 1)
+    fine = await journal.submit_pass(world.store, model, 2)
+    step = await journal.submit_step(world.store, model, 3)
+    world.bell.ring("engine")
+    await asyncio.sleep(0.1)  # all of it is taken in before the workers go on
+    world.workers.go_on.set()
+    await all_done(world, blocker, fine, step)
+    await world.done(bad)
+    assert (await journal.error_of(world.store, bad)).message == "no memory"
+    assert 2 in [len(items) for what, items in world.workers.told if what == "pass"]
+    after = new_engine(world)
+    await train(after, model, 4, 1)
+    assert await steps_of(after, model) == [[1, 2], [4, 5]]
+
+
 async def test_a_step_that_kills_the_ranks_clears_its_window_and_says_so(world: World) -> None:
     model = await world.model()
     await all_done(world, await journal.submit_pass(world.store, model, 1))
@@ -365,6 +389,26 @@ async def test_a_replayed_request_that_kills_the_ranks_costs_its_own_model_only(
     lost = await journal.model_of(world.store, deadly)
     assert lost.state is ModelState.LOST
     assert "request 1 kills the trainer's processes each time it is replayed" in (lost.state_reason or "")
+
+
+async def test_a_replayed_unit_for_which_there_is_no_memory_costs_the_large_request_only(
+    world: World, new_engine: NewEngine
+) -> None:
+    """Both fitted when they ran, in one unit."""
+    model, large = await world.model(), await world.model()
+    world.workers.go_on.clear()
+    blocker = await journal.submit_pass(world.store, model, 1)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    together = [await journal.submit_pass(world.store, each, 2 - n) for n, each in enumerate((model, large))]
+    world.bell.ring("engine")
+    await asyncio.sleep(0.1)
+    world.workers.go_on.set()
+    await all_done(world, blocker, *together)
+    after = new_engine(world)
+    after.workers.large = {await journal.key_of(world.store, large)}
+    await all_done(after, await journal.submit_step(world.store, model, 3))
+    assert await steps_of(after, model) == [[1, 2]]
+    assert (await journal.model_of(world.store, large)).state is ModelState.LOST
 
 
 async def test_a_pass_prepared_beside_one_that_dies_with_the_ranks_is_not_forgotten(

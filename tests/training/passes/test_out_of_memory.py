@@ -154,7 +154,9 @@ async def test_a_pass_too_large_fails_alone_and_says_what_to_do(group: TrainerGr
         for key in (model, TWINS[model]):
             await _run(group, make_item(key, data))
     async with _room(group, ROOM_FOR_LESS):
-        outputs = await _run(group, *(_share(group, model, BUDGET) for model in SPECS))
+        result = await group.run_pass(group.prepare([_share(group, model, BUDGET) for model in SPECS]))
+    assert result.exhausted
+    outputs = result.outputs
     tokens = BUDGET * len(SPECS) * group.spec.ranks
     for output in outputs:
         assert isinstance(output, Failure), output
