@@ -46,8 +46,8 @@ async def _no_route(request: Request, _: Exception) -> JSONResponse:
     """Answer the router's own 404; ours are SkyrlTinkerErrors."""
     return JSONResponse(
         {
-            "detail": f"not found: no route {request.method} {redact(request.url.path)}: TINKER_BASE_URL is this "
-            "server's root, without /api/v1, and /docs lists its routes"
+            "detail": f"not found: no route {request.method} {redact(request.url.path)}: TINKER_BASE_URL is "
+            "this server's root, without /api/v1, and /docs lists its routes"
         },
         404,
     )
