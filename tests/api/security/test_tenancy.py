@@ -215,6 +215,7 @@ NOBODYS = {
     ("POST", "/api/v1/create_session"),
     ("POST", "/api/v1/telemetry"),
     ("GET", "/api/v1/get_server_capabilities"),
+    ("GET", "/api/v1/tokenizer"),
     ("GET", "/oai/api/v1/models"),
 }
 """No object is named, and none is told of but what the caller has just made or is."""
