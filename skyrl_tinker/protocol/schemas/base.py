@@ -51,7 +51,7 @@ class StrictMessage(Message):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, payload: Any) -> Any:
-        if not isinstance(payload, Mapping):
+        if not isinstance(payload, Mapping) or payload.keys() <= cls.__pydantic_fields__.keys():
             return payload
         known = [field.alias or name for name, field in cls.__pydantic_fields__.items()]
         given = {key: value for key, value in payload.items() if value is not None or key in known}

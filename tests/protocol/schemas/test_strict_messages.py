@@ -82,8 +82,8 @@ LOSS = {
         ),
         (
             CreateCustomLossRequest,
-            LOSS | {"graph": {"nodes": [NODE | {"keywords": {}}]}},
-            "graph.nodes.0 has the unknown key 'keywords', expected op, name, target, args, kwargs",
+            LOSS | {"graph": {"nodes": [NODE | {"kwarg": {}}]}},
+            "graph.nodes.0 has the unknown key 'kwarg', expected op, name, target, args, kwargs",
         ),
         (
             CopyWeightsRequest,
