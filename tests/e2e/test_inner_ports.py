@@ -41,9 +41,10 @@ POST /add_worker?url=http://127.0.0.1:1 /remove_worker?url=http://127.0.0.1:1 /f
 POST /finish_session?session_id=s /tokenize /inference/v1/generate /v1/completions /v1/chat/completions
 """
 RAY_ROUTES = """
-GET / /metrics /api/version /api/local_raylet_healthz /nodes
+GET / /metrics /api/version /nodes /api/ray_version /logs
 POST /get_or_create_runtime_env /delete_runtime_env_if_possible /api/jobs/ /api/job_agent/jobs/
 """
+"""Without /api/healthz and /api/local_raylet_healthz, which answer everybody."""
 BODY = {
     "model": "base",
     "prompt": "a",
