@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +24,7 @@ from skyrl_tinker.store.store import Store
 from tests.api.support import fuzzing
 from tests.api.support.process import Api, launched
 from tests.api.support.world import BASE, Json, settings_for, write_facts
+from tests.support.certificates import write_certificate
 
 SEED = 20260
 NO_ENGINE = ("/readyz", "/oai/api/v1/completions", "/oai/api/v1/chat/completions")
@@ -33,11 +35,15 @@ ENDS = ("/finish", "/unload_model", "/auth/apikey/me")
 """Comes last, in this order: what is made below would be gone, and in the end the key."""
 
 
+HOST = "tinker.example"
+
+
 @dataclass(frozen=True)
 class Variant:
-    """How a server is set up. `locked`: it has a key, which every request brings."""
+    """How a server is set up. `locked`: it has a key, which every request brings. `tls`: a certificate."""
 
     locked: bool = False
+    tls: bool = False
     settings: Json = field(default_factory=dict)
 
 
@@ -55,16 +61,25 @@ VARIANTS = {
             "wire_body_mb": 1,
         },
     ),
+    "with a certificate and another name": Variant(
+        tls=True,
+        settings={
+            "allowed_hosts": (HOST,),
+            "max_connections": 20,
+            "max_connections_per_address": 10,
+            "sampled_logprobs": "processed",
+        },
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Target:
-    """`headers`: of every request. `ids`: what exists, by the names that fields and parameters have."""
+    """`options`: of every request. `ids`: what exists, by the names that fields and parameters have."""
 
     api: Api
     http: httpx.Client
-    headers: dict[str, str]
+    options: Json
     ids: Json
 
     @property
@@ -75,17 +90,28 @@ class Target:
 @pytest.fixture(scope="module", params=VARIANTS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     variant = VARIANTS[request.param]
+    directory = tmp_path_factory.mktemp("fuzz")
+    cert, cert_key = write_certificate(directory) if variant.tls else (None, None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        home = tmp_path_factory.mktemp("fuzz") / "home"
-        port = listener.getsockname()[1]
-        settings = settings_for(home, port=port, long_poll_s=0.01, **variant.settings)
+        settings = settings_for(
+            directory / "home",
+            port=listener.getsockname()[1],
+            long_poll_s=0.01,
+            tls_cert=cert,
+            tls_key=cert_key,
+            **variant.settings,
+        )
         migrate(settings.store_url)
         key = asyncio.run(_ready(settings.store_url, locked=variant.locked))
         with launched(settings, listener) as api:
             api.wait_until_up()
-            headers = {"X-API-Key": key} if key else {}
-            with httpx.Client(base_url=f"{api.url}/api/v1", timeout=60, headers=headers) as http:
-                yield Target(api, http, headers, _made(http))
+            headers = {**({"X-API-Key": key} if key else {}), **({"Host": HOST} if variant.tls else {})}
+            verify = ssl.create_default_context(cafile=cert)
+            with httpx.Client(
+                base_url=f"{api.url}/api/v1", timeout=60, headers=headers, verify=verify
+            ) as http:
+                options = {"headers": headers, "verify": str(cert) if cert else True}
+                yield Target(api, http, options, _made(http))
 
 
 async def _ready(url: str, *, locked: bool) -> str:
@@ -148,7 +174,7 @@ def test_what_was_promised_is_told(target: Target) -> None:
 
 
 def test_what_the_openapi_document_allows_and_what_it_forbids_is_never_a_fault(target: Target) -> None:
-    document = httpx.get(f"{target.api.url}/api/v1/openapi.json").json()
+    document = target.http.get("openapi.json").json()
     statuses: dict[str, Counter[int]] = {}
     operations = [each.ok() for each in schemathesis.openapi.from_dict(document).get_all_operations()]
     for found in sorted(operations, key=_end):
@@ -181,7 +207,7 @@ def _try(target: Target, cases: Any, count: int, seen: Counter[int]) -> None:
     def answered(case: Case) -> None:
         if sum(seen.values()) % 3:
             _name_what_exists(case, target.ids)
-        answer = case.call(base_url=target.api.url, headers=target.headers)
+        answer = case.call(base_url=target.api.url, **target.options)
         seen[answer.status_code] += 1
         assert answer.status_code < 500 or (case.path in NO_ENGINE and answer.status_code == 503), answer.text
         if answer.status_code >= 400 and case.method != "HEAD":

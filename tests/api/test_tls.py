@@ -5,10 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-import httpx
 
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
@@ -28,25 +25,19 @@ async def test_the_sdk_trains_and_samples_over_tls(tmp_path: Path) -> None:
         migrate(settings.store_url)
         store = Store.open(settings.store_url)
         await write_facts(store)
-        url = f"https://127.0.0.1:{port}"
-        with launched(settings, listener):
-            await asyncio.to_thread(wait_until_up, url)
+        with launched(settings, listener) as api:
+            await asyncio.to_thread(api.wait_until_up)
             async with working(store, settings.root):
-                command = [sys.executable, "-m", "tests.api.support.sdk_scenarios", url, "train_and_sample"]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "tests.api.support.sdk_scenarios",
+                    api.url,
+                    "train_and_sample",
+                ]
                 variables = {**os.environ, "TINKER_API_KEY": "tml-test", "SSL_CERT_FILE": str(cert)}
                 user = await asyncio.to_thread(
                     subprocess.run, command, cwd=ROOT, env=variables, timeout=60, check=False
                 )
         await store.close()
     assert user.returncode == 0
-
-
-def wait_until_up(url: str) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            httpx.get(f"{url}/healthz", verify=False).raise_for_status()
-            return
-        except httpx.TransportError:
-            time.sleep(0.05)
-    raise AssertionError("the API did not come up")
