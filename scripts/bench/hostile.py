@@ -7,7 +7,7 @@ Each attack meets a fresh API process on a real store; no engine and no model is
 server with keys, without a key where the name says stranger; the foreign ones attack a server without keys.
 The attacker is a process of its own at 127.0.0.2; meanwhile a neighbour at 127.0.0.1 sends every half second
 a heartbeat and a forward_backward of 400 KB, and waits 10 s at most for either. What an attack holds open it
-holds for --hold seconds (15).
+holds for --hold seconds (20).
 
 Peak: the most memory (VmHWM) during the attack, over that (RSS) of the idle API just before it.
 Answers of the attacker: a status; closed: the server closed the connection without one; open: neither.
@@ -241,11 +241,11 @@ async def foreign_origin(door: Door) -> Answers:
 
 @dataclass(frozen=True)
 class Case:
-    """`bad`: answers that the attacker must not get; `needed`: one that it must."""
+    """`bad`: answers that the attacker must not get; `needed`: of which it must get one."""
 
     attack: Callable[[Door], Awaitable[Answers]]
     bad: tuple[str, ...] = ()
-    needed: str = ""
+    needed: tuple[str, ...] = ()
     keys: bool = True
 
 
@@ -264,8 +264,8 @@ CASES = {
         Case(stranger_headers_8_mb, bad=("200",)),
         Case(stranger_heads_300, bad=(OPEN,)),
         Case(stranger_heads_3000, bad=(OPEN,)),
-        Case(stranger_connections_3000, needed=CLOSED),
-        Case(bodies_208, needed="200"),
+        Case(stranger_connections_3000, needed=(CLOSED, "408", "503")),
+        Case(bodies_208, needed=("200",)),
         Case(foreign_host, bad=("200",), keys=False),
         Case(foreign_origin, bad=("200",), keys=False),
     )
@@ -392,8 +392,8 @@ def missed(name: str, row: Json) -> list[str]:
     """Name the bars that this attack missed."""
     case, answers = CASES[name], row["answers"]
     wrong = [f"{name}: {answers[bad]} x {bad}" for bad in case.bad if bad in answers]
-    if case.needed and case.needed not in answers:
-        wrong.append(f"{name}: never {case.needed}")
+    if case.needed and not set(case.needed) & set(answers):
+        wrong.append(f"{name}: never {' or '.join(case.needed)}")
     if row["peak_mb"] > MOST_MB:
         wrong.append(f"{name}: {row['peak_mb']:.0f} MB over idle")
     if row["neighbour_failed"]:
@@ -468,7 +468,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--attacks", help=f"some of {','.join(CASES)}")
-    parser.add_argument("--hold", type=float, default=15.0, help="seconds")
+    parser.add_argument("--hold", type=float, default=20.0, help="seconds")
     arguments = parser.parse_args()
     names = arguments.attacks.split(",") if arguments.attacks else tuple(CASES)
     if unknown := [name for name in names if name not in CASES]:
