@@ -67,6 +67,12 @@ class Settings(BaseSettings):
         "[default: what the machine has]",
     )
     unit_tokens: int = Field(16384, ge=1, description="Tokens that one unit of work takes from all lanes")
+    unit_ms: float = Field(
+        150.0,
+        gt=0,
+        description="Work of others, in milliseconds, behind and with which a training request runs: while "
+        "several sessions train, a pass of several requests takes half of it",
+    )
     max_lora_rank: int = Field(64, ge=1, le=512, description="Highest LoRA rank that a client may choose")
     context_length: int | None = Field(
         None,

@@ -19,7 +19,8 @@ from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes
-from skyrl_tinker.engine.scheduling.planner import Planner
+from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
+from skyrl_tinker.engine.scheduling.throughput import TrainerPace
 from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
@@ -89,12 +90,14 @@ def compose_training(
         ModelBarriers(store, lanes, models, creation, saver, exporter),
     )
     execution = UnitExecution(store, trainer, lanes, models, executors, commits, snapshots, metrics, woken)
-    planner = Planner(lanes, settings.unit_tokens)
+    pace = TrainerPace()
+    planner = Planner(lanes, PassBudget(settings.unit_tokens, settings.unit_ms / 2000), pace.seconds)
     driver = TrainerDriver(
         store,
         trainer,
         lanes,
         planner,
+        pace,
         models,
         execution,
         outbox,

@@ -1,106 +1,99 @@
-"""Fair queueing among tenants and among the models of one tenant. A tenant is a session."""
+"""Start-time fair queueing of trainer time: over owners, over the sessions of each, over their models.
+
+P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queuing", SIGCOMM 1996, in a hierarchy: who waits has a tag,
+the virtual time at which its next work starts, and the lowest tag is served first. What a unit took moves the
+tags of all that were in it. The virtual time of a level is the lowest tag of those that waited there when the
+last unit was chosen.
+"""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
-from typing import NamedTuple, TypeVar
 
-from skyrl_tinker.domain.ids import ModelKey, SessionId
-from skyrl_tinker.engine.scheduling.lanes import PASSES, cost, model_of
+from skyrl_tinker.domain.ids import ModelKey, OwnerId, SessionId
+from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 Waiting = Mapping[ModelKey, Sequence[QueuedRow]]
 """Runnable rows of each model, in order; never empty."""
-Contender = SessionId | ModelKey
-Key = TypeVar("Key", SessionId, ModelKey)
-
-
-class ServiceRecord(NamedTuple):
-    """Scheduling record of one waiting tenant or model."""
-
-    last_unit: float  # number of the unit in which it was last served; the lowest is next
-    tokens: int  # served in passes; the fewest come first
+Path = tuple[OwnerId | SessionId | ModelKey | None, ...]
+"""An owner, a session of it, or a model of that; empty: all owners."""
+Seconds = Callable[[QueuedRow], float]
+"""Estimate of the trainer time that a row takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FairShare:
-    """Scheduling records, carried from unit to unit.
+    """Virtual times in seconds of trainer time, carried from unit to unit.
 
-    Tenants and models without runnable work are forgotten, so no credit or debt lasts.
+    A newcomer starts at the virtual time of its level, and so does who comes back once the others had as much
+    as it had: nobody saves up, and a debt lasts while others wait. When nothing waits, all is forgotten.
     """
 
-    units: int = 0
-    records: Mapping[Contender, ServiceRecord] = field(default_factory=dict)
+    tags: Mapping[Path, float] = field(default_factory=dict)
+    clocks: Mapping[Path, float] = field(
+        default_factory=dict
+    )  # virtual times of the levels below these paths
 
-    def restricted_to(self, waiting: Waiting) -> "FairShare":
-        """Return the records of exactly the tenants and models with runnable work."""
-        tenants = _by_tenant(waiting)
-        records = self._records_of(tenants)
-        for models in tenants.values():
-            records |= self._records_of(models)
-        return FairShare(self.units, records)
+    def joined_by(self, waiting: Waiting) -> "FairShare":
+        """Return the tags of those that wait, and of others that had more than those; then the time."""
+        present = {path for rows in waiting.values() for path in _paths(rows[0])}
+        kept: dict[Path, float] = {(): 0.0}
+        for path in sorted(present | self.tags.keys(), key=len):
+            clock = self.clocks.get(path[:-1], 0.0)
+            tag = self.tags.get(path, clock)
+            if path in present or (path[:-1] in kept and tag > clock):
+                kept[path] = max(tag, clock)
+        clocks = {path: clock for path, clock in self.clocks.items() if path in kept}
+        for path in sorted(present, key=lambda each: -kept[each]):
+            clocks[path[:-1]] = kept[path]  # the lowest comes last
+        del kept[()]
+        return FairShare(kept, clocks)
 
-    def next_row(self, waiting: Waiting) -> QueuedRow:
-        """Return the first row of the least recently served model of the least recently served tenant."""
-        return min((rows[0] for rows in waiting.values()), key=self._priority)
+    def order(self, waiting: Waiting, seconds: Seconds) -> Iterator[QueuedRow]:
+        """Yield all rows in the order of their virtual start, the older one first where those are equal."""
+        return self._merged((), list(waiting.values()), seconds)
 
-    def tenant_order(self, waiting: Waiting) -> tuple[SessionId, ...]:
-        """Return the waiting tenants in the order in which they will be served."""
-        rows = sorted((rows[0] for rows in waiting.values()), key=self._priority)
-        return tuple(dict.fromkeys(row.session_id for row in rows))
+    def charged(self, seconds: Iterable[tuple[QueuedRow, float]]) -> "FairShare":
+        """Return the tags after these rows took these seconds."""
+        tags = dict(self.tags)
+        for row, taken in seconds:
+            for path in _paths(row):
+                tags[path] += taken
+        return FairShare(tags, self.clocks)
 
-    def _priority(self, row: QueuedRow) -> tuple[float, float, int]:
-        return self.records[row.session_id].last_unit, self.records[model_of(row)].last_unit, row.id
+    def ahead_s(self, row: QueuedRow) -> float:
+        """Return how much more its owner, session or model had than the one that had least beside it."""
+        return max(self.tags[path] - self.clocks[path[:-1]] for path in _paths(row))
 
-    def round_robin(self, waiting: Waiting) -> Iterator[QueuedRow]:
-        """Yield all rows by deficit round robin over tenants, and within each over its models.
-
-        The next row is always of the one with the fewest tokens; an excess over the others stays on record.
-        """
-        tenants = _by_tenant(waiting)
-        return self._merged({tenant: self._merged(models) for tenant, models in tenants.items()})
-
-    def charged(self, first: QueuedRow, rows: Sequence[QueuedRow]) -> "FairShare":
-        """Return the records after a unit of these rows.
-
-        The unit counts as service of the tenant of `first` only, not of those batched with it; for models it
-        counts in either case.
-        """
-        unit = self.units + 1
-        records = dict(self.records)
-        for row in rows:
-            tokens = cost(row) if row.kind in PASSES else 0
-            last_unit, served = records[row.session_id]
-            records[row.session_id] = ServiceRecord(last_unit, served + tokens)
-            records[model_of(row)] = ServiceRecord(unit, records[model_of(row)].tokens + tokens)
-        records[first.session_id] = ServiceRecord(unit, records[first.session_id].tokens)
-        return FairShare(unit, records)
-
-    def _records_of(self, keys: Collection[Contender]) -> dict[Contender, ServiceRecord]:
-        """Return their records, with new ones for newcomers.
-
-        A newcomer arrived while the newest unit ran, so it comes after all but those served in that unit, and
-        it starts with the fewest tokens of all.
-        """
-        known = {key: self.records[key] for key in keys if key in self.records}
-        new = ServiceRecord(self.units - 0.5, min((record.tokens for record in known.values()), default=0))
-        return {key: known.get(key, new) for key in keys}
-
-    def _merged(self, queues: Mapping[Key, Iterable[QueuedRow]]) -> Iterator[QueuedRow]:
-        tagged = (_tagged(self.records[key].tokens, rows) for key, rows in queues.items())
+    def _merged(
+        self, above: Path, lanes: Sequence[Sequence[QueuedRow]], seconds: Seconds
+    ) -> Iterator[QueuedRow]:
+        groups: defaultdict[Path, list[Sequence[QueuedRow]]] = defaultdict(list)
+        for rows in lanes:
+            groups[_paths(rows[0])[len(above)]].append(rows)
+        tagged = (
+            _tagged(self.tags[path], self._below(path, group, seconds), seconds)
+            for path, group in groups.items()
+        )
         return (row for _, _, row in merge(*tagged))
 
+    def _below(
+        self, path: Path, lanes: Sequence[Sequence[QueuedRow]], seconds: Seconds
+    ) -> Iterable[QueuedRow]:
+        return lanes[0] if path == _paths(lanes[0][0])[-1] else self._merged(path, lanes, seconds)
 
-def _tagged(tokens: int, rows: Iterable[QueuedRow]) -> Iterator[tuple[int, int, QueuedRow]]:
-    """Tag each row with the tokens served to its owner before it."""
+
+def _paths(row: QueuedRow) -> tuple[Path, Path, Path]:
+    owner, session = row.owner_id, row.session_id
+    return (owner,), (owner, session), (owner, session, model_of(row))
+
+
+def _tagged(
+    start: float, rows: Iterable[QueuedRow], seconds: Seconds
+) -> Iterator[tuple[float, int, QueuedRow]]:
+    """Tag each row with its virtual start."""
     for row in rows:
-        yield tokens, row.id, row  # ids differ: rows are never compared
-        tokens += cost(row)
-
-
-def _by_tenant(waiting: Waiting) -> dict[SessionId, dict[ModelKey, Sequence[QueuedRow]]]:
-    tenants: defaultdict[SessionId, dict[ModelKey, Sequence[QueuedRow]]] = defaultdict(dict)
-    for model, rows in waiting.items():
-        tenants[rows[0].session_id][model] = rows
-    return dict(tenants)
+        yield start, row.id, row  # ids differ: rows are never compared
+        start += seconds(row)

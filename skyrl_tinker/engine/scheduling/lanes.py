@@ -132,6 +132,18 @@ class Lanes:
         parked = (row for lane in self._open.values() for row in lane.parked.values())
         return sum(cost(row) for row in parked if row.kind in PASSES and _pending(row))
 
+    def small_backlogs(self, most: int) -> dict[SessionId, list[QueuedRow]]:
+        """Return what waits of each session that has at most so many requests waiting."""
+        lanes: dict[SessionId, list[_Lane]] = {}
+        for lane in self._open.values():
+            if lane.parked:
+                lanes.setdefault(next(iter(lane.parked.values())).session_id, []).append(lane)
+        return {
+            session: [row for lane in mine for row in lane.parked.values()]
+            for session, mine in lanes.items()
+            if sum(len(lane.parked) for lane in mine) <= most
+        }
+
     def runnable(self, budget: int) -> dict[ModelKey, Sequence[QueuedRow]]:
         """Return each model's next rows: one barrier, or consecutive passes of about `budget` tokens.
 

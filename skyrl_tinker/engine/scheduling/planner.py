@@ -1,20 +1,28 @@
 """Choice of the workers' next unit of work, from the runnable rows of all lanes. Pure code.
 
-Tenants are served in turn: the tenant that is next decides the kind of work, and all ready work of that kind
-is batched with it, passes within a token budget. So a tenant waits at most one unit for each tenant that came
-before it, whatever they sent and with however many models, and passes and barriers never starve each other.
+Who has had least of the trainer decides the kind of work, and all ready work of that kind is batched with it,
+passes within a budget of tokens and, while several sessions train, of time. Sessions with little to do decide
+first, as long as that takes no more than half of the trainer's time: who sends a request when the last one is
+answered waits for the rest of the unit that runs, and shares the next, whatever queues others have.
 """
 
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from skyrl_tinker.domain.ids import RequestKind, SessionId
-from skyrl_tinker.engine.scheduling.fair_share import FairShare, Waiting
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost
+from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
+from skyrl_tinker.engine.scheduling.fair_share import FairShare, Seconds, Waiting
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost, model_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 MERGING = frozenset({RequestKind.OPTIM_STEP, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER})
 """Barriers that the workers execute for several models at once."""
+SHORT_S, SHORT_ROWS = 1.0, 8
+"""Most work, as estimated, that a session with little to do has waiting."""
+ACTIVE_S = 60.0
+"""Time after its last request for which a session counts as training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,51 +47,116 @@ class Barriers:
 Unit = Pass | Barriers
 
 
+@dataclass(frozen=True, slots=True)
+class PassBudget:
+    """Bounds of a pass. A single request that is larger still runs, alone."""
+
+    tokens: int
+    seconds: float = math.inf
+    ahead_s: float = 0.5  # that those may have had more than others who wait, who only join it
+
+
 class Planner:
     """Takes unit after unit out of the lanes."""
 
-    def __init__(self, lanes: Lanes, budget: int) -> None:
-        """`budget`: tokens in a pass. A single request that is larger still runs, alone."""
+    def __init__(
+        self, lanes: Lanes, budget: PassBudget, seconds: Seconds, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`budget`: its seconds hold while several sessions train."""
         self._lanes = lanes
         self._budget = budget
+        self._seconds = seconds
+        self._clock = clock
+        self._shares = self._before = FairShare()  # and as they were before the unit that runs
+        self._short: SessionId | None = None  # who decided that unit, having little to do
+        self._lead_s = self._lead_before_s = 0.0  # what such sessions had more than the others since
+        self._active: dict[SessionId, float] = {}  # when a session last had something runnable
+
+    def pop(self, ahead: tuple[QueuedRow, ...] = ()) -> Unit | None:
+        """Take the next unit; None when nothing is runnable. It counts as its estimate until `charge`.
+
+        `ahead`: the rows of a full pass ahead; they are taken if the first of them still is the next.
+        """
+        waiting, shares, unit = self._plan()
+        self._before, self._lead_before_s = shares, self._lead_s
         self._shares = FairShare()
-
-    def pop(self) -> Unit | None:
-        """Take the next unit; None when nothing is runnable."""
-        unit, shares = self._plan()
         if unit is not None:
-            self._start(unit, shares)
+            first = unit.rows[0].session_id
+            self._short = first if first in self._short_sessions() else None
+            if ahead and unit.rows[0] is ahead[0] and _first_of(ahead, waiting):
+                unit = Pass(ahead, full=True)
+            self._lanes.start(unit.rows)
+            self.charge((row, self._seconds(row)) for row in unit.rows)
         return unit
 
-    def pop_full_pass(self) -> Pass | None:
-        """Take the next unit while another runs, if it is a full pass: a smaller one may still grow."""
-        unit, shares = self._plan()
-        if not isinstance(unit, Pass) or not unit.full:
-            return None
-        self._start(unit, shares)
-        return unit
+    def charge(self, seconds: Iterable[tuple[QueuedRow, float]]) -> None:
+        """Count what the rows of the last unit took in place of the estimate."""
+        taken = list(seconds)
+        self._shares = self._before.charged(taken)
+        if self._short is None:
+            lead_s = -sum(took for _, took in taken)
+        else:
+            lead_s = sum(took for row, took in taken if row.session_id == self._short)
+        self._lead_s = max(0.0, self._lead_before_s + lead_s)
+
+    def full_pass_ahead(self) -> Pass | None:
+        """Return the next unit, as it is now, if it is a full pass: a smaller one may still grow."""
+        _, _, unit = self._plan()
+        return unit if isinstance(unit, Pass) and unit.full else None
 
     def tenants(self) -> tuple[SessionId, ...]:
         """Return the tenants with runnable work in the order in which they will be served."""
         waiting = self._lanes.heads(1)
-        return self._shares.restricted_to(waiting).tenant_order(waiting)
+        rows = self._shares.joined_by(waiting).order(waiting, self._seconds)
+        return tuple(dict.fromkeys(row.session_id for row in rows))
 
-    def _plan(self) -> tuple[Unit | None, FairShare]:
-        return next_unit(self._lanes.runnable(self._budget), self._shares, self._budget)
+    def _plan(self) -> tuple[Waiting, FairShare, Unit | None]:
+        waiting = self._lanes.runnable(self._budget.tokens)
+        shares = self._shares.joined_by(waiting)
+        short = self._short_sessions()
+        deciding = {model: rows for model, rows in waiting.items() if rows[0].session_id in short} or waiting
+        unit = next_unit(waiting, deciding, shares, self._bounds(waiting), self._seconds)
+        return waiting, shares, unit
 
-    def _start(self, unit: Unit, shares: FairShare) -> None:
-        self._lanes.start(unit.rows)
-        self._shares = shares
+    def _short_sessions(self) -> set[SessionId]:
+        """Return the sessions with little to do; none while they have had more than the others."""
+        if self._lead_s > 0:
+            return set()
+        small = self._lanes.small_backlogs(SHORT_ROWS)
+        return {each for each, rows in small.items() if sum(map(self._seconds, rows)) <= SHORT_S}
+
+    def _bounds(self, waiting: Waiting) -> PassBudget:
+        now = self._clock()
+        self._active |= {rows[0].session_id: now for rows in waiting.values()}
+        self._active = {each: at for each, at in self._active.items() if at > now - ACTIVE_S}
+        return self._budget if len(self._active) > 1 else replace(self._budget, seconds=math.inf)
 
 
-def next_unit(waiting: Waiting, shares: FairShare, budget: int) -> tuple[Unit | None, FairShare]:
-    """Return the next unit, None when nothing waits, and the shares after it."""
+def _first_of(rows: Iterable[QueuedRow], waiting: Waiting) -> bool:
+    """Return whether these rows are the first of their models."""
+    models: dict[ModelKey, list[QueuedRow]] = {}
+    for row in rows:
+        models.setdefault(model_of(row), []).append(row)
+    return all(waiting.get(model, ())[: len(mine)] == mine for model, mine in models.items())
+
+
+def next_unit(
+    waiting: Waiting, deciding: Waiting, shares: FairShare, budget: PassBudget, seconds: Seconds
+) -> Unit | None:
+    """Return the next unit, None when nothing waits. `deciding`: the part of `waiting` that may lead it."""
     if not waiting:
-        return None, shares
-    shares = shares.restricted_to(waiting)
-    first = shares.next_row(waiting)
-    unit = _pass(first, waiting, shares, budget) if first.kind in PASSES else _barriers(first, waiting)
-    return unit, shares.charged(first, unit.rows)
+        return None
+    first = next(shares.order(deciding, seconds))
+    if first.kind not in PASSES:
+        return _barriers(first, waiting)
+    passes = {model: rows for model, rows in waiting.items() if _may_join(rows[0], first, shares, budget)}
+    others = (row for row in shares.order(passes, seconds) if row is not first)
+    return _pass(chain([first], others), budget, seconds)
+
+
+def _may_join(row: QueuedRow, first: QueuedRow, shares: FairShare, budget: PassBudget) -> bool:
+    """Return whether a pass that `first` decided may take a row: its siblings' turn must come, too."""
+    return row.kind in PASSES and (row is first or shares.ahead_s(row) <= budget.ahead_s)
 
 
 def _barriers(first: QueuedRow, waiting: Waiting) -> Barriers:
@@ -92,14 +165,13 @@ def _barriers(first: QueuedRow, waiting: Waiting) -> Barriers:
     return Barriers(tuple(rows[0] for rows in waiting.values() if rows[0].kind is first.kind))
 
 
-def _pass(first: QueuedRow, waiting: Waiting, shares: FairShare, budget: int) -> Pass:
-    """Build a pass of `first`, however large, and of fair shares of the budget that it leaves."""
-    passes = {model: rows for model, rows in waiting.items() if rows[0].kind in PASSES}
-    others = (row for row in shares.round_robin(passes) if row is not first)
+def _pass(rows: Iterator[QueuedRow], budget: PassBudget, seconds: Seconds) -> Pass:
+    """Build a pass of the first row, however large, and of those after it that the budget has room for."""
     batch: list[QueuedRow] = []
-    for row in chain([first], others):
-        if batch and cost(row) > budget:
+    tokens, left = budget.tokens, budget.seconds
+    for row in rows:
+        if batch and (cost(row) > tokens or seconds(row) > left):
             return Pass(tuple(batch), full=True)
         batch.append(row)
-        budget -= cost(row)
-    return Pass(tuple(batch), full=budget <= 0)
+        tokens, left = tokens - cost(row), left - seconds(row)
+    return Pass(tuple(batch), full=tokens <= 0 or left <= 0)

@@ -1,15 +1,72 @@
-"""Recent speed of work, for the estimates that waiting clients get."""
+"""Recent speed of work: for shares of the trainer, and for the estimates that waiting clients get."""
 
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.engine.scheduling.lanes import PASSES, cost
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 UNITS = 16
 ENDS, ENDS_S = 1024, 60.0
 """Most completions that are kept, and for how many seconds."""
+BACKWARD_WORK = 3
+"""Work of a token with a backward pass, which takes two forward passes more."""
+FIRST_GUESS = 3e-5, 4096.0
+"""Seconds per token of a forward pass, before any was measured, and how many tokens that is worth."""
+LEAST_S = 1e-4
+"""Least time that a row counts for: who sends what takes none must not be served forever."""
+
+
+class TrainerPace:
+    """Trainer time of requests: estimated from recent units, and attributed to each once it was taken."""
+
+    def __init__(self) -> None:
+        self._passes: deque[tuple[float, float]] = deque(
+            [FIRST_GUESS], maxlen=UNITS
+        )  # seconds per work, work
+        self._pass_s = FIRST_GUESS[0]
+        self._barriers: dict[RequestKind, float] = {}  # seconds of one row, when last measured
+
+    def seconds(self, row: QueuedRow) -> float:
+        """Estimate what a row takes."""
+        if row.kind not in PASSES:
+            return self._barriers.get(row.kind, LEAST_S)
+        return max(LEAST_S, _work(row) * self._pass_s)
+
+    def attribute(
+        self, rows: Sequence[QueuedRow], seconds: float, own: Mapping[int, float]
+    ) -> list[tuple[QueuedRow, float]]:
+        """Divide the seconds of a unit among its rows; `own`: what some took beyond the common work."""
+        common = max(0.0, seconds - sum(own.values()))
+        total = sum(map(_work, rows))
+        self._learn(rows, total, common)
+        return [(row, max(LEAST_S, common * _work(row) / total + own.get(row.id, 0.0))) for row in rows]
+
+    def _learn(self, rows: Sequence[QueuedRow], work: float, seconds: float) -> None:
+        if rows[0].kind in PASSES:
+            self._passes.append((seconds / work, work))
+            self._pass_s = _weighted_median(self._passes)
+        else:
+            self._barriers[rows[0].kind] = seconds / len(rows)
+
+
+def _weighted_median(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return the value that divides the weights in halves: neither warm-ups nor tiny units count for much."""
+    ordered = sorted(pairs)
+    reached = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(reached, reached[-1] / 2)][0]
+
+
+def _work(row: QueuedRow) -> float:
+    """Return the weight of a row in its unit: its tokens in a pass, one among barriers."""
+    if row.kind not in PASSES:
+        return 1.0
+    return cost(row) * (BACKWARD_WORK if row.kind is RequestKind.FORWARD_BACKWARD else 1)
 
 
 class UnitTimes:

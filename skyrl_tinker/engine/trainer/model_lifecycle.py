@@ -1,6 +1,6 @@
 """Life of the models in training: opened, created, then released, unloaded or lost."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import Connection
@@ -91,15 +91,15 @@ class ModelLifecycle:
         """Release a model whose session is over, once it has nothing left that can run."""
         self._releasing.add(model)
 
-    async def retire(self, busy: Collection[ModelKey] = ()) -> None:
-        """Release the models that are to go and have nothing left that can run. `busy`: not these yet."""
+    async def retire(self) -> None:
+        """Release the models that are to go and have nothing left that can run."""
         runnable, blocked = self._lanes.runnable(1) if self._releasing else {}, self._lanes.storage_blocked
         for model in [model for model in self._releasing if model not in runnable]:
-            if model not in busy and not blocked(model):
+            if not blocked(model):
                 self._releasing.discard(model)
                 await self._release(model, SESSION_OVER)
         for model in [model for model in self._unloading if self._lanes.drained(model)]:
-            if model not in busy and not blocked(model):
+            if not blocked(model):
                 await self._release(model, UNLOADED)
 
     async def lose(self, model: ModelKey, cause: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,7 @@ from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import Lanes, LaneStatus, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
-from skyrl_tinker.engine.scheduling.throughput import UnitTimes
+from skyrl_tinker.engine.scheduling.throughput import TrainerPace, UnitTimes
 from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
 from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay
@@ -46,6 +47,7 @@ class TrainerDriver:
         trainer: TrainerGroup,
         lanes: Lanes,
         planner: Planner,
+        pace: TrainerPace,
         models: ModelLifecycle,
         execution: UnitExecution,
         outbox: Outbox,
@@ -60,6 +62,7 @@ class TrainerDriver:
         self._trainer = trainer
         self._lanes = lanes
         self._planner = planner
+        self._pace = pace
         self._models = models
         self._execution = execution
         self._outbox = outbox
@@ -68,8 +71,9 @@ class TrainerDriver:
         self._metrics = metrics
         self._placement = placement
         self._woken = woken
-        self._prefetched: ReadyPass | None = None
+        self._ahead: ReadyPass | None = None  # prepared; nothing is taken for it
         self._unit_times = UnitTimes()
+        self._worked_s = 0.0  # on the current unit, in the trainer's turns
 
     async def submit(self, rows: Sequence[QueuedRow]) -> None:
         """Accept training requests in the order of their arrival."""
@@ -161,18 +165,18 @@ class TrainerDriver:
             await self._rebuild(report)
             while True:
                 unit = await self._next_unit(report)
+                self._worked_s = 0.0
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
+                self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, {}))
                 self._trainer.note_work()
 
     async def _next_unit(self, report: Report) -> Unit | ReadyPass:
         if self._trainer.broken is not None:  # before anything that relies on what is repeated then
             await self._rebuild(report)
-        ready, self._prefetched = self._prefetched, None
-        await self._models.retire({model_of(row) for row in ready.rows} if ready else ())
-        if ready is not None:
-            return ready
-        while (unit := self._planner.pop()) is None:
+        await self._models.retire()
+        ready, self._ahead = self._ahead, None
+        while (unit := self._planner.pop(ready.rows if ready else ())) is None:
             self._metrics.trainer.no_work()
             self._woken.clear()
             with suppress(TimeoutError):
@@ -184,7 +188,7 @@ class TrainerDriver:
             if self._trainer.broken is not None:
                 await self._rebuild(report)
             await self._models.retire()
-        return unit
+        return ready if ready is not None and ready.rows == unit.rows else unit
 
     async def _run(self, unit: Unit | ReadyPass, report: Report) -> None:
         """Run a unit, a pass while the next one is prepared."""
@@ -193,7 +197,7 @@ class TrainerDriver:
             return
         ready = await self._execution.prepare(unit) if isinstance(unit, Pass) else unit
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._prefetch())
+            tasks.create_task(self._prepare_ahead())
             await self._run_unit(ready, report)
 
     async def _run_unit(self, unit: Barriers | ReadyPass, report: Report) -> None:
@@ -224,18 +228,21 @@ class TrainerDriver:
         while await self._try(self._execution.fail(row, error), report) is not None:
             pass  # the ranks died again, of something else
 
-    async def _prefetch(self) -> None:
-        """Prepare the next pass while one runs: a full one, since a smaller one may still grow."""
-        unit = self._planner.pop_full_pass()
+    async def _prepare_ahead(self) -> None:
+        """Prepare the next pass while one runs, if it is full; in vain if others turn out to come first."""
+        unit = self._planner.full_pass_ahead()
         if unit is not None:
-            self._prefetched = await self._execution.prepare(unit)
+            self._ahead = await self._execution.prepare(unit)
 
     async def _try(self, work: Coroutine[Any, Any, None], report: Report) -> TrainerError | None:
         """Run a unit's work; if the ranks break, bring everything else back, and return the cause."""
         try:
             async with self._placement.training():
-                busy_s = self._trainer.busy_s
-                await work
+                busy_s, began = self._trainer.busy_s, time.monotonic()
+                try:
+                    await work
+                finally:
+                    self._worked_s += time.monotonic() - began
                 self._metrics.trainer.unit_done(self._trainer.busy_s - busy_s)
                 await self._keep(self._snapshots.take_due)
         except TrainerError as error:

@@ -8,13 +8,14 @@ from sqlalchemy import Connection, and_, bindparam, case, func, literal, literal
 from skyrl_tinker.domain.ids import (
     FutureStatus,
     ModelKey,
+    OwnerId,
     RequestId,
     RequestKind,
     SamplingSessionId,
     SessionId,
 )
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.tables import Future, Request
+from skyrl_tinker.store.database.tables import Future, Request, Session
 
 SMALL_BYTES = 4096
 
@@ -27,6 +28,7 @@ class QueuedRow:
     request_id: RequestId
     kind: RequestKind
     session_id: SessionId
+    owner_id: OwnerId | None
     model_key: ModelKey | None
     sampling_session_id: SamplingSessionId | None
     seq_id: int | None
@@ -62,6 +64,7 @@ _QUEUED = Prepared(
         Future.request_id,
         Future.kind,
         Future.session_id,
+        Session.owner_id,
         Future.model_key,
         Future.sampling_session_id,
         Future.seq_id,
@@ -70,6 +73,7 @@ _QUEUED = Prepared(
         Future.created_at,
         _SMALL_SAMPLE,
     )
+    .join(Session, Session.session_id == Future.session_id)
     .outerjoin(Request, Request.future_id == Future.id)
     .where(Future.id > bindparam("cursor"), _WAITING)
     .order_by(Future.id)

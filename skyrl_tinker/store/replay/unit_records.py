@@ -16,7 +16,7 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow
-from skyrl_tinker.store.database.tables import Future, Model, Request
+from skyrl_tinker.store.database.tables import Future, Model, Request, Session
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 SLICE = 200
@@ -45,6 +45,7 @@ _RAN = (
         Future.request_id,
         Future.kind,
         Future.session_id,
+        Session.owner_id,
         Future.seq_id,
         Future.status,
         Future.created_at,
@@ -52,6 +53,7 @@ _RAN = (
         Future.effect,
         Future.row_budget,
     )
+    .join(Session, Session.session_id == Future.session_id)
     .where(Future.model_key == bindparam("model_key"), Future.seq_id > bindparam("after"))
     .where(Future.unit.is_not(None))
     .order_by(Future.seq_id)
@@ -76,6 +78,7 @@ def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:
                 request_id=RequestId(row.request_id),
                 kind=row.kind,
                 session_id=SessionId(row.session_id),
+                owner_id=row.owner_id,
                 model_key=model,
                 sampling_session_id=None,
                 seq_id=row.seq_id,

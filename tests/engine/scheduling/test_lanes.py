@@ -5,7 +5,7 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.lanes import Lanes
-from skyrl_tinker.engine.scheduling.planner import Planner
+from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 
@@ -122,7 +122,7 @@ def test_looking_at_the_lanes_skips_nothing() -> None:
     """Else a look while a step runs would note the refusal in the window that the step is about to end."""
     lanes = created(row(1, STEP), refused(2), row(3, STEP))
     lanes.start(lanes.runnable(BUDGET)[MODEL])
-    assert Planner(lanes, BUDGET).tenants() == ()
+    assert Planner(lanes, PassBudget(BUDGET), lambda row: 1.0).tenants() == ()
     lanes.reset_window(MODEL)
     assert [each.seq_id for each in lanes.runnable(BUDGET)[MODEL]] == [3]
     assert lanes.window_error(MODEL) is not None

@@ -16,6 +16,7 @@ def row(number: int, session: str) -> QueuedRow:
         request_id=RequestId(str(number)),
         kind=RequestKind.SAMPLE,
         session_id=SessionId(session),
+        owner_id=None,
         model_key=None,
         sampling_session_id=SamplingSessionId(session),
         seq_id=number,

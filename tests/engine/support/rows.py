@@ -1,6 +1,6 @@
 """Training requests as the engine reads them from the journal."""
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestId, RequestKind, SessionId
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestId, RequestKind, SessionId
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 
@@ -12,6 +12,7 @@ def queued(
     *,
     tokens: int = 10,
     session: str = "session",
+    owner: OwnerId | None = None,
     status: FutureStatus = FutureStatus.PENDING,
 ) -> QueuedRow:
     """`number`: the journal's, in order of arrival. `tokens`: about how many a pass has."""
@@ -20,6 +21,7 @@ def queued(
         request_id=RequestId(str(number)),
         kind=kind,
         session_id=SessionId(session),
+        owner_id=owner,
         model_key=model,
         sampling_session_id=None,
         seq_id=seq_id,
