@@ -233,8 +233,9 @@ class Settings(BaseSettings):
         ge=1,
         description="Connections at once from one address, which for a proxy's clients is its own",
     )
-    wire_body_mb: int = Field(64, ge=1, description="Largest request body as sent")
-    expanded_body_mb: int = Field(256, ge=1, description="Largest request body after decompression")
+    wire_body_mb: int = Field(64, ge=1, description="Largest body of a pass as sent, in protobuf")
+    expanded_body_mb: int = Field(64, ge=1, description="Largest body of a pass after decompression")
+    json_body_mb: int = Field(16, ge=1, description="Largest other body, as sent and after decompression")
     held_bodies_mb: int = Field(
         64, ge=1, description="Large request bodies held at once, as sent; as much again expanded"
     )

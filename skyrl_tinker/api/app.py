@@ -152,6 +152,7 @@ def _body_limits(settings: Settings) -> BodyLimits:
     return BodyLimits(
         wire=settings.wire_body_mb * MiB,
         expanded=settings.expanded_body_mb * MiB,
+        json=settings.json_body_mb * MiB,
         held=settings.held_bodies_mb * MiB,
     )
 

@@ -105,7 +105,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
             openai,
             metrics,
             lambda: QueuesView(driver.view(), sampler_driver.view()),
-            settings.expanded_body_mb * MiB,
+            settings.json_body_mb * MiB,
         ),
     )
 

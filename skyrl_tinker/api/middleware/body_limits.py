@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -18,17 +19,36 @@ from skyrl_tinker.errors import OverloadedError, TooLargeError, UserError
 
 LARGE_BYTES = 256 * 1024
 """Whole bodies up to this size need no budget: heartbeats and samples overtake large bodies that wait."""
+PROTOBUF = "application/x-protobuf"
 HEAD_BYTES = 192 * 1024
 """Bytes of a refused body that are decoded for its model_id and seq_id."""
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """Caps in bytes: of one body on the wire and expanded; `held`: of all large bodies, each way."""
+class Caps(NamedTuple):
+    """Largest size of one body in bytes, on the wire and expanded, and the setting of the former."""
 
     wire: int
     expanded: int
+    setting: str
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Caps in bytes, of one body; `held`: of all large bodies, each way.
+
+    `wire` and `expanded` are of protobuf; `json` is of other bodies, which take more memory once parsed.
+    """
+
+    wire: int
+    expanded: int
+    json: int
     held: int
+
+    def caps(self, headers: Headers) -> Caps:
+        """Return the caps of a request's body."""
+        if headers.get("content-type", "").startswith(PROTOBUF):
+            return Caps(self.wire, self.expanded, "wire_body_mb")
+        return Caps(min(self.json, self.wire), min(self.json, self.expanded), "json_body_mb")
 
 
 class BodyTooLargeError(TooLargeError):
@@ -87,34 +107,35 @@ class BodyLimitMiddleware:
         async with AsyncExitStack() as compressed:
             body = await self._read_wire(headers, receive, owner, compressed)
             # Holders of wire bytes may wait for expanded bytes, never the other way round (deadlock).
-            size = min(most_expanded(body, encoding), self._limits.expanded)
+            cap = self._limits.caps(headers).expanded
+            size = min(most_expanded(body, encoding), cap)
             share = await held.enter_async_context(self._expanded.holding(size, owner))
-            body = await asyncio.to_thread(self._decompress, body, encoding)
+            body = await asyncio.to_thread(_decompress, body, encoding, cap)
             self._expanded.shrink(share, len(body))
         del headers["content-encoding"]
         return body
 
-    def _decompress(self, body: bytes, encoding: str) -> bytes:
-        try:
-            return decompress(body, encoding, self._limits.expanded)
-        except TooLargeError as error:
-            raise BodyTooLargeError(str(error), first_bytes(body, encoding)) from None
-
     async def _read_wire(
         self, headers: Headers, receive: Receive, owner: OwnerId | None, held: AsyncExitStack
     ) -> bytes:
-        cap = self._limits.wire
-        size = _content_length(headers)
+        caps, size = self._limits.caps(headers), _content_length(headers)
         with ArrivingBody(receive, self._spool, owner) as body:
-            if size is not None and size > cap:
+            if size is not None and size > caps.wire:
                 await body.read(HEAD_BYTES)
-                raise await _too_large(f"{size}", cap, headers, body)
-            await body.read(cap)
-            if body.size > cap:
-                raise await _too_large(f"more than {cap}", cap, headers, body)
+                raise await _too_large(f"{size}", caps, headers, body)
+            await body.read(caps.wire)
+            if body.size > caps.wire:
+                raise await _too_large(f"more than {caps.wire}", caps, headers, body)
             if body.size > LARGE_BYTES:
                 await held.enter_async_context(self._wire.holding(body.size, owner))
             return await body.first_bytes(body.size)
+
+
+def _decompress(body: bytes, encoding: str, cap: int) -> bytes:
+    try:
+        return decompress(body, encoding, cap)
+    except TooLargeError as error:
+        raise BodyTooLargeError(str(error), first_bytes(body, encoding)) from None
 
 
 def _content_length(headers: Headers) -> int | None:
@@ -123,8 +144,8 @@ def _content_length(headers: Headers) -> int | None:
     return int(length) if length.isdecimal() and len(length) <= 18 else None
 
 
-async def _too_large(size: str, cap: int, headers: Headers, body: ArrivingBody) -> BodyTooLargeError:
-    message = f"request body: found {size} bytes, expected at most {cap} (the server's setting wire_body_mb)"
+async def _too_large(size: str, caps: Caps, headers: Headers, body: ArrivingBody) -> BodyTooLargeError:
+    message = f"request body: found {size} bytes, expected at most {caps.wire} (setting {caps.setting})"
     encoding = headers.get("content-encoding", "identity").strip().lower()
     start = await body.first_bytes(HEAD_BYTES)
     return BodyTooLargeError(message, start if encoding == "identity" else first_bytes(start, encoding))

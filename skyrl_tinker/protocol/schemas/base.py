@@ -20,6 +20,9 @@ from skyrl_tinker.errors import UserError
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""List of a request. Only its first wrong item is reported: a million would take gigabytes."""
 StrictInt = Annotated[int, Strict()]
 TrainingSeqId = Annotated[int, Strict(), Field(ge=1, le=MAX_INT32)]
 """Contiguous per model from 1; int32, as the protobuf requests carry it."""

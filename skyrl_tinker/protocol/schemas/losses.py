@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from skyrl_tinker.protocol.schemas.base import Message, SessionSeqId, StrictMessage, StrictRequest
+from skyrl_tinker.protocol.schemas.base import Items, Message, SessionSeqId, StrictMessage, StrictRequest
 
 
 class CustomLossInput(StrictMessage):
@@ -28,14 +28,14 @@ class CustomLossGraph(StrictMessage):
     """Graph of a loss; `nodes` in execution order."""
 
     format: Literal[1] = 1
-    nodes: list[CustomLossNode]
+    nodes: Items[CustomLossNode]
 
 
 class CreateCustomLossRequest(StrictRequest):
     session_id: str
     custom_loss_seq_id: SessionSeqId
     name: str
-    inputs: list[CustomLossInput]
+    inputs: Items[CustomLossInput]
     graph: CustomLossGraph
 
 

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT32, MAX_INT64, Message, StrictInt, describe
+from skyrl_tinker.protocol.schemas.base import MAX_INT32, MAX_INT64, Items, Message, StrictInt, describe
 
 MAX_CHOICES = 128
 MAX_TEXTS = 1024
@@ -32,7 +32,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is the 
 
 StrictBool = Annotated[bool, Strict()]
 StrictText = Annotated[str, Strict()]
-Tokens = list[StrictInt]
+Tokens = Items[StrictInt]
 Stops = tuple[StrictText | StrictInt, ...]
 Neutral = Mapping[str, tuple[Any, ...]]
 """By field: the values that ask for nothing."""
@@ -167,7 +167,7 @@ class ChatMessage(OpenAIMessage):
     neutral: ClassVar[Neutral] = NEUTRAL_IN_MESSAGES
 
     role: Literal["system", "user", "assistant"]
-    content: Annotated[str | list[TextPart], BeforeValidator(_content)]
+    content: Annotated[str | Items[TextPart], BeforeValidator(_content)]
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -210,7 +210,7 @@ class CompletionRequest(OpenAIRequest):
 
     neutral: ClassVar[Neutral] = {**NEUTRAL, **NEUTRAL_IN_COMPLETIONS}
 
-    prompt: Annotated[str | list[str] | Tokens | list[Tokens], BeforeValidator(_prompt)]
+    prompt: Annotated[str | Items[str] | Tokens | Items[Tokens], BeforeValidator(_prompt)]
     echo: StrictBool = False
     best_of: StrictInt | None = None
     logprobs: (
@@ -248,7 +248,7 @@ class ChatCompletionRequest(OpenAIRequest):
 
     neutral: ClassVar[Neutral] = {**NEUTRAL, **NEUTRAL_IN_CHATS}
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

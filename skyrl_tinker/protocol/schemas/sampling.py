@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, Strict, model_validator
+from pydantic import BeforeValidator, Strict, model_validator
 
 from skyrl_tinker.protocol.schemas.base import (
+    Items,
     Message,
     SampleSeqId,
     SessionSeqId,
@@ -14,8 +15,6 @@ from skyrl_tinker.protocol.schemas.base import (
     StrictRequest,
 )
 
-Integers = Annotated[list[StrictInt], Field(fail_fast=True)]
-"""Long list of integers: only the first wrong item is reported."""
 TEXT = "encoded_text"
 """The kind of chunk that holds tokens."""
 NoneAsFalse = BeforeValidator(lambda value: False if value is None else value)
@@ -43,7 +42,7 @@ class Chunk(StrictMessage):
     """Part of a prompt. Text has `tokens`; of other kinds only the name is kept, to be refused by name."""
 
     type: str = TEXT
-    tokens: Integers | None = None
+    tokens: Items[StrictInt] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -66,7 +65,7 @@ def chunk_type(chunk: Mapping[str, Any]) -> str:
 
 
 class ModelInput(StrictMessage):
-    chunks: list[Chunk]
+    chunks: Items[Chunk]
 
 
 class WireSamplingParams(StrictMessage):
@@ -74,7 +73,7 @@ class WireSamplingParams(StrictMessage):
 
     max_tokens: StrictInt | None = None
     seed: StrictInt | None = None
-    stop: str | list[Annotated[str, Strict()]] | list[StrictInt] | None = None
+    stop: str | Items[Annotated[str, Strict()]] | Items[StrictInt] | None = None
     temperature: float = 1.0
     top_k: StrictInt = -1
     top_p: float = 1.0
@@ -83,11 +82,11 @@ class WireSamplingParams(StrictMessage):
 class TensorJson(StrictMessage):
     """Tensor of integers. With `sparse_crow_indices` it is CSR: `data` are the listed cells."""
 
-    data: Integers
+    data: Items[StrictInt]
     dtype: str
-    shape: list[StrictInt] | None = None
-    sparse_crow_indices: Integers | None = None
-    sparse_col_indices: Integers | None = None
+    shape: Items[StrictInt] | None = None
+    sparse_crow_indices: Items[StrictInt] | None = None
+    sparse_col_indices: Items[StrictInt] | None = None
 
 
 class AsampleRequest(StrictRequest):

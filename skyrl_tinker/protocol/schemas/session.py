@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from skyrl_tinker.protocol.schemas.base import Message, NullableDict
+from skyrl_tinker.protocol.schemas.base import Items, Message, NullableDict
 
-NullableTags = Annotated[list[str], BeforeValidator(lambda value: [] if value is None else value)]
+NullableTags = Annotated[Items[str], BeforeValidator(lambda value: [] if value is None else value)]
 
 
 class ClientConfigRequest(Message):

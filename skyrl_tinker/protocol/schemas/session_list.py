@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
-from skyrl_tinker.protocol.schemas.base import Message, StrictMessage
+from skyrl_tinker.protocol.schemas.base import Items, Message, StrictMessage
 from skyrl_tinker.protocol.schemas.runs import AccessScope, Paging
 
 FinishedBy = Literal["success", "errored", "interrupted"]
@@ -45,14 +45,14 @@ class SearchOwner(StrictMessage):
     """Owner to search for. `owner_urns` belongs to the type `user`."""
 
     type: Literal["own", "accessible", "user"] = "own"
-    owner_urns: list[str] = Field(default_factory=list, max_length=10)
+    owner_urns: Items[str] = Field(default_factory=list, max_length=10)
 
 
 class StatusQuery(StrictMessage):
     """Status to search for. `reasons` belongs to the type `client_finished`."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
-    reasons: list[FinishedBy] | None = Field(None, min_length=1)
+    reasons: Items[FinishedBy] | None = Field(None, min_length=1)
 
 
 class SearchCursor(StrictMessage):
@@ -64,11 +64,11 @@ class SessionSearchRequest(StrictMessage):
     """Search filters. All that are given must match, but only one of `session_id` and `display_name`."""
 
     session_id: str | None = None
-    project_ids: list[str] | None = Field(None, max_length=100)
+    project_ids: Items[str] | None = Field(None, max_length=100)
     user_metadata: dict[str, str] = Field(default_factory=dict, max_length=32)
     display_name: ShortText | None = None
     owner: SearchOwner = SearchOwner()
-    statuses: list[StatusQuery] | None = Field(None, min_length=1, max_length=16)
+    statuses: Items[StatusQuery] | None = Field(None, min_length=1, max_length=16)
     limit: int = Field(50, ge=1, le=200)
     cursor: SearchCursor | None = None
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skyrl_tinker.protocol.schemas.base import (
+    Items,
     Message,
     NullableDict,
     SessionSeqId,
@@ -101,7 +102,7 @@ class SaveWeightsResult(Message):
 class SaveExternalRequest(TrainingRequest):
     path: str
     ttl_seconds: StrictInt | None = None
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: Items[str] | None = None
 
 
 class SaveExternalResult(Message):

@@ -16,10 +16,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api.middleware import arriving_body
-from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
+from skyrl_tinker.api.middleware.body_limits import PROTOBUF, BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget, Share
 from skyrl_tinker.api.middleware.compression import decompress, most_expanded
-from skyrl_tinker.api.requests.json_bounds import MAX_PARTS, parse_json
+from skyrl_tinker.api.requests.json_bounds import MAX_ITEMS, parse_json
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import TooLargeError, UserError
 from tests.api.support.world import World
@@ -41,7 +41,7 @@ async def length(scope: Scope, receive: Receive, send: Send) -> None:
 
 def client_of(app: ASGIApp, spool: Path) -> httpx.AsyncClient:
     """Client of an app behind the layer, with X-API-Key in place of the owner."""
-    limited = BodyLimitMiddleware(app, BodyLimits(wire=CAP, expanded=CAP, held=CAP), spool)
+    limited = BodyLimitMiddleware(app, BodyLimits(wire=CAP, expanded=CAP, json=CAP, held=CAP), spool)
 
     async def owned(scope: Scope, receive: Receive, send: Send) -> None:
         key = Headers(scope=scope).get("x-api-key")
@@ -97,13 +97,27 @@ async def test_a_body_over_the_wire_cap_is_413_with_both_sizes(announced: bool, 
         for _ in range(20):
             yield bytes(100)
 
-    limited = BodyLimitMiddleware(never_called, BodyLimits(wire=1000, expanded=1000, held=1000), tmp_path)
+    limited = BodyLimitMiddleware(
+        never_called, BodyLimits(wire=1000, expanded=1000, json=1000, held=1000), tmp_path
+    )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
         answer = await http.post("/", content=bytes(2000) if announced else pieces())
     assert answer.status_code == 413
     assert "1000" in answer.json()["detail"]
     assert ("2000" in answer.json()["detail"]) == announced
     assert int(answer.headers["content-length"]) > 0
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+async def test_other_bodies_than_protobuf_have_a_lower_cap(compressed: bool, tmp_path: Path) -> None:
+    limits = BodyLimits(wire=3000, expanded=3000, json=1000, held=3000)
+    body, headers = (zstd(bytes(2000)), {"Content-Encoding": "zstd"}) if compressed else (bytes(2000), {})
+    transport = httpx.ASGITransport(BodyLimitMiddleware(length, limits, tmp_path))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+        passed = await http.post("/", content=body, headers={"Content-Type": PROTOBUF, **headers})
+        refused = await http.post("/", content=body, headers={"Content-Type": "application/json", **headers})
+    assert (passed.text, refused.status_code) == ("2000", 413)
+    assert ("the cap" if compressed else "json_body_mb") in refused.json()["detail"]
 
 
 def test_json_nests_up_to_64_levels() -> None:
@@ -180,9 +194,9 @@ def test_how_much_a_body_may_become_is_known_before() -> None:
 
 def test_json_of_too_many_values_is_refused_before_it_is_parsed() -> None:
     parse_json(b"[" + b"1," * 10_000 + b"1]")
-    for part in (b"[],", b"1,", b'"",', b"{},"):
-        with pytest.raises(TooLargeError, match="brackets, quotes and commas"):
-            parse_json(b"[" + part * MAX_PARTS + b"1]")
+    for part, named in ((b"[],", "brackets"), (b"1,", "commas"), (b'"",', "quotes"), (b"{},", "brackets")):
+        with pytest.raises(TooLargeError, match=f"found .*{named}.*, expected at most"):
+            parse_json(b"[" + part * (MAX_ITEMS + (named == "commas")) + b"1]")
 
 
 @pytest.mark.parametrize(
@@ -229,7 +243,7 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(tmp_path: 
             await release.wait()
         await PlainTextResponse("done")(scope, receive, send)
 
-    limited = BodyLimitMiddleware(app, BodyLimits(wire=CAP, expanded=CAP, held=2 * CAP), tmp_path)
+    limited = BodyLimitMiddleware(app, BodyLimits(wire=CAP, expanded=CAP, json=CAP, held=2 * CAP), tmp_path)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
         body = bytes(1 << 20)
         waiting = [asyncio.create_task(http.post("/large", content=body)) for _ in range(5)]

@@ -9,7 +9,7 @@ from tinker.types.sample_request import SampleRequest
 
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.base import Message, StrictMessage, StrictRequest, parse
-from skyrl_tinker.protocol.schemas.futures import RetrieveFutureRequest
+from skyrl_tinker.protocol.schemas.futures import RetrieveFutureRequest, RetrieveFuturesRequest
 from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest, CustomLossNode
 from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest
 from skyrl_tinker.protocol.schemas.sampling import (
@@ -165,3 +165,21 @@ def test_a_load_may_name_its_model_or_its_session_as_the_sdk_does() -> None:
     for request, model in ((in_place, LoadWeightsRequest), (new, CreateViaLoadRequest)):
         for sent in (request.model_dump(mode="json"), request.model_dump(exclude_none=True, mode="json")):
             assert parse(model, sent).path == "w"
+
+
+@pytest.mark.parametrize(
+    ("model", "payload", "where"),
+    [
+        (CreateSessionRequest, {"tags": [{}] * 1000, "sdk_version": "0"}, "tags.0"),
+        (RetrieveFuturesRequest, {"retrieved_request_ids": [1] * 1000}, "retrieved_request_ids.0"),
+        (CreateCustomLossRequest, {"inputs": [1] * 1000}, "inputs.0"),
+        (AsampleRequest, {"prompt": {"chunks": [1] * 1000}}, "prompt.chunks.0"),
+    ],
+)
+def test_of_many_wrong_items_the_first_is_named(
+    model: type[Message], payload: dict[str, Any], where: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(model, payload)
+    assert where in str(caught.value)
+    assert len(str(caught.value)) < 1000
