@@ -237,7 +237,7 @@ class Settings(BaseSettings):
     expanded_body_mb: int = Field(64, ge=1, description="Largest body of a pass after decompression")
     json_body_mb: int = Field(16, ge=1, description="Largest other body, as sent and after decompression")
     held_bodies_mb: int = Field(
-        64, ge=1, description="Large request bodies held at once, as sent; as much again expanded"
+        32, ge=1, description="Large request bodies held at once, as sent; as much again expanded"
     )
     max_datums: int = Field(4096, ge=1, description="Most datums of a forward_backward")
     custom_loss_server_side: bool = Field(
