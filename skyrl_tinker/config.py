@@ -15,6 +15,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from skyrl_tinker.domain.key_limits import NAMES, KeyLimits
+
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 
 
@@ -221,6 +223,37 @@ class Settings(BaseSettings):
         86400.0, gt=0, description="Time that the record of a sample is kept after its last use"
     )
     log_mb: int = Field(64, ge=1, description="Largest size of a log file; two older ones are kept of each")
+    key_models: int | None = Field(
+        None, ge=0, description="Models in training that one API key may have [default: any number]"
+    )
+    key_resident_gb: float | None = Field(
+        None,
+        ge=0,
+        description="State (weights, gradients, moments) of the models in training of one API key "
+        "[default: any amount]",
+    )
+    key_stored_gb: float | None = Field(
+        None, ge=0, description="Checkpoints of one API key; beyond it saves fail [default: any amount]"
+    )
+    key_sessions: int | None = Field(
+        None, ge=0, description="Open sessions of one API key [default: any number]"
+    )
+    key_backlog: int | None = Field(
+        None,
+        ge=1,
+        description="Waiting requests of one API key; beyond it new ones are answered with 429 and the SDK "
+        "tries again [default: any number]",
+    )
+    key_requests_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="Requests per second of one API key, on average over ten seconds, without those that "
+        "wait for results; beyond it 429 [default: any number]",
+    )
+    key_metadata_kb: float | None = Field(
+        256, ge=0, description="Metadata, tags and names in one request, as JSON"
+    )
+    key_stop_kb: float | None = Field(64, ge=0, description="Stop strings of one sample")
     trust_forwarded: bool = Field(
         False,
         description="Make download URLs from X-Forwarded-Proto, -Host and -Prefix, where a proxy sets them",
@@ -258,6 +291,11 @@ class Settings(BaseSettings):
     @property
     def root(self) -> Path:
         return self.home.absolute()
+
+    @property
+    def key_limits(self) -> KeyLimits:
+        """Limits of every key that has none of its own."""
+        return KeyLimits(**{name: getattr(self, f"key_{name}") for name in NAMES})
 
     @property
     def store_url(self) -> str:

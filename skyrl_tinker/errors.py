@@ -7,6 +7,7 @@ SkyrlTinkerError              500  server
 │   ├── NotFoundError         404  user     no such session, model, checkpoint, future
 │   ├── GoneError             410  user     the session is finished or expired
 │   ├── SeqIdReusedError      422  user     the same seq_id was sent with another payload
+│   ├── KeyLimitError         400  user     more than one API key may have; the message names the limit
 │   ├── TooLargeError         413  user     body over the cap
 │   ├── TooSlowError          408  user     the body did not arrive in time
 │   └── NotSupportedError     400  user     part of the protocol that is not implemented yet
@@ -68,6 +69,10 @@ class GoneError(UserError):
 
 class SeqIdReusedError(UserError):
     status = 422
+
+
+class KeyLimitError(UserError):
+    pass
 
 
 class TooLargeError(UserError):

@@ -15,6 +15,7 @@ from skyrl_tinker.api.middleware.disk_room import DiskRoom, DiskRoomMiddleware
 from skyrl_tinker.api.middleware.fast_routes import FastPaths
 from skyrl_tinker.api.middleware.own_hosts import OwnHostsMiddleware
 from skyrl_tinker.api.middleware.parse_gate import Gate
+from skyrl_tinker.api.middleware.request_rate import RequestRateMiddleware, RequestRates
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
 from skyrl_tinker.api.routes import (
     audit,
@@ -49,6 +50,7 @@ from skyrl_tinker.api.services import Services, limits_of
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
+from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -109,10 +111,12 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         engine,
         LoopWatch(),
         Gate(LARGE_AT_ONCE),
-        KeyRing(store, signing),
+        KeyRing(store, signing, settings.key_limits),
         Signer(signing, settings.trust_forwarded),
         queues,
         Backpressure(queues, settings.sample_backlog),
+        RequestRates(),
+        KeyBacklogs(store),
         DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb),
     )
 
@@ -136,6 +140,7 @@ def make_app(settings: Settings) -> FastAPI:
         numbered=NUMBERED,
     )
     app.add_middleware(DiskRoomMiddleware)
+    app.add_middleware(RequestRateMiddleware)
     app.add_middleware(AuthMiddleware)
     app.add_middleware(OwnHostsMiddleware, host=settings.host, allowed=settings.allowed_hosts)
     # added last, runs first

@@ -8,12 +8,14 @@ from fastapi import Depends, Request
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.disk_room import DiskRoom
 from skyrl_tinker.api.middleware.parse_gate import Gate
+from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
+from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId, Reach
@@ -40,6 +42,8 @@ class Services:
     signer: Signer
     queues: EngineQueues
     backpressure: Backpressure
+    rates: RequestRates
+    backlogs: KeyBacklogs
     room: DiskRoom
 
     def wake_engine(self) -> None:
@@ -79,10 +83,21 @@ async def _owner(request: Request) -> OwnerId | None:
 Owner = Annotated[OwnerId | None, Depends(_owner)]
 
 
+def caller_of(request: Request) -> Caller:
+    caller: Caller = request.scope["caller"]
+    return caller
+
+
+async def _caller(request: Request) -> Caller:
+    return caller_of(request)
+
+
+CallerDep = Annotated[Caller, Depends(_caller)]
+
+
 def reach_of(request: Request) -> Reach:
     """Return whose work the caller sees: its own, or with an admin key everybody's."""
-    caller: Caller | None = request.scope.get("caller")
-    return None if caller is None else caller.reach
+    return caller_of(request).reach
 
 
 async def _reach(request: Request) -> Reach:

@@ -3,9 +3,10 @@
 import re
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,6 +38,8 @@ Duration = Annotated[
     int | None,
     typer.Option(parser=_seconds, metavar="DURATION", help="End the key so long from now, as in 12h or 90d"),
 ]
+
+Limit = Annotated[str | None, typer.Option(metavar="NUMBER|none|default", show_default=False)]
 
 
 @app.command()
@@ -183,6 +186,58 @@ def rotate_secrets(home: Home = None, database_url: DatabaseUrl = None, config_f
     print("rotated: tokens and download URLs from before are refused")
 
 
+@app.command()
+def limit(
+    key: Which,
+    models: Limit = None,
+    resident_gb: Limit = None,
+    stored_gb: Limit = None,
+    sessions: Limit = None,
+    backlog: Limit = None,
+    requests_per_s: Limit = None,
+    metadata_kb: Limit = None,
+    stop_kb: Limit = None,
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    config_file: Config = None,
+) -> None:
+    """Give one key limits of its own, and print them: a number, `none`, or `default` for that of all keys.
+
+    A running server keeps to them within a second. What a key has already stays. For example:
+
+    \b
+      skyrl-tinker keys limit alice --models 4 --stored-gb 200 --sessions default
+    """
+    from skyrl_tinker.store import api_keys
+
+    limits = {
+        "models": models,
+        "resident_gb": resident_gb,
+        "stored_gb": stored_gb,
+        "sessions": sessions,
+        "backlog": backlog,
+        "requests_per_s": requests_per_s,
+        "metadata_kb": metadata_kb,
+        "stop_kb": stop_kb,
+    }
+    with one_line_errors():
+        changes = {name: _limit(name, text) for name, text in limits.items() if text is not None}
+        now = _run(home, database_url, config_file, lambda conn: api_keys.limit(conn, key, changes))
+    print(", ".join(_limits(now)) or "the limits of all keys (settings key_…)")
+
+
+def _limit(name: str, text: str) -> Any:
+    from skyrl_tinker.store import api_keys
+
+    if text in ("none", "default"):
+        return None if text == "none" else api_keys.DEFAULT
+    return getattr(config.Settings.model_validate({f"key_{name}": text}), f"key_{name}")
+
+
+def _limits(limits: Mapping[str, Any]) -> list[str]:
+    return [f"{name} {'none' if value is None else f'{value:g}'}" for name, value in limits.items()]
+
+
 def _run(home: Path | None, database_url: str | None, config_file: Path | None, op: "Op[T]") -> "T":
     """Run an operation on a database that exists; raises StartupError when it does not."""
     from skyrl_tinker.store.database.migrate import migrate
@@ -206,6 +261,7 @@ def _state(row: "KeyRow") -> str:
         parts.insert(0, f"{'expires' if now < row.expires_at else 'expired'} {_utc(row.expires_at)}")
     if row.previous_until is not None and now < row.previous_until:
         parts.append(f"old secret until {_utc(row.previous_until)}")
+    parts += _limits(row.limits or {})
     return " ".join(["live", *parts] if row.is_live(now) else parts)
 
 

@@ -320,6 +320,8 @@ class BaseModelFacts:
     eos_token_ids: tuple[int, ...]
     extra: Mapping[str, str] = field(default_factory=dict)
     hub_name: str | None = None  # on the Hugging Face hub, if the model came from there
+    num_heads: int = 0
+    intermediate_size: int = 0
 
     @property
     def name(self) -> str:

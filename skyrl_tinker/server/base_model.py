@@ -81,6 +81,8 @@ def _facts(
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_token_ids=_eos(directory, config),
         hub_name=hub_name,
+        num_heads=_positive(config, "num_attention_heads"),
+        intermediate_size=_positive(config, "intermediate_size"),
     )
 
 

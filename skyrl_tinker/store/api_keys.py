@@ -22,6 +22,8 @@ from skyrl_tinker.store.database.tables import ApiKey
 
 PREFIX = "tml-"
 """Prefix of keys: the SDK refuses anything else but JWTs."""
+DEFAULT: Any = object()
+"""Value of a limit that a key shall not have of its own."""
 _BYTES = 32
 _ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._@+-]{0,63}", re.ASCII)
@@ -121,6 +123,19 @@ def adopt(conn: Connection, heir: str, former: str) -> int:
 def adopt_keyless(conn: Connection, heir: str) -> int:
     """Give a live key the sessions that were created without a key. Returns how many."""
     return _take_over(conn, find_live(conn, heir).id, None)
+
+
+def limit(conn: Connection, id_or_name: str, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Change the limits of a live key, by name, and return those that it has of its own.
+
+    None: no limit, DEFAULT: again that of all keys. Raises NotFoundError.
+    """
+    row = find_live(conn, id_or_name)
+    merged = {**(row.limits or {}), **changes}
+    limits = {name: value for name, value in merged.items() if value is not DEFAULT}
+    conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(limits=limits))
+    _note(conn, "key_limit", row.id, limits=limits)
+    return limits
 
 
 def note_use(conn: Connection, used: Mapping[OwnerId, float]) -> None:

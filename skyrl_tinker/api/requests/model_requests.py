@@ -6,9 +6,12 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from skyrl_tinker.api.requests.request_body import json_size
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelId, OwnerId, Reach, RequestKind, SessionId
-from skyrl_tinker.domain.values import Failure, LoraSpec
+from skyrl_tinker.domain.key_limits import KeyLimits
+from skyrl_tinker.domain.state_size import state_bytes
+from skyrl_tinker.domain.values import BaseModelFacts, Failure, LoraSpec
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.training import CreateModelRequest, CreateViaLoadRequest
 from skyrl_tinker.protocol.stored_requests import CreateModelBody, payload_digest
@@ -21,6 +24,7 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures import training_submission
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
+from skyrl_tinker.store.reports import holdings
 
 _NO_SPEC = LoraSpec(rank=0, seed=0)  # for a model that failed
 
@@ -35,7 +39,19 @@ class Creation:
     body: bytes = b""
     failure: Failure | None = None
 
-    def submit(self, conn: Connection, owner: OwnerId | None) -> Accepted:
+    def submit(
+        self, conn: Connection, owner: OwnerId | None, limits: KeyLimits, facts: BaseModelFacts
+    ) -> Accepted:
+        """Submit it. Raises KeyLimitError for one model too many; then nothing is stored."""
+        limits.require_metadata(json_size(self.model.user_metadata))
+
+        def admit(conn: Connection) -> None:
+            if limits.models is not None:
+                limits.require_models(holdings.models_in_training(conn, owner))
+            if limits.resident_gb is not None:
+                more = state_bytes(facts, self.model.spec, self.model.optimizer_config["type"])
+                limits.require_resident(holdings.resident_bytes(conn, owner, facts), more)
+
         return training_submission.submit_create(
             conn,
             self.kind,
@@ -44,6 +60,7 @@ class Creation:
             body=self.body,
             digest=self.digest,
             failure=self.failure,
+            admit=admit,
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import orjson
 from fastapi import Request
 
 from skyrl_tinker.api.requests.json_bounds import parse_json
@@ -23,6 +24,11 @@ async def read_model(request: Request, model: type[M]) -> M:
     """Return the body as `model`. UserError that names the invalid field."""
     body = await request.body()
     return await off_loop(len(body), lambda: parse(model, json_object(body)))
+
+
+def json_size(*values: Any) -> int:
+    """Return the bytes of these values as JSON."""
+    return sum(len(orjson.dumps(value)) for value in values)
 
 
 def json_object(body: bytes) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -12,6 +13,7 @@ from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.training import TrainingEnvelope
 from skyrl_tinker.protocol.stored_requests import payload_digest
+from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import training_submission
 from skyrl_tinker.store.futures.record import Accepted
 
@@ -53,9 +55,14 @@ def body_or_failure(make: Callable[[], bytes]) -> tuple[bytes, Failure | None]:
 
 
 async def submit_training(
-    services: Services, owner: OwnerId | None, submission: Submission
+    services: Services, caller: Caller, submission: Submission, admit: Op[None] = lambda _: None
 ) -> AcceptedFuture:
-    """Store the request and wake the engine; a repeated request gets the future of the first one."""
+    """Store the request and wake the engine; a repeated request gets the future of the first one.
+
+    A KeyLimitError of `admit` fails it. Raises OverloadedError above the backlog of the caller's key.
+    """
+    owner = caller.owner
+    refusal = await services.backlogs.full(caller)
     accepted = await services.store.write(
         lambda conn: training_submission.submit_training(
             conn,
@@ -66,6 +73,8 @@ async def submit_training(
             body=submission.body,
             digest=submission.digest,
             failure=submission.failure,
+            admit=admit,
+            refusal=refusal,
         ),
         services.wake_engine,
     )

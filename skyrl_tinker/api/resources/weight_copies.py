@@ -11,6 +11,7 @@ from uuid import NAMESPACE_URL, uuid4, uuid5
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
+from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.atomic_directory import atomic_directory
 from skyrl_tinker.domain import tinker_path
@@ -25,6 +26,7 @@ from skyrl_tinker.protocol.validation.steps import refuse_access_token, validate
 from skyrl_tinker.store import checkpoint_copies
 from skyrl_tinker.store.checkpoint_copies import Destination, NewCopy
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.reports import holdings
 
 _SESSIONS = uuid5(NAMESPACE_URL, "copy_weights")
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -32,13 +34,13 @@ _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP,
 
 
 async def copy_weights(
-    services: Services, owner: OwnerId | None, payload: Mapping[str, Any], key: str | None, token: str | None
+    services: Services, caller: Caller, payload: Mapping[str, Any], key: str | None, token: str | None
 ) -> TinkerPath:
     """Return the path of the copy; a request repeated with its idempotency `key` gets the same one.
 
     Raises UserError, NotFoundError (source, session), GoneError, SeqIdReusedError, StorageError.
     """
-    request = parse(CopyWeightsRequest, payload)
+    request, owner = parse(CopyWeightsRequest, payload), caller.owner
     refuse_access_token(request.weights_access_token or token)
     source, ttl = tinker_path.parse(request.source_path), validate_ttl(request.ttl_seconds)
     destination = _destination(request, owner, key)
@@ -48,6 +50,7 @@ async def copy_weights(
         if checkpoint_copies.is_copied(conn, owner, destination, digest):
             return path
         row = find_checkpoint(conn, owner, request.source_path)
+        caller.limits.require_stored(holdings.stored_bytes(conn, owner), row.size_bytes)
     root = services.settings.checkpoint_root / f"copy-{uuid4().hex}"
     await _add(services, owner, root, NewCopy(row, str(_inside(root, row)), destination, ttl, digest))
     return path

@@ -1,11 +1,9 @@
 """A client's own API key: exchange for a JWT, description, revocation."""
 
-from typing import Annotated
+from fastapi import APIRouter
 
-from fastapi import APIRouter, Depends, Request
-
-from skyrl_tinker.api.security.tokens import ORGANIZATION, Caller
-from skyrl_tinker.api.services import Deps
+from skyrl_tinker.api.security.tokens import ORGANIZATION
+from skyrl_tinker.api.services import CallerDep, Deps
 from skyrl_tinker.errors import NotSupportedError
 from skyrl_tinker.protocol.schemas.auth import (
     ApiKeyResponse,
@@ -21,14 +19,6 @@ _NO_KEYS = "this server has no API keys: it accepts any"
 
 router = APIRouter(tags=["auth"], prefix="/auth")
 root = APIRouter(tags=["auth"])
-
-
-def _caller_of(request: Request) -> Caller:
-    caller: Caller = request.scope["caller"]
-    return caller
-
-
-CallerDep = Annotated[Caller, Depends(_caller_of)]
 
 
 @router.post("/token", summary="Exchange the API key for a JWT, which also names its user")

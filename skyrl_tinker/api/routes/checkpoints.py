@@ -13,7 +13,7 @@ from skyrl_tinker.api.requests.request_body import read_json, read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources import weight_copies
 from skyrl_tinker.api.resources.run_views import checkpoint
-from skyrl_tinker.api.services import Deps, Owner, Reached
+from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
 from skyrl_tinker.protocol.schemas.runs import (
     CheckpointsResponse,
@@ -137,13 +137,13 @@ async def _set_public(deps: Deps, owner: OwnerId | None, run: str, checkpoint_id
 async def copy_weights(
     request: Request,
     deps: Deps,
-    owner: Owner,
+    caller: CallerDep,
     x_idempotency_key: Annotated[str | None, Header()] = None,
     x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
 ) -> CopyWeightsResponse:
     """Answered once the copy is complete. It shares its files with the original and outlives it."""
     payload = await read_json(request)
     path = await weight_copies.copy_weights(
-        deps, owner, payload, x_idempotency_key, x_tinker_weights_access_token
+        deps, caller, payload, x_idempotency_key, x_tinker_weights_access_token
     )
     return CopyWeightsResponse(tinker_path=str(path))

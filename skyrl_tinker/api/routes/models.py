@@ -10,8 +10,9 @@ from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests import model_requests
 from skyrl_tinker.api.requests.request_body import read_json, read_model
 from skyrl_tinker.api.requests.submission import announce, from_json, submit_training
-from skyrl_tinker.api.services import Deps, Owner, Reached, Services
+from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached, Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
+from skyrl_tinker.domain.key_limits import KeyLimits
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
@@ -38,10 +39,12 @@ router = APIRouter(tags=["models"])
     summary="A new model on the base model: LoRA, or full parameters with rank 0",
     openapi_extra=takes(CreateModelRequest),
 )
-async def create_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
+async def create_model(request: Request, deps: Deps, owner: Owner, caller: CallerDep) -> AcceptedFuture:
     payload = await read_json(request)
     creation = model_requests.new_model(parse(CreateModelRequest, payload), payload, deps.limits)
-    accepted = await deps.store.write(lambda conn: creation.submit(conn, owner), deps.wake_engine)
+    accepted = await deps.store.write(
+        lambda conn: creation.submit(conn, owner, caller.limits, deps.facts), deps.wake_engine
+    )
     return announce(deps, owner, accepted, pending=creation.failure is None)
 
 
@@ -50,26 +53,26 @@ async def create_model(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
     summary="A new model from a checkpoint, or with `model_id` a load in place",
     openapi_extra=takes(CreateViaLoadRequest, LoadWeightsRequest),
 )
-async def load_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
+async def load_weights(request: Request, deps: Deps, owner: Owner, caller: CallerDep) -> AcceptedFuture:
     payload = await read_json(request)
     if payload.get("model_id") is None:
-        return await _create_via_load(deps, owner, payload)
+        return await _create_via_load(deps, owner, caller.limits, payload)
     submission = from_json(
         RequestKind.LOAD_WEIGHTS,
         payload,
         lambda payload: validate_load_weights(parse(LoadWeightsRequest, payload)),
     )
-    return await submit_training(deps, owner, submission)
+    return await submit_training(deps, caller, submission)
 
 
 async def _create_via_load(
-    deps: Services, owner: OwnerId | None, payload: Mapping[str, Any]
+    deps: Services, owner: OwnerId | None, limits: KeyLimits, payload: Mapping[str, Any]
 ) -> AcceptedFuture:
     message = parse(CreateViaLoadRequest, payload)
 
     def create(conn: Connection) -> tuple[model_requests.Creation, Accepted]:
         creation = model_requests.model_from_checkpoint(conn, owner, message, payload, deps.limits)
-        return creation, creation.submit(conn, owner)
+        return creation, creation.submit(conn, owner, limits, deps.facts)
 
     creation, accepted = await deps.store.write(create, deps.wake_engine)
     return announce(deps, owner, accepted, pending=creation.failure is None)

@@ -6,7 +6,7 @@ from starlette.requests import ClientDisconnect
 
 from skyrl_tinker.api.openapi.documents import OPENAI_ERRORS, answers, takes
 from skyrl_tinker.api.requests.request_body import json_object
-from skyrl_tinker.api.services import Deps, Services
+from skyrl_tinker.api.services import Deps, Services, caller_of
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError, engine_state
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.off_loop import off_loop
@@ -19,6 +19,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     error_body,
     parse_openai,
 )
+from skyrl_tinker.protocol.validation.sampling import stop_bytes
 
 RETRY_AFTER_S = 5
 CLIENT_GONE = 499  # nginx's status for a closed connection
@@ -60,7 +61,8 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
 async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -> Response:
     body = await request.body()
     try:
-        await off_loop(len(body), lambda: parse_openai(model, json_object(body)))
+        parsed = await off_loop(len(body), lambda: parse_openai(model, json_object(body)))
+        caller_of(request).limits.require_stop(stop_bytes(parsed.stop))
         return await deps.engine.relay(request)
     except UserError as error:
         return JSONResponse(error_body(error), error.status)

@@ -10,8 +10,9 @@ from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
 from skyrl_tinker.api.requests.request_body import json_object, read_model
 from skyrl_tinker.api.requests.submission import announce
-from skyrl_tinker.api.services import Deps, Owner, Reached, owner_of
+from skyrl_tinker.api.services import Deps, Owner, Reached, caller_of
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.domain.key_limits import KeyLimits
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.base import parse
@@ -26,7 +27,7 @@ from skyrl_tinker.protocol.schemas.sampling import (
 )
 from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
 from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
-from skyrl_tinker.protocol.validation.sampling import validate_sample
+from skyrl_tinker.protocol.validation.sampling import stop_bytes, validate_sample
 from skyrl_tinker.store import checkpoint_rules, owners, sampling_sessions
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.record import Accepted
@@ -112,9 +113,12 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
 )
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     deps.backpressure.admit(request)
+    caller = caller_of(request)
+    if refusal := await deps.backlogs.full(caller):
+        raise refusal
     body = await request.body()
-    sample = await off_loop(len(body), lambda: _read_sample(body, deps.limits))
-    owner = owner_of(request)
+    sample = await off_loop(len(body), lambda: _read_sample(body, deps.limits, caller.limits))
+    owner = caller.owner
     accepted = await deps.store.write(lambda conn: sample.submit(conn, owner), deps.wake_engine)
     deps.backpressure.accepted()
     return announce(deps, owner, accepted, pending=True)
@@ -139,11 +143,12 @@ class _Sample:
         )
 
 
-def _read_sample(body: bytes, limits: Limits) -> _Sample:
+def _read_sample(body: bytes, limits: Limits, key_limits: KeyLimits) -> _Sample:
     """Decode, check, and convert to the stored form; runs in a thread when `body` is large."""
     message = parse(AsampleRequest, json_object(body))
     if message.sampling_session_id is None or message.seq_id is None:
         raise NotSupportedError("sampling_session_id or seq_id is missing: expected both")
+    key_limits.require_stop(stop_bytes(message.sampling_params.stop))
     sample = validate_sample(message, limits)
     session_id = SamplingSessionId(message.sampling_session_id)
     return _Sample(session_id, message.seq_id, sample_body(sample), sample.num_samples)

@@ -4,8 +4,8 @@ from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
-from skyrl_tinker.api.requests.request_body import read_model
-from skyrl_tinker.api.services import Deps, Owner, Reached
+from skyrl_tinker.api.requests.request_body import json_size, read_model
+from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
 from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -17,17 +17,25 @@ from skyrl_tinker.protocol.schemas.session import (
     HeartbeatResponse,
 )
 from skyrl_tinker.store import audit_log, owners, server_state, session_records
+from skyrl_tinker.store.reports import holdings
 
 router = APIRouter(tags=["sessions"])
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
 @router.post("/create_session", summary="Open a session", openapi_extra=takes(CreateSessionRequest))
-async def create_session(request: Request, deps: Deps, owner: Owner) -> CreateSessionResponse:
+async def create_session(
+    request: Request, deps: Deps, owner: Owner, caller: CallerDep
+) -> CreateSessionResponse:
     message = await read_model(request, CreateSessionRequest)
+    caller.limits.require_metadata(
+        json_size(message.user_metadata, message.tags, message.project_id, message.display_name)
+    )
     warnings = [_unready(engine_state(deps.store)), _tokenizer_elsewhere(deps.facts, request)]
 
     def create(conn: Connection) -> CreateSessionResponse:
+        if caller.limits.sessions is not None:
+            caller.limits.require_sessions(holdings.open_sessions(conn, owner))
         session_id = session_records.create(
             conn,
             owner=owner,

@@ -9,7 +9,7 @@ from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import takes, takes_pass
 from skyrl_tinker.api.requests.request_body import json_object, read_json
 from skyrl_tinker.api.requests.submission import Submission, body_or_failure, from_json, submit_training
-from skyrl_tinker.api.services import Deps, owner_of
+from skyrl_tinker.api.services import Deps, caller_of
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import TooLargeError, UserError
 from skyrl_tinker.off_loop import off_loop
@@ -42,7 +42,7 @@ async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
         body = await request.body()
         refused: str | None = request.scope.get("refused")
         submission = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits, refused))
-        return await submit_training(deps, owner_of(request), submission)
+        return await submit_training(deps, caller_of(request), submission)
 
 
 @router.post(
@@ -52,7 +52,7 @@ async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
 )
 async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
     submission = from_json(RequestKind.OPTIM_STEP, await read_json(request), _checked_step)
-    return await submit_training(deps, owner_of(request), submission)
+    return await submit_training(deps, caller_of(request), submission)
 
 
 def _checked_step(payload: Mapping[str, Any]) -> OptimStepBody:

@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
-from skyrl_tinker.api.requests.request_body import read_json
+from skyrl_tinker.api.requests.request_body import json_size, read_json
 from skyrl_tinker.api.requests.submission import Body, from_json, submit_training
-from skyrl_tinker.api.services import Deps, Owner, Services
-from skyrl_tinker.domain.ids import OwnerId, RequestKind
+from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.api.services import CallerDep, Deps, Services
+from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.training import SaveExternalRequest, SaveSamplerRequest, SaveWeightsRequest
@@ -18,6 +20,7 @@ from skyrl_tinker.protocol.validation.steps import (
     validate_save_sampler,
     validate_save_weights,
 )
+from skyrl_tinker.store.reports import holdings
 
 router = APIRouter(tags=["weights"])
 
@@ -27,11 +30,11 @@ router = APIRouter(tags=["weights"])
     summary="Save the training state, optimizer included, under a name",
     openapi_extra=takes(SaveWeightsRequest),
 )
-async def save_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
+async def save_weights(request: Request, deps: Deps, caller: CallerDep) -> AcceptedFuture:
     return await _save(
         request,
         deps,
-        owner,
+        caller,
         RequestKind.SAVE_WEIGHTS,
         lambda payload: validate_save_weights(parse(SaveWeightsRequest, payload)),
     )
@@ -42,11 +45,11 @@ async def save_weights(request: Request, deps: Deps, owner: Owner) -> AcceptedFu
     summary="Save weights for sampling, named or ephemeral",
     openapi_extra=takes(SaveSamplerRequest),
 )
-async def save_weights_for_sampler(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
+async def save_weights_for_sampler(request: Request, deps: Deps, caller: CallerDep) -> AcceptedFuture:
     return await _save(
         request,
         deps,
-        owner,
+        caller,
         RequestKind.SAVE_WEIGHTS_FOR_SAMPLER,
         lambda payload: validate_save_sampler(parse(SaveSamplerRequest, payload)),
     )
@@ -57,11 +60,11 @@ async def save_weights_for_sampler(request: Request, deps: Deps, owner: Owner) -
     summary="Export weights: a PEFT adapter or a Hugging Face model",
     openapi_extra=takes(SaveExternalRequest),
 )
-async def save_weights_external(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
+async def save_weights_external(request: Request, deps: Deps, caller: CallerDep) -> AcceptedFuture:
     return await _save(
         request,
         deps,
-        owner,
+        caller,
         RequestKind.SAVE_WEIGHTS_EXTERNAL,
         lambda payload: validate_save_external(parse(SaveExternalRequest, payload)),
     )
@@ -70,8 +73,15 @@ async def save_weights_external(request: Request, deps: Deps, owner: Owner) -> A
 async def _save(
     request: Request,
     deps: Services,
-    owner: OwnerId | None,
+    caller: Caller,
     kind: RequestKind,
     check: Callable[[Mapping[str, Any]], Body],
 ) -> AcceptedFuture:
-    return await submit_training(deps, owner, from_json(kind, await read_json(request), check))
+    payload = await read_json(request)
+
+    def admit(conn: Connection) -> None:
+        caller.limits.require_metadata(json_size(payload.get("user_metadata")))
+        if caller.limits.stored_gb is not None and payload.get("path") is not None:
+            caller.limits.require_stored(holdings.stored_bytes(conn, caller.owner))
+
+    return await submit_training(deps, caller, from_json(kind, payload, check), admit)

@@ -15,6 +15,7 @@ from skyrl_tinker.api.security.refusals import Refusal, Refusals
 from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.api.security.tokens import Caller, InvalidTokenError
 from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.domain.key_limits import UNLIMITED, KeyLimits
 from skyrl_tinker.errors import UnauthenticatedError
 from skyrl_tinker.store import api_keys, owners
 from skyrl_tinker.store.api_keys import End, Secret
@@ -38,9 +39,11 @@ _log = logging.getLogger(__name__)
 class KeyRing:
     """Cache of secrets and verified JWTs: `start` before the first request, then `run` as a task."""
 
-    def __init__(self, store: Store, signing: SigningSecrets) -> None:
+    def __init__(self, store: Store, signing: SigningSecrets, limits: KeyLimits = UNLIMITED) -> None:
+        """`limits`: of keys that have none of their own."""
         self._store = store
         self._signing = signing
+        self._limits = limits
         self._changes = -1
         self._secrets: dict[str, Secret] = {}  # by secret_id
         self._callers: dict[str, Caller] = {}  # the same
@@ -79,7 +82,7 @@ class KeyRing:
                 return
             found = api_keys.secrets_by_digest(conn)
         self._secrets = {tokens.secret_id(digest): secret for digest, secret in found.items()}
-        self._callers = {name: _caller(name, secret) for name, secret in self._secrets.items()}
+        self._callers = {name: self._caller(name, secret) for name, secret in self._secrets.items()}
         self._verified.clear()
         self._changes = changes
 
@@ -89,7 +92,7 @@ class KeyRing:
         `address`: of the client, under which a refusal is noted.
         """
         if not self.locked:
-            return Caller(None, owners.LOCAL_OWNER)
+            return Caller(None, owners.LOCAL_OWNER, limits=self._limits)
         if not credential:
             raise UnauthenticatedError(f"X-API-Key: found none, {_EXPECTED}")
         now = time.time()
@@ -162,7 +165,7 @@ class KeyRing:
             self._noted_at = time.monotonic()
             await self._store.write(write)
 
-
-def _caller(secret_id: str, secret: Secret) -> Caller:
-    key = secret.key
-    return Caller(key.id, key.name, secret.until, secret_id, key.admin, key.limits or {})
+    def _caller(self, secret_id: str, secret: Secret) -> Caller:
+        key = secret.key
+        limits = self._limits.overridden(key.limits or {})
+        return Caller(key.id, key.name, secret.until, secret_id, key.admin, limits)

@@ -5,13 +5,12 @@ that it was issued for: when its key is revoked or expires, or rotation ends the
 """
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import jwt
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
+from skyrl_tinker.domain.key_limits import UNLIMITED, KeyLimits
 from skyrl_tinker.errors import UnauthenticatedError
 
 PREFIX = "eyJ"
@@ -38,7 +37,7 @@ class Caller:
     until: float | None = None
     secret_id: str = ""
     admin: bool = False
-    limits: Mapping[str, Any] = field(default_factory=dict)
+    limits: KeyLimits = UNLIMITED
 
     @property
     def reach(self) -> Reach:

@@ -1,5 +1,7 @@
 """asample: refused at once with HTTP 400, because a failed future would reach the user later."""
 
+from collections.abc import Sequence
+
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, ModelInput, WireSamplingParams
@@ -87,6 +89,12 @@ def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
         top_k=params.top_k,
         top_p=params.top_p,
     )
+
+
+def stop_bytes(stop: str | Sequence[str | int] | None) -> int:
+    """Return the bytes of the stop strings in UTF-8; token ids count nothing."""
+    strings = [stop] if isinstance(stop, str) else stop or []
+    return sum(len(each.encode(errors="replace")) for each in strings if isinstance(each, str))
 
 
 def _stop(

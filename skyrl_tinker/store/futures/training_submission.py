@@ -5,12 +5,13 @@ duplicates get the same answer.
 """
 
 import time
+from collections.abc import Callable
 
 from sqlalchemy import Connection, and_, bindparam, select, update
 
 from skyrl_tinker.domain.ids import ModelId, ModelState, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
+from skyrl_tinker.errors import KeyLimitError, NotFoundError, OverloadedError, SeqIdReusedError
 from skyrl_tinker.store import custom_losses, model_records, owners, session_records
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.database.prepared import Prepared
@@ -48,6 +49,14 @@ _TOUCH_MODEL = Prepared(
 )
 
 
+Admit = Callable[[Connection], None]
+"""Check of a new request, which is made only if it was not submitted before."""
+
+
+def _any(_: Connection) -> None:
+    """Admit every request."""
+
+
 def submit_create(
     conn: Connection,
     kind: RequestKind,
@@ -57,10 +66,11 @@ def submit_create(
     body: bytes,
     digest: bytes,
     failure: Failure | None = None,
+    admit: Admit = _any,
 ) -> Accepted:
     """Submit a model and its future (seq_id 0). With `failure` both are stored as failed.
 
-    Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished).
+    Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), and what `admit` does.
     """
     check_seq_id("model_seq_id", model.model_seq_id, lowest=0)
     owners.require_session(conn, owner, model.session_id)
@@ -70,6 +80,8 @@ def submit_create(
         require_same(row, kind, digest, f"model_seq_id {model.model_seq_id} of session {model.session_id}")
         return existing_answer(row, model.model_id)
     session_records.require_live(conn, model.session_id)
+    if failure is None:
+        admit(conn)
     state = ModelState.FAILED if failure else ModelState.CREATING
     key = model_records.add(conn, model, state, failure.message if failure else None)
     new = NewFuture(kind, 0, digest, model.session_id, model_key=key)
@@ -86,8 +98,13 @@ def submit_training(
     body: bytes,
     digest: bytes,
     failure: Failure | None = None,
+    admit: Admit = _any,
+    refusal: OverloadedError | None = None,
 ) -> Accepted:
     """Submit a model's request. With `failure` it is stored as failed, and its seq_id is consumed.
+
+    A KeyLimitError of `admit` is such a failure. `refusal` is raised for a new request, but not for one that
+    others of the model wait for.
 
     Raises SeqIdReusedError, NotFoundError (no model), GoneError (session finished).
     """
@@ -102,6 +119,12 @@ def submit_training(
     if row.snapshot is not None and seq_id < row.snapshot:
         raise SeqIdReusedError(f"seq_id {seq_id} of model {model_id} was used, and its record is gone by now")
     session_records.check_live(row)
+    if refusal is not None and not _awaited(conn, row.key, seq_id):
+        raise refusal
+    try:
+        admit(conn)
+    except KeyLimitError as error:
+        failure = failure or Failure(str(error), error.category)
     _TOUCH_MODEL.change(conn, {"model_key": row.key, "now": time.time()})
     new = NewFuture(kind, seq_id, digest, row.session_id, model_key=row.key)
     return _insert(conn, new, body, failure, model_id)
@@ -136,6 +159,12 @@ def submit_custom_loss(
     else:
         finish.succeed(conn, future_id, finish.JSON_TYPE, result)
     return accepted
+
+
+def _awaited(conn: Connection, model_key: int, seq_id: int) -> bool:
+    """Return whether later requests of the model are there: refused for long, this one would hold them up."""
+    later = select(Future.id).where(Future.model_key == model_key, Future.seq_id > seq_id).limit(1)
+    return conn.scalar(later) is not None
 
 
 def _insert(

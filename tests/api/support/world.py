@@ -39,6 +39,8 @@ FACTS = BaseModelFacts(
     hidden_size=64,
     tied=True,
     eos_token_ids=(0,),
+    num_heads=2,
+    intermediate_size=128,
 )
 STEP = {"metrics": {"grad_norm": 1.0}}
 

@@ -19,7 +19,7 @@ from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.tables import Base
 from skyrl_tinker.store.futures import cancellation, completions, finish, outcomes, queue
 from skyrl_tinker.store.replay import unit_records
-from skyrl_tinker.store.reports import timeline
+from skyrl_tinker.store.reports import holdings, timeline
 from skyrl_tinker.store.reports.timeline import Track
 from skyrl_tinker.store.retention import row_purges, session_purges
 from skyrl_tinker.store.store import Store
@@ -50,6 +50,7 @@ QUERIES: dict[str, Query] = {
     "saves on their way": lambda conn: unit_records.unfinished_until(conn, MODEL, 1),
     "bodies that a snapshot covers": lambda conn: unit_records.drop_bodies(conn, MODEL, 1),
     "models with bodies": unit_records.models_with_bodies,
+    "waiting requests of a key": lambda conn: holdings.pending_requests(conn, OWNER),
     "purge of results": lambda conn: row_purges.purge_results(conn, time.time()),
     "purge of what a model ran": lambda conn: row_purges.purge_training(conn, MODEL, 9, time.time()),
     "purge of dropped weights": lambda conn: row_purges.purge_versions(conn, time.time()),

@@ -1,0 +1,52 @@
+"""Waiting requests of each API key that has a limit of them, counted once a second at most."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.errors import OverloadedError
+from skyrl_tinker.store.reports import holdings
+from skyrl_tinker.store.store import Store
+
+COUNT_EVERY_S = 1.0
+RETRY_S = 2
+
+
+@dataclass(slots=True)
+class _Count:
+    """`waiting`: at the last count, and accepted here since."""
+
+    waiting: int
+    counted_at: float
+
+
+class KeyBacklogs:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._counts: dict[OwnerId | None, _Count] = {}
+        self._counting = asyncio.Lock()
+
+    async def full(self, caller: Caller) -> OverloadedError | None:
+        """Return the refusal of one more request of this key, None while there is room; then count it in."""
+        limit = caller.limits.backlog
+        if limit is None:
+            return None
+        count = await self._count(caller.owner)
+        if count.waiting < limit:
+            count.waiting += 1
+            return None
+        return OverloadedError(
+            f"key_backlog: found {count.waiting} waiting requests, expected at most {limit} of one API key: "
+            "send this request again later",
+            RETRY_S,
+        )
+
+    async def _count(self, owner: OwnerId | None) -> _Count:
+        async with self._counting:  # those that come meanwhile use the same count
+            count = self._counts.get(owner)
+            if count is None or time.monotonic() - count.counted_at > COUNT_EVERY_S:
+                waiting = await self._store.fetch(lambda conn: holdings.pending_requests(conn, owner))
+                count = self._counts[owner] = _Count(waiting, time.monotonic())
+            return count

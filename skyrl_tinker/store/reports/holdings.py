@@ -1,0 +1,62 @@
+"""Holdings of one owner at the moment, for the limits of its key."""
+
+from typing import Any
+
+from sqlalchemy import Connection, func, select, text
+
+from skyrl_tinker.domain.ids import ModelState, OwnerId
+from skyrl_tinker.domain.state_size import state_bytes
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.store.checkpoint_records import is_live
+from skyrl_tinker.store.database.tables import Future, Model, SavedCheckpoint, Session
+from skyrl_tinker.store.model_records import spec_from_row
+from skyrl_tinker.store.owners import owned_by
+
+_PENDING = text("futures.status = 'pending'")  # literally so, for the index of pending ones
+_TRAINING = (ModelState.CREATING, ModelState.READY)
+
+
+def open_sessions(conn: Connection, owner: OwnerId | None) -> int:
+    return _number(conn, select(func.count()).where(owned_by(owner), Session.finished_at.is_(None)))
+
+
+def models_in_training(conn: Connection, owner: OwnerId | None) -> int:
+    return _number(conn, _models(owner, func.count()))
+
+
+def resident_bytes(conn: Connection, owner: OwnerId | None, facts: BaseModelFacts) -> int:
+    """Return the bytes of state of the models in training."""
+    columns = (Model.lora_rank, Model.seed, Model.train_mlp, Model.train_attn, Model.train_unembed)
+    rows = conn.execute(_models(owner, *columns, Model.optimizer_config))
+    return sum(state_bytes(facts, spec_from_row(row), row.optimizer_config["type"]) for row in rows)
+
+
+def stored_bytes(conn: Connection, owner: OwnerId | None) -> int:
+    """Return the bytes of the live checkpoints."""
+    query = (
+        select(func.coalesce(func.sum(SavedCheckpoint.size_bytes), 0))
+        .join(Model, Model.key == SavedCheckpoint.model_key)
+        .join(Session, Session.session_id == Model.session_id)
+        .where(owned_by(owner), *is_live())
+    )
+    return _number(conn, query)
+
+
+def pending_requests(conn: Connection, owner: OwnerId | None) -> int:
+    """Return the number of requests that have not finished. Reads all that are pending."""
+    query = (
+        select(func.count())
+        .select_from(Future)
+        .join(Session, Session.session_id == Future.session_id)
+        .where(_PENDING, owned_by(owner))
+    )
+    return _number(conn, query)
+
+
+def _models(owner: OwnerId | None, *columns: Any) -> Any:
+    query = select(*columns).select_from(Model).join(Session, Session.session_id == Model.session_id)
+    return query.where(owned_by(owner), Model.state.in_(_TRAINING))
+
+
+def _number(conn: Connection, query: Any) -> int:
+    return int(conn.scalar(query) or 0)

@@ -1,0 +1,270 @@
+"""Limits of one API key: refused with the limit's name and both numbers, and nobody else is."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from skyrl_tinker.api.middleware.request_rate import BURST_S, UNCOUNTED, RequestRates
+from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.api.waiting import key_backlogs
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
+from skyrl_tinker.domain.key_limits import NAMES, UNLIMITED, KeyLimits
+from skyrl_tinker.domain.state_size import state_bytes
+from skyrl_tinker.domain.units import GB
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.errors import OverloadedError
+from skyrl_tinker.store import api_keys
+from tests.api.support.users import new_user, speak_as
+from tests.api.support.world import BASE, World, running, sample, step
+
+SESSION = {"sdk_version": "0.38.0"}
+
+
+async def limited(world: World, **limits: Any) -> str:
+    """Speak as alice, who has these limits and no others."""
+    key = await new_user(world, "alice")
+    await limit(world, **limits)
+    speak_as(world, key)
+    return key
+
+
+async def limit(world: World, **limits: Any) -> None:
+    await world.store.write(lambda conn: api_keys.limit(conn, "alice", limits))
+    world.services.keys.refresh()
+
+
+async def refused(world: World, path: str, body: dict[str, Any], status: int = 400) -> str:
+    answer = await world.post(path, body)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-length"] == str(len(answer.content))
+    return str(answer.json()["detail"])
+
+
+def test_every_limit_is_a_setting_and_none_counts_by_default_but_sizes() -> None:
+    limits = Settings(key_models=3).key_limits
+    assert limits == KeyLimits(models=3, metadata_kb=256, stop_kb=64)
+    assert limits.overridden({"models": None, "sessions": 2, "gone": 1}).sessions == 2
+    assert {f"key_{name}" for name in NAMES} <= set(Settings.model_fields)
+
+
+async def test_limits_of_a_key_win_over_the_settings_and_go_back_to_them(settings: Settings) -> None:
+    async with running(settings.model_copy(update={"key_sessions": 1})) as world:
+        await world.session()
+        assert "key_sessions: found 1 open sessions, expected at most 1" in await refused(
+            world, "create_session", SESSION
+        )
+        await limited(world, sessions=2)
+        await world.session()
+        await world.session()
+        assert "found 2 open sessions, expected at most 2" in await refused(world, "create_session", SESSION)
+        await limit(world, sessions=api_keys.DEFAULT)
+        assert "found 2 open sessions, expected at most 1" in await refused(world, "create_session", SESSION)
+        await limit(world, sessions=None)
+        await world.session()
+
+
+async def test_a_finished_session_makes_room_and_others_are_not_counted(world: World) -> None:
+    await world.session()
+    await limited(world, sessions=1)
+    session = await world.session()
+    assert "key_sessions" in await refused(world, "create_session", SESSION)
+    await world.ok(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
+    await world.session()
+    speak_as(world, await new_user(world, "bob"))
+    for _ in range(3):
+        await world.session()
+
+
+async def test_models_above_the_limit_are_refused_and_released_ones_make_room(world: World) -> None:
+    await limited(world, models=1)
+    session = await world.session()
+    model = await world.model(session)
+    body = {"session_id": session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 8}}
+    said = await refused(world, "create_model", body)
+    assert said.startswith("key_models: found 1 models in training, expected at most 1 for one API key")
+    assert await world.model(session) == model  # a repetition is no new one
+    path = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a")
+    again = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
+    assert "key_models" in await refused(world, "load_weights", again)
+    assert [row.kind for row in await world.queued()] == ["create_model"]
+    await limit(world, models=2)
+    await world.ok("create_model", body)
+
+
+async def test_the_state_of_all_models_has_a_size(world: World) -> None:
+    one = state_bytes(world.services.facts, LoraSpec(8, 0), "adamw") / GB
+    assert one > 0
+    await limited(world, resident_gb=2.5 * one)
+    session = await world.session()
+    for number in range(2):
+        await world.model(session, number)
+    body = {"session_id": session, "model_seq_id": 2, "base_model": BASE, "lora_config": {"rank": 8}}
+    said = await refused(world, "create_model", body)
+    assert said.startswith(
+        f"key_resident_gb: found {3 * one:.6g} GB of model state with this model, expected"
+    )
+    assert f"expected at most {2.5 * one:.6g} for one API key" in said
+    await world.ok("create_model", {**body, "lora_config": {"rank": 4}})
+
+
+async def test_a_save_above_the_stored_bytes_fails_and_takes_its_seq_id(world: World) -> None:
+    await limited(world, stored_gb=1e-8)
+    model = await world.model()
+    path = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a", size_bytes=10)
+    body = {"model_id": model, "seq_id": 1, "path": "b"}
+    said = await world.failure((await world.ok("save_weights", body))["request_id"])
+    assert said.startswith("key_stored_gb: found 1e-08 GB of checkpoints, expected at most 1e-08")
+    copied = {"source_path": path, "destination_project_id": "p"}
+    assert "key_stored_gb: found 2e-08 GB" in await refused(world, "copy_weights", copied)
+    await world.ok("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0})
+    await world.http.delete(f"training_runs/{model}/checkpoints/weights/a")
+    await world.ok("save_weights", {"model_id": model, "seq_id": 3, "path": "b"})
+    assert [row.seq_id for row in await world.queued()] == [0, 1, 2, 3]
+    assert (await world.failure((await world.ok("save_weights", body))["request_id"])) == said
+
+
+async def test_metadata_has_a_size(world: World) -> None:
+    await limited(world, metadata_kb=1)
+    large = {"user_metadata": {"a": "x" * 2000}}
+    for path, body in (
+        ("create_session", {**SESSION, **large}),
+        ("create_session", {**SESSION, "tags": ["x" * 1100]}),
+        (
+            "create_model",
+            {"session_id": await world.session(), "model_seq_id": 0, "base_model": BASE, **large},
+        ),
+    ):
+        said = await refused(world, path, body)
+        assert said.startswith("key_metadata_kb: found "), said
+        assert "KB of metadata, expected at most 1 for one API key" in said
+    model = await world.model(user_metadata={"a": "x" * 900})
+    accepted = await world.ok("save_weights", {"model_id": model, "seq_id": 1, "path": "a", **large})
+    assert (await world.failure(accepted["request_id"])).startswith("key_metadata_kb: found ")
+
+
+async def test_stop_strings_have_a_size(world: World) -> None:
+    await limited(world, stop_kb=0.01)
+    sampler = await world.sampler()
+    for stop in ("é" * 6, ["aaaaaa", "bbbbbb"]):
+        body = sample(sampler, 0, sampling_params={"max_tokens": 4, "stop": stop})
+        said = await refused(world, "asample", body)
+        assert "key_stop_kb: found 0.0117188 KB of stop strings, expected at most 0.01" in said
+    await world.ok("asample", sample(sampler, 0, sampling_params={"max_tokens": 4, "stop": [1] * 50}))
+    answer = await world.http.post(
+        "http://api/oai/api/v1/completions", json={"model": BASE, "prompt": "a", "stop": "x" * 20}
+    )
+    assert (answer.status_code, "key_stop_kb" in answer.json()["error"]["message"]) == (400, True)
+
+
+async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_backlogs, "COUNT_EVERY_S", 0.0)
+    await limited(world, backlog=3)
+    session = await world.session()
+    model, sampler = await world.model(session), await world.sampler(session)
+    first = await world.ok("asample", sample(sampler, 0))
+    await world.ok("optim_step", step(model, 1))
+    for path, body in (("asample", sample(sampler, 1)), ("optim_step", step(model, 2))):
+        answer = await world.post(path, body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+        assert answer.json()["detail"].startswith(
+            "key_backlog: found 3 waiting requests, expected at most 3 of one API key"
+        )
+    assert await world.ok("optim_step", step(model, 1))  # a repetition gets its first answer
+    key = world.http.headers["X-API-Key"]
+    speak_as(world, await new_user(world, "bob"))
+    await world.ok("asample", sample(await world.sampler(), 0))
+    speak_as(world, key)
+    await world.succeed(first["request_id"], "application/json", b"{}")
+    await world.ok("asample", sample(sampler, 1))
+
+
+async def test_a_request_that_others_wait_for_is_taken_above_the_backlog(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would be refused until the others give up."""
+    monkeypatch.setattr(key_backlogs, "COUNT_EVERY_S", 0.0)
+    await limited(world, backlog=2)
+    model = await world.model()
+    await world.ok("optim_step", step(model, 2))
+    assert (await world.post("optim_step", step(model, 3))).status_code == 429
+    await world.ok("optim_step", step(model, 1))
+
+
+async def test_a_count_between_two_looks_includes_what_was_accepted(world: World) -> None:
+    await limited(world, backlog=3)
+    sampler = await world.sampler()
+    answers = await asyncio.gather(*(world.post("asample", sample(sampler, number)) for number in range(6)))
+    assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 3
+
+
+def caller(rate: float | None, owner: int = 1) -> Caller:
+    return Caller(OwnerId(owner), "alice", limits=KeyLimits(requests_per_s=rate))
+
+
+def admitted(rates: RequestRates, who: Caller, now: float, count: int) -> int:
+    taken = 0
+    for _ in range(count):
+        try:
+            rates.admit(who, now)
+        except OverloadedError:
+            continue
+        taken += 1
+    return taken
+
+
+def test_a_rate_is_an_average_over_ten_seconds_of_one_key() -> None:
+    rates = RequestRates()
+    assert admitted(rates, caller(2.0), 100.0, 50) == 2 * BURST_S
+    assert admitted(rates, caller(2.0, owner=2), 100.0, 5) == 5
+    assert admitted(rates, caller(2.0), 101.5, 50) == 3
+    assert admitted(rates, caller(2.0), 1000.0, 50) == 2 * BURST_S
+    assert admitted(rates, caller(None), 1000.0, 50) == 50
+
+
+@pytest.mark.parametrize("rate", [0.05, 2.0])
+def test_a_429_says_when_there_is_a_token_again(rate: float) -> None:
+    rates, who = RequestRates(), caller(rate)
+    admitted(rates, who, 0.0, 50)
+    with pytest.raises(
+        OverloadedError, match=r"^key_requests_per_s: found more than \d+ requests"
+    ) as refusal:
+        rates.admit(who, 0.0)
+    assert refusal.value.retry_after_s <= 1 / rate + 1
+    rates.admit(who, float(refusal.value.retry_after_s))
+
+
+async def test_requests_above_the_rate_get_a_429_and_those_that_wait_do_not(world: World) -> None:
+    key = await limited(world, requests_per_s=0.2)
+    answers = [await world.http.get("sessions") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert int(answers[2].headers["retry-after"]) >= 1
+    assert "expected at most 0.2 a second from one API key" in answers[2].json()["detail"]
+    openai = await world.http.get("http://api/oai/api/v1/models")
+    assert (openai.status_code, openai.json()["error"]["type"]) == (429, "server_error")
+    for path in UNCOUNTED:
+        assert (await world.http.post(f"http://api{path}", json={})).status_code != 429, path
+    assert (await world.http.get("http://api/healthz")).status_code == 200
+    speak_as(world, await new_user(world, "bob"))
+    assert (await world.http.get("sessions")).status_code == 200
+    speak_as(world, key)
+
+
+def test_counting_a_request_costs_microseconds() -> None:
+    rates, who = RequestRates(), caller(1e9)
+    began = time.perf_counter()
+    for number in range(10_000):
+        rates.admit(who, float(number))
+    assert time.perf_counter() - began < 2.0  # 10 ms on an idle machine
+
+
+async def test_a_key_without_limits_is_not_counted(world: World) -> None:
+    speak_as(world, await new_user(world, "alice"))
+    await world.ok("optim_step", step(await world.model(), 1))
+    assert UNLIMITED.overridden({}) == UNLIMITED
+    assert not world.services.backlogs._counts
+    assert not world.services.rates._buckets
