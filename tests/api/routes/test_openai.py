@@ -110,7 +110,7 @@ async def test_an_answer_that_nobody_waits_for_is_given_up(world: World) -> None
         "path": "/oai/api/v1/completions",
         "raw_path": b"/oai/api/v1/completions",
         "query_string": b"",
-        "headers": [(b"content-length", str(len(body)).encode())],
+        "headers": [(b"host", b"api"), (b"content-length", str(len(body)).encode())],
     }
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
