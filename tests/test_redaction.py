@@ -40,7 +40,7 @@ def test_other_text_stays(text: str) -> None:
 
 
 def test_our_errors_are_without_secrets() -> None:
-    assert str(NotFoundError(f"no session {KEY}")) == "no session [secret]"
+    assert str(NotFoundError(f"no session {KEY}")) == "not found: no session [secret]"
     assert str(OverloadedError(f"wait, {JWT}", 1)) == "wait, [secret]"
 
 

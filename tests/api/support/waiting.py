@@ -17,6 +17,7 @@ from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
+from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
@@ -81,7 +82,7 @@ class Waiting:
             request_s=self.settings.request_deadline_s,
             gap_s=self.settings.gap_deadline_s,
         )
-        openai = OpenAIServer(store, samplers, cast(Any, None), FACTS, metrics)
+        openai = OpenAIServer(store, samplers, cast(Any, None), FACTS, ChatAbilities(frozenset()), metrics)
         self.gateway = EngineHttpServer(
             Directories(self.settings).engine_socket, openai, metrics, self._view, MiB
         )
