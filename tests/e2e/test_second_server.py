@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
+from tests.e2e.support.client import Client, gap_of_next_step, logprobs_of, prompt, random_tokens, train
 from tests.e2e.test_exactness import TOKENS, hugging_face_logprobs, sampled_and_trained_logprobs
-from tests.e2e.test_metrics import gap_of_next_step
 from tests.e2e.test_order import Model
 from tests.support.serve import Serve, serving
 
@@ -69,7 +68,7 @@ def test_a_gap_beyond_the_bound_is_a_warning_that_users_see(
     training = second.new_lora()
     train(training, TOKENS)
     training.save_weights_for_sampler("apart").result()
-    gap = gap_of_next_step(training)
+    gap = gap_of_next_step(training, TOKENS)
     assert not math.isnan(gap)
     assert "differ from the trainer's" not in caplog.text
     with tinker.ServiceClient(base_url=running.url) as service:

@@ -39,11 +39,22 @@ def below(pid: int) -> list[psutil.Process]:
 
 
 def vllm_servers(pid: int) -> list[psutil.Process]:
-    """Those that answer HTTP, below `pid`."""
-    lines = ((each, command(each)) for each in below(pid))
-    return [
-        each for each, line in lines if "--port" in line and any("vllm.entrypoints" in word for word in line)
-    ]
+    """Those that answer HTTP, below `pid`; not what one of them has forked and not yet given a command."""
+    lines = {each.pid: (each, command(each)) for each in below(pid)}
+    servers = {
+        own: each
+        for own, (each, line) in lines.items()
+        if "--port" in line and any("vllm.entrypoints" in word for word in line)
+    }
+    return [each for each in servers.values() if parent(each) not in servers]
+
+
+def parent(process: psutil.Process) -> int | None:
+    """Its parent's pid, none once it has ended."""
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def client_of(server: psutil.Process) -> httpx.Client:

@@ -21,10 +21,10 @@ class Attempt:
 
 
 class InFlight:
-    """Registry of attempts. Picklable: a copy starts empty."""
+    """Registry of attempts, oldest first. Picklable: a copy starts empty."""
 
     def __init__(self) -> None:
-        self._attempts: defaultdict[str | None, set[Attempt]] = defaultdict(set)
+        self._attempts: defaultdict[str | None, dict[str, Attempt]] = defaultdict(dict)
 
     def __reduce__(self) -> tuple[type["InFlight"], tuple[()]]:
         return InFlight, ()
@@ -32,21 +32,22 @@ class InFlight:
     @contextmanager
     def attempt(self, tag: str | None) -> Iterator[Attempt]:
         attempt = Attempt()
-        self._attempts[tag].add(attempt)
+        self._attempts[tag][attempt.id] = attempt
         try:
             yield attempt
         finally:
-            self._attempts[tag].remove(attempt)
+            del self._attempts[tag][attempt.id]
             if not self._attempts[tag]:
                 del self._attempts[tag]
 
-    def switch(self, tag: str) -> frozenset[Attempt]:
+    def switch(self, tag: str) -> list[Attempt]:
         """Mark all that are under way with this tag as switched and return them."""
-        attempts = frozenset(self._attempts.get(tag, ()))
+        attempts = list(self._attempts.get(tag, {}).values())
         for attempt in attempts:
             attempt.switched = True
         return attempts
 
-    def still(self, attempts: frozenset[Attempt], tag: str) -> frozenset[Attempt]:
+    def still(self, attempts: list[Attempt], tag: str) -> list[Attempt]:
         """Return those of them that have not ended."""
-        return attempts & self._attempts.get(tag, set())
+        under_way = self._attempts.get(tag, {})
+        return [attempt for attempt in attempts if attempt.id in under_way]
