@@ -114,7 +114,12 @@ class Settings(BaseSettings):
     )
     max_loras: int = Field(8, ge=1, description="Adapters that a replica uses in one batch")
     max_cpu_loras: int = Field(32, ge=1, description="Adapters that a replica holds in the host's memory")
-    sample_concurrency: int = Field(512, ge=1, description="Most samples in flight per replica")
+    sample_concurrency: int = Field(
+        256,
+        ge=1,
+        description="Sequences in flight per replica beyond which samples wait for their turns; "
+        "sessions that have none there get more",
+    )
     sampler_startup_s: float = Field(300.0, gt=0, description="Time that a replica may take to start")
     sampler_hang_s: float = Field(10.0, gt=0, description="Silence after which a replica counts as dead")
     sampler_step_s: float | None = Field(

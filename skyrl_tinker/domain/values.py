@@ -217,6 +217,12 @@ class SampleRequest:
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False
 
+    def tokens(self, context_length: int) -> int:
+        """Count the tokens of the prompt and the most that may be generated: what the samplers compute."""
+        left = max(0, context_length - len(self.prompt))
+        most = left if self.params.max_tokens is None else self.params.max_tokens
+        return len(self.prompt) + self.num_samples * most
+
 
 TopkRow = tuple[tuple[int, float], ...]
 """(token, logprob) of one position, the most likely first; () where nothing was scored."""

@@ -7,7 +7,10 @@ VLLM_START_VERSION = "default"
 """vLLM's name for the weights with which it started: those of the base model."""
 
 MAX_SEQUENCES = 256
-"""Sequences decoded in one step, and so the most of one call."""
+"""Sequences of one sample that are decoded at the same time, and so the most of one call."""
+
+RESERVED_SEQUENCES = 64
+"""Sequences that a sampler decodes beyond those that all share, for sessions that have none in flight."""
 
 TOKEN = "SKYRL_TINKER_VLLM_TOKEN"
 """Environment variable with the token that our servers and their router ask for (plugin/token_guard.py)."""

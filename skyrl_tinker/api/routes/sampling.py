@@ -130,6 +130,7 @@ class _Sample:
     seq_id: int
     body: bytes
     num_samples: int
+    tokens: int
 
     def submit(self, conn: Connection, owner: OwnerId | None) -> Accepted:
         return sample_submission.submit_sample(
@@ -140,6 +141,7 @@ class _Sample:
             body=self.body,
             digest=body_digest(self.body),
             num_samples=self.num_samples,
+            tokens=self.tokens,
         )
 
 
@@ -151,7 +153,8 @@ def _read_sample(body: bytes, limits: Limits, key_limits: KeyLimits) -> _Sample:
     key_limits.require_stop(stop_bytes(message.sampling_params.stop))
     sample = validate_sample(message, limits)
     session_id = SamplingSessionId(message.sampling_session_id)
-    return _Sample(session_id, message.seq_id, sample_body(sample), sample.num_samples)
+    tokens = sample.tokens(limits.context_length)
+    return _Sample(session_id, message.seq_id, sample_body(sample), sample.num_samples, tokens)
 
 
 router.include_router(fast)

@@ -9,7 +9,7 @@ from skyrl_tinker.engine.sampler.lease import Leases
 from skyrl_tinker.inference.client.data_plane import DataPlane
 from skyrl_tinker.inference.client.vllm_requests import remainder, split
 from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence, VllmResponse, join, resumable
-from skyrl_tinker.inference.constants import BASE_MODEL
+from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES
 
 ABORT_PAUSE_S = 0.05
 """Pause between tries of a sequence that is aborted again and again while samplers are paused."""
@@ -28,11 +28,17 @@ class SampleCall:
     tag: str | None = None
 
     async def execute(self, request: SampleRequest) -> SampleOutput:
-        """Sample. Errors are those of DataPlane.sample and of the lease."""
-        parts = split(request)
+        """Sample, at most MAX_SEQUENCES at once. Errors are those of DataPlane.sample and of the lease."""
+        parts = split(request, context=self.context)
         if len(parts) == 1:
             return join(request, [await self._complete(parts[0])])
-        return join(request, await asyncio.gather(*map(self._complete, parts)))
+        at_once = asyncio.Semaphore(MAX_SEQUENCES // max(part.num_samples for part in parts))
+
+        async def complete(part: SampleRequest) -> VllmResponse:
+            async with at_once:
+                return await self._complete(part)
+
+        return join(request, await asyncio.gather(*map(complete, parts)))
 
     async def _complete(self, request: SampleRequest) -> VllmResponse:
         """Send the request and resume its aborted sequences until each has ended."""

@@ -1,14 +1,17 @@
 """Sampling: many requests in flight, none of which ever waits for training."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import SamplingSessionId, sequence_ids
+from skyrl_tinker.domain.ids import ModelKey, OwnerId, SamplingSessionId, SessionId, sequence_ids
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import (
@@ -23,6 +26,7 @@ from skyrl_tinker.engine.outbox import (
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
+from skyrl_tinker.engine.scheduling.slots import Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.errors import NotFoundError, StateLostError
 from skyrl_tinker.off_loop import OFF_LOOP_BYTES
@@ -42,6 +46,23 @@ CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "
 EMPTY: Mapping[int, FutureOutcome] = MappingProxyType({})
 
 
+GUESTS = SessionId("openai")
+"""The session of requests that have none: those of one owner wait as those of one more session of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """A request that the store does not know. `come`: done once its turn has come."""
+
+    id: int
+    owner_id: OwnerId | None
+    tokens: int
+    sequences: int
+    come: asyncio.Future[None]
+    session_id: SessionId = GUESTS
+    model_key: ModelKey | None = None
+
+
 class SamplerDriver:
     def __init__(
         self,
@@ -51,15 +72,15 @@ class SamplerDriver:
         concurrency: int,
         metrics: Metrics,
     ) -> None:
-        """`concurrency`: most requests in flight per replica; the bodies of others stay in the store."""
+        """`concurrency`: sequences in flight per replica; the bodies of other requests stay in the store."""
         self._store = store
         self._samplers = samplers
         self._outbox = outbox
-        self._concurrency = concurrency
         self._metrics = metrics
         self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
         self._starting: set[int] = set()  # their bodies are being read
-        self._queued = SampleQueue()
+        self._queued = SampleQueue(Slots(concurrency, lambda: samplers.replicas))
+        self._guests = itertools.count(-1, -1)  # ids that no future has
         self._ends = EndRate()
         self._changed = asyncio.Event()  # rows came, or requests finished
         self._sources: dict[SamplingSessionId, SampleSource] = {}
@@ -74,7 +95,21 @@ class SamplerDriver:
 
     def in_flight(self) -> int:
         """Count the requests that the samplers have."""
-        return len(self._tasks)
+        return self._queued.in_flight()
+
+    @asynccontextmanager
+    async def turn(self, owner: OwnerId | None, tokens: int, sequences: int) -> AsyncIterator[None]:
+        """Wait for a turn among the samples, and have it; `tokens`: the most that is computed in it."""
+        come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        guest = _Guest(next(self._guests), owner, tokens, sequences, come)
+        self._queued.add([guest])
+        self._changed.set()
+        try:
+            await come
+            yield
+        finally:
+            self._queued.discard({guest.id})
+            self._note_end(guest.id)
 
     async def cancel(self, rows: Sequence[QueuedRow]) -> None:
         """Cancel samples; the body of each row is the future id of one that was submitted before it."""
@@ -99,7 +134,7 @@ class SamplerDriver:
             queues,
             stride,
             len(self._queued),
-            len(self._tasks),
+            self.in_flight(),
             self._ends.per_second(),
             self._samplers.paused,
         )
@@ -111,30 +146,35 @@ class SamplerDriver:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
-                batch = await self._next_rows()
-                self._starting = {row.id for row in batch}
-                for row, body in await self._with_bodies(batch):
+                rows = await self._next_rows()
+                self._starting = {row.id for row in rows}
+                for row, body in await self._with_bodies(rows):
                     if row.id in self._starting:
                         self._start(tasks, row, body)
+                self._queued.release(row.id for row in rows if row.id not in self._tasks)
 
     def _start(self, tasks: asyncio.TaskGroup, row: QueuedRow, body: bytes) -> None:
         task = self._tasks[row.id] = tasks.create_task(self._finish(row, body))
-        task.add_done_callback(partial(self._note_end, row.id))
+        task.add_done_callback(lambda _: self._note_end(row.id))
 
-    def _note_end(self, future_id: int, _: asyncio.Task[None]) -> None:
-        del self._tasks[future_id]
+    def _note_end(self, turn_id: int) -> None:
+        self._tasks.pop(turn_id, None)
+        self._queued.release([turn_id])
         self._ends.record()
         self._changed.set()
 
     async def _next_rows(self) -> list[QueuedRow]:
-        """Wait for at least one row; return as many as there are rows and free slots."""
-        while not (count := min(len(self._queued), BATCH, self._free_slots())) > 0:
-            self._changed.clear()
-            await self._changed.wait()
-        return [self._queued.pop() for _ in range(count)]
-
-    def _free_slots(self) -> int:
-        return self._concurrency * self._samplers.replicas - len(self._tasks)
+        """Wait for at least one row whose turn has come, and return all; tell guests that theirs has."""
+        while True:
+            turns = self._queued.take(BATCH)
+            for turn in turns:
+                if isinstance(turn, _Guest) and not turn.come.done():  # it may be cancelled in this moment
+                    turn.come.set_result(None)
+            if rows := [turn for turn in turns if isinstance(turn, QueuedRow)]:
+                return rows
+            if not turns:
+                self._changed.clear()
+                await self._changed.wait()
 
     async def _with_bodies(self, batch: Sequence[QueuedRow]) -> list[tuple[QueuedRow, bytes]]:
         """Pair rows with their bodies, without rows that have finished already."""

@@ -8,15 +8,19 @@ answered waits for the rest of the unit that runs, and shares the next, whatever
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
-from skyrl_tinker.engine.scheduling.fair_share import FairShare, Seconds, Waiting
+from skyrl_tinker.engine.scheduling.fair_share import FairShare
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost, model_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 
+Waiting = Mapping[ModelKey, Sequence[QueuedRow]]
+"""Runnable rows of each model, in order; never empty."""
+Seconds = Callable[[QueuedRow], float]
+"""Estimate of the trainer time that a row takes."""
 MERGING = frozenset({RequestKind.OPTIM_STEP, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER})
 """Barriers that the workers execute for several models at once."""
 SHORT_S, SHORT_ROWS = 1.0, 8
@@ -67,7 +71,8 @@ class Planner:
         self._budget = budget
         self._seconds = seconds
         self._clock = clock
-        self._shares = self._before = FairShare()  # and as they were before the unit that runs
+        self._shares: FairShare[QueuedRow] = FairShare()
+        self._before = self._shares  # as they were before the unit that runs
         self._short: SessionId | None = None  # who decided that unit, having little to do
         self._lead_s = self._lead_before_s = 0.0  # what such sessions had more than the others since
         self._active: dict[SessionId, float] = {}  # when a session last had something runnable
@@ -82,7 +87,7 @@ class Planner:
         self._shares = FairShare()
         if unit is not None:
             first = unit.rows[0].session_id
-            self._short = first if first in self._short_sessions() else None
+            self._short = first if first in self._short_sessions(waiting) else None
             if ahead and unit.rows[0] is ahead[0] and _first_of(ahead, waiting):
                 unit = Pass(ahead, full=True)
             self._lanes.start(unit.rows)
@@ -107,23 +112,32 @@ class Planner:
     def tenants(self) -> tuple[SessionId, ...]:
         """Return the tenants with runnable work in the order in which they will be served."""
         waiting = self._lanes.heads(1)
-        rows = self._shares.joined_by(waiting).order(waiting, self._seconds)
+        rows = self._shares.joined_by(waiting.values()).order(waiting.values(), self._seconds)
         return tuple(dict.fromkeys(row.session_id for row in rows))
 
-    def _plan(self) -> tuple[Waiting, FairShare, Unit | None]:
+    def _plan(self) -> tuple[Waiting, FairShare[QueuedRow], Unit | None]:
         waiting = self._lanes.runnable(self._budget.tokens)
-        shares = self._shares.joined_by(waiting)
-        short = self._short_sessions()
+        shares = self._shares.joined_by(waiting.values())
+        short = self._short_sessions(waiting)
         deciding = {model: rows for model, rows in waiting.items() if rows[0].session_id in short} or waiting
         unit = next_unit(waiting, deciding, shares, self._bounds(waiting), self._seconds)
         return waiting, shares, unit
 
-    def _short_sessions(self) -> set[SessionId]:
-        """Return the sessions with little to do; none while they have had more than the others."""
+    def _short_sessions(self, waiting: Waiting) -> set[SessionId]:
+        """Return the sessions with least to do, at most half as much as another one has.
+
+        None while such sessions have had more than the others.
+        """
         if self._lead_s > 0:
             return set()
-        small = self._lanes.small_backlogs(SHORT_ROWS)
-        return {each for each, rows in small.items() if sum(map(self._seconds, rows)) <= SHORT_S}
+        rows_of = self._lanes.small_backlogs(SHORT_ROWS)
+        small = {each: sum(map(self._seconds, rows)) for each, rows in rows_of.items()}
+        least = min(small.values(), default=math.inf)
+        all_small = all(rows[0].session_id in small for rows in waiting.values())
+        most = max(small.values(), default=0.0) if all_small else math.inf
+        if least > min(SHORT_S, most / 2):
+            return set()
+        return {each for each, work in small.items() if work == least}
 
     def _bounds(self, waiting: Waiting) -> PassBudget:
         now = self._clock()
@@ -141,22 +155,22 @@ def _first_of(rows: Iterable[QueuedRow], waiting: Waiting) -> bool:
 
 
 def next_unit(
-    waiting: Waiting, deciding: Waiting, shares: FairShare, budget: PassBudget, seconds: Seconds
+    waiting: Waiting, deciding: Waiting, shares: FairShare[QueuedRow], budget: PassBudget, seconds: Seconds
 ) -> Unit | None:
     """Return the next unit, None when nothing waits. `deciding`: the part of `waiting` that may lead it."""
     if not waiting:
         return None
-    first = next(shares.order(deciding, seconds))
+    first = next(shares.order(deciding.values(), seconds))
     if first.kind not in PASSES:
         return _barriers(first, waiting)
     passes = {model: rows for model, rows in waiting.items() if _may_join(rows[0], first, shares, budget)}
-    others = (row for row in shares.order(passes, seconds) if row is not first)
+    others = (row for row in shares.order(passes.values(), seconds) if row is not first)
     return _pass(chain([first], others), budget, seconds)
 
 
-def _may_join(row: QueuedRow, first: QueuedRow, shares: FairShare, budget: PassBudget) -> bool:
+def _may_join(row: QueuedRow, first: QueuedRow, shares: FairShare[QueuedRow], budget: PassBudget) -> bool:
     """Return whether a pass that `first` decided may take a row: its siblings' turn must come, too."""
-    return row.kind in PASSES and (row is first or shares.ahead_s(row) <= budget.ahead_s)
+    return row.kind in PASSES and (row is first or shares.ahead(row) <= budget.ahead_s)
 
 
 def _barriers(first: QueuedRow, waiting: Waiting) -> Barriers:

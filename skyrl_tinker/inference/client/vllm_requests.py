@@ -27,22 +27,27 @@ from skyrl_tinker.inference.constants import MAX_SEQUENCES
 
 SEEDS = 1 << 63
 """Seeds are taken modulo this."""
+PART_TOKENS = 1 << 15
+"""Most generated tokens in one answer of vLLM, which takes it about half a second to build."""
 SCORES_KEY = "skyrl_tinker_scores"
 Int32 = npt.NDArray[np.int32]
 
 
-def split(request: SampleRequest) -> list[SampleRequest]:
+def split(request: SampleRequest, *, context: int) -> list[SampleRequest]:
     """Split into requests that vLLM can serve, with consecutive seeds: at MAX_SEQUENCES and where seeds wrap.
+
+    And at PART_TOKENS: while vLLM builds an answer, it answers nobody else, not even that it is alive.
 
     At temperature 0 all samples are the same, so one is requested. The first part alone scores the prompt,
     with one sample: vLLM would score it again for each.
     """
     count = 1 if request.params.temperature == 0 else request.num_samples
+    most_of_part = min(MAX_SEQUENCES, max(1, PART_TOKENS // max_tokens(request, context)))
     parts: list[SampleRequest] = []
     start = 0
     while start < count:
         part = request if start == 0 else without_scores(request)
-        most = 1 if scores_prompt(part) else MAX_SEQUENCES
+        most = 1 if scores_prompt(part) else most_of_part
         seed = _seed(request.params, start)
         size = min(count - start, most, SEEDS if seed is None else SEEDS - seed)
         parts.append(replace(part, num_samples=size, params=replace(request.params, seed=seed)))

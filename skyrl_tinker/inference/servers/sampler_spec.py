@@ -11,7 +11,7 @@ import psutil
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES, TOKEN
+from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
 
 SMALLEST_KV_BYTES = 64 * MiB
 GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
@@ -82,7 +82,7 @@ def flags(spec: SamplerSpec, port: int) -> list[str]:
         "--port": port,
         "--dtype": spec.dtype,
         "--max-model-len": spec.max_model_len,
-        "--max-num-seqs": MAX_SEQUENCES,
+        "--max-num-seqs": MAX_SEQUENCES + RESERVED_SEQUENCES,
         "--tensor-parallel-size": spec.tensor_parallel_size,
         "--max-logprobs": -1,
         "--logprobs-mode": f"{spec.sampled_logprobs}_logprobs",

@@ -172,7 +172,8 @@ class Future(Base):
     """Journal of requests. `id` is the engine's cursor.
 
     `unit`: number of the unit of work that a training request ran in, and `row_budget` the tokens per row in
-    which it succeeded: with both, and the `effect`, replay computes the same again.
+    which it succeeded: with both, and the `effect`, replay computes the same again. `tokens`: the most that a
+    sample computes, its prompt included.
     """
 
     __tablename__ = "futures"
@@ -204,6 +205,7 @@ class Future(Base):
     unit: Mapped[int | None] = mapped_column(BigInteger)
     effect: Mapped[Effect | None]
     row_budget: Mapped[int | None] = mapped_column(BigInteger)
+    tokens: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class Request(Base):

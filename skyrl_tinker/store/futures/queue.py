@@ -22,7 +22,11 @@ SMALL_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class QueuedRow:
-    """Accepted request, as the engine schedules it. A failed one runs nothing, yet keeps its place."""
+    """Accepted request, as the engine schedules it. A failed one runs nothing, yet keeps its place.
+
+    Of a sample: `body` where it is small, which saves a read; `tokens`: the most that it computes, prompt
+    included; `sequences`: of its answer.
+    """
 
     id: int
     request_id: RequestId
@@ -35,7 +39,9 @@ class QueuedRow:
     status: FutureStatus
     body_bytes: int
     created_at: float
-    body: bytes | None = None  # of a small sample, where it saves a read, and of what cancels one
+    body: bytes | None = None  # of what cancels a sample, too
+    tokens: int = 1
+    sequences: int = 1
 
 
 _WAITING = or_(
@@ -72,6 +78,8 @@ _QUEUED = Prepared(
         func.coalesce(func.length(Request.body), 0),
         Future.created_at,
         _SMALL_SAMPLE,
+        func.coalesce(Future.tokens, 1),
+        func.json_array_length(Future.sequence_ids),
     )
     .join(Session, Session.session_id == Future.session_id)
     .outerjoin(Request, Request.future_id == Future.id)

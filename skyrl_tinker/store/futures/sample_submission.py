@@ -40,6 +40,7 @@ _VALUES = {
     Future.seq_id: bindparam("seq_id", type_=Future.seq_id.type),
     Future.digest: bindparam("digest", type_=Future.digest.type),
     Future.sequence_ids: bindparam("sequence_ids", type_=Future.sequence_ids.type),
+    Future.tokens: bindparam("tokens", type_=Future.tokens.type),
     Future.status: literal(FutureStatus.PENDING, Future.status.type),
     Future.created_at: bindparam("now", type_=Future.created_at.type),
 }
@@ -78,8 +79,9 @@ def submit_sample(
     body: bytes,
     digest: bytes,
     num_samples: int,
+    tokens: int,
 ) -> Accepted:
-    """Submit a sample; `sequence_ids` of the answer has one id per sequence.
+    """Submit a sample; `sequence_ids` of the answer has one id per sequence. `tokens`: the most it computes.
 
     Raises SeqIdReusedError, NotFoundError (no sampling session), GoneError (session finished).
     """
@@ -87,8 +89,8 @@ def submit_sample(
     request_id = RequestId(uuid4().hex)
     sequences = sequence_ids(request_id, num_samples)
     key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
-    new = {"request_id": request_id, "digest": digest, "sequence_ids": sequences, "now": time.time()}
-    row = _INSERT.row(conn, {**key, **new})
+    new = {"request_id": request_id, "digest": digest, "sequence_ids": sequences, "tokens": tokens}
+    row = _INSERT.row(conn, {**key, **new, "now": time.time()})
     if row is None:
         return _answer_refused(conn, key, digest)
     insert_body(conn, row.id, body)

@@ -37,7 +37,7 @@ async def submit_sample(
     body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=1)))
     return await store.write(
         lambda conn: sample_submission.submit_sample(
-            conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1
+            conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1, tokens=1
         )
     )
 
@@ -74,6 +74,32 @@ async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
+
+
+async def test_requests_that_the_store_does_not_know_take_their_turns_among_samples(
+    store: Store, bell: Doorbell
+) -> None:
+    driver, _ = make_driver(store, bell)
+    running = asyncio.create_task(driver.run())
+    async with driver.turn(None, tokens=10, sequences=8):
+        assert driver.in_flight() == 1
+        waiting = asyncio.create_task(taken(driver))
+        leaving = asyncio.create_task(taken(driver))
+        await asyncio.sleep(0)
+        assert driver.queued() == 2
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert driver.queued() == 1
+    await waiting
+    assert driver.in_flight() == driver.queued() == 0
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+async def taken(driver: SamplerDriver) -> None:
+    async with driver.turn(None, tokens=10, sequences=8):
+        pass
 
 
 async def test_where_many_samples_wait_their_bodies_stay_in_the_store(

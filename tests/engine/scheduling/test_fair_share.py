@@ -102,6 +102,7 @@ def flood(
     session: str = "flood",
     owner: OwnerId | None = None,
     tokens: int = BUDGET // 10,
+    depth: int = DEPTH,
 ) -> Any:
     """Every model always has some requests waiting."""
 
@@ -115,7 +116,7 @@ def flood(
             for model, sent in lanes.items():
                 while sent and sent[0].done():
                     sent.popleft()
-                while len(sent) < DEPTH:
+                while len(sent) < depth:
                     sent.append(engine.send(session, model, next(kinds), tokens, owner))
             await asyncio.sleep(UNIT_S / 4)
 
@@ -143,11 +144,14 @@ def test_one_request_runs_right_after_the_unit_that_runs_when_it_comes(
 
 
 @pytest.mark.parametrize("sessions", [1, 8])
-def test_a_quiet_tenant_waits_for_one_unit_per_request_beside_many_floods(sessions: int) -> None:
+@pytest.mark.parametrize("depth", [2, DEPTH])
+def test_a_quiet_tenant_waits_for_one_unit_per_request_beside_many_floods(sessions: int, depth: int) -> None:
     """It sends when it is answered, and pauses as for a sample. It uses more than a ninth of the time."""
 
     async def story() -> None:
-        floods = [flood(2, (FB, FB, STEP), session=f"flood {number}") for number in range(sessions)]
+        floods = [
+            flood(2, (FB, FB, STEP), session=f"flood {number}", depth=depth) for number in range(sessions)
+        ]
         async with running(*floods) as engine:
             await asyncio.sleep(20 * UNIT_S)
             for _ in range(30):

@@ -60,7 +60,7 @@ def planned(left: list[QueuedRow], budget: int = 100) -> Iterator[Unit]:
 def take(rows: Sequence[QueuedRow], shares: FairShare, budget: int) -> tuple[Unit | None, FairShare]:
     """The next unit, and the shares once it has taken as long as was estimated."""
     waiting = lanes(rows)
-    shares = shares.joined_by(waiting)
+    shares = shares.joined_by(waiting.values())
     unit = next_unit(waiting, waiting, shares, PassBudget(budget), seconds)
     return unit, shares.charged((each, seconds(each)) for each in unit.rows) if unit else FairShare()
 

@@ -1,29 +1,47 @@
-"""Sessions that wait for samples are served alike."""
+"""Owners and sessions that wait for samples have the same tokens."""
 
 import random
+from collections import Counter
 
 import pytest
 
-from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId, SessionId
+from skyrl_tinker.domain.ids import (
+    FutureStatus,
+    OwnerId,
+    RequestId,
+    RequestKind,
+    SamplingSessionId,
+    SessionId,
+)
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
+from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots
+from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 
-def row(number: int, session: str) -> QueuedRow:
+def row(
+    number: int, session: str, owner: OwnerId | None = None, tokens: int = 1, sequences: int = 1
+) -> QueuedRow:
     return QueuedRow(
         id=number,
         request_id=RequestId(str(number)),
         kind=RequestKind.SAMPLE,
         session_id=SessionId(session),
-        owner_id=None,
+        owner_id=owner,
         model_key=None,
         sampling_session_id=SamplingSessionId(session),
         seq_id=number,
         status=FutureStatus.PENDING,
         body_bytes=1,
         created_at=0.0,
+        tokens=tokens,
+        sequences=sequences,
     )
+
+
+def queue_of(slots: int = 10_000) -> SampleQueue:
+    return SampleQueue(Slots(slots, lambda: 1))
 
 
 def view(queue: SampleQueue) -> SamplingView:
@@ -31,38 +49,99 @@ def view(queue: SampleQueue) -> SamplingView:
     return SamplingView(shown, stride, len(queue))
 
 
+def take_one(queue: SampleQueue) -> SampleTurn:
+    (each,) = queue.take(1)
+    return each
+
+
 def test_a_flood_keeps_nobody_waiting() -> None:
-    queue = SampleQueue()
+    queue = queue_of()
     queue.add([row(number, "flood") for number in range(1000)])
     queue.add([row(1000 + number, "small") for number in range(3)])
-    taken = [queue.pop() for _ in range(10)]
-    assert [each.id for each in taken] == [0, 1000, 1, 1001, 2, 1002, 3, 4, 5, 6]
+    assert [each.id for each in queue.take(10)] == [0, 1000, 1, 1001, 2, 1002, 3, 4, 5, 6]
     assert len(queue) == 993
 
 
+def test_who_comes_later_is_next() -> None:
+    queue = queue_of()
+    queue.add([row(number, f"flood {number % 8}") for number in range(800)])
+    queue.take(100)
+    queue.add([row(1000, "small")])
+    assert 1000 in [each.id for each in queue.take(2)]
+
+
+def test_turns_are_as_long_as_samples_are_large() -> None:
+    """Of samples with ten times the tokens a session gets a tenth as many, taken at once or one by one."""
+    rows = [
+        row(number, *("large", None, 1000) if number % 2 else ("small", None, 100)) for number in range(2000)
+    ]
+    one_by_one, at_once = queue_of(), queue_of()
+    one_by_one.add(rows)
+    at_once.add(rows)
+    taken = [take_one(one_by_one) for _ in range(440)]
+    assert Counter(each.session_id for each in taken)[SessionId("large")] == pytest.approx(40, abs=3)
+    assert Counter(each.session_id for each in at_once.take(440)) == Counter(
+        each.session_id for each in taken
+    )
+
+
+def test_what_does_not_fit_waits_and_nobody_overtakes_it() -> None:
+    queue = queue_of(10)
+    queue.add([row(1, "a", sequences=8), row(2, "a", sequences=4), row(3, "a", sequences=1)])
+    assert [each.id for each in queue.take(9)] == [1]
+    queue.release([1])
+    assert [each.id for each in queue.take(9)] == [2, 3]
+
+
+def test_one_that_is_larger_than_all_there_is_runs_alone() -> None:
+    queue = queue_of(10)
+    queue.add([row(1, "a", sequences=100), row(2, "a")])
+    assert [each.id for each in queue.take(9)] == [1]
+    queue.release([1])
+    assert [each.id for each in queue.take(9)] == [2]
+
+
+def test_a_newcomer_begins_where_a_flood_has_all_and_no_more_of_them_than_the_reserve() -> None:
+    queue = queue_of(10)
+    queue.add([row(number, "flood") for number in range(100)])
+    assert len(queue.take(50)) == 10
+    queue.add([row(1000 + number, f"new {number // 2}") for number in range(4 * RESERVED_SEQUENCES)])
+    begun = queue.take(1000)
+    assert [each.session_id for each in begun] == [f"new {number}" for number in range(RESERVED_SEQUENCES)]
+    assert queue.take(1000) == []
+
+
+def test_ten_sessions_of_one_owner_get_as_much_as_one_of_another() -> None:
+    queue, taken = queue_of(), Counter[OwnerId | None]()
+    queue.add([row(number, f"of one {number % 10}", OwnerId(1)) for number in range(1000)])
+    queue.add([row(1000 + number, "other", OwnerId(2)) for number in range(1000)])
+    for _ in range(200):
+        taken[take_one(queue).owner_id] += 1
+    assert taken[OwnerId(1)] == pytest.approx(100, abs=1)
+
+
 def test_what_is_dropped_is_gone_and_the_others_keep_their_turns() -> None:
-    queue = SampleQueue()
+    queue = queue_of()
     queue.add([row(number, "abc"[number % 3]) for number in range(9)])
     queue.discard({1, 4, 7, 3, 99})
-    assert [queue.pop().id for _ in range(len(queue))] == [0, 2, 6, 5, 8]
+    assert [each.id for each in queue.take(9)] == [0, 2, 5, 6, 8]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_is_told_how_many_come_first(seed: int) -> None:
+def test_it_is_told_about_how_many_come_first(seed: int) -> None:
     draw = random.Random(seed)
-    queue = SampleQueue()
+    queue = queue_of()
     queue.add([row(number, draw.choice("aaabbc")) for number in range(40)])
-    for _ in range(draw.randrange(20)):
-        queue.pop()
+    queue.take(draw.randrange(20))
     seen = view(queue)
-    rows = [queue.pop() for _ in range(len(queue))]
-    assert [seen.ahead(each.session_id, each.id) for each in rows] == list(range(len(rows)))
+    told = [seen.ahead(each.session_id, each.id) for each in queue.take(len(queue))]
+    assert all(abs((ahead or 0) - place) <= 2 for place, ahead in enumerate(told))
     assert seen.ahead("nobody", 1) is None
 
 
 def test_of_very_many_few_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_tinker.engine.scheduling.sample_queue.SHOWN", 10)
-    queue = SampleQueue()
+    queue = queue_of()
     queue.add([row(number, "a") for number in range(100)])
     assert [len(each.ids) for each in view(queue).queued.values()] == [10]
     assert view(queue).ahead("a", 45) == 50

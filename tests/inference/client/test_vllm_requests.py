@@ -34,20 +34,27 @@ def test_an_absent_seed_stays_unset() -> None:
 
 
 def test_seeds_that_wrap_around_are_two_requests() -> None:
-    parts = split(ask((5,), num_samples=5, seed=(1 << 63) - 2))
+    parts = split(ask((5,), num_samples=5, seed=(1 << 63) - 2), context=100)
     assert [(part.params.seed, part.num_samples) for part in parts] == [((1 << 63) - 2, 2), (0, 3)]
 
 
 def test_the_prompt_is_scored_once_with_the_first_sample() -> None:
     scores = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 3}
-    parts = split(ask((5, 6), num_samples=5, seed=7, **scores))
+    parts = split(ask((5, 6), num_samples=5, seed=7, **scores), context=100)
     assert [(part.params.seed, part.num_samples) for part in parts] == [(7, 1), (8, 4)]
     assert [scores_prompt(part) for part in parts] == [True, False]
 
 
 def test_more_samples_than_vllm_runs_at_once_are_several_requests() -> None:
-    parts = split(ask((5,), num_samples=600, seed=7))
+    parts = split(ask((5,), num_samples=600, seed=7), context=100)
     assert [(part.params.seed, part.num_samples) for part in parts] == [(7, 256), (263, 256), (519, 88)]
+
+
+def test_no_answer_of_vllm_is_so_large_that_it_seems_to_hang() -> None:
+    parts = split(ask((5,), num_samples=20, max_tokens=4000, seed=7), context=8000)
+    assert [(part.params.seed, part.num_samples) for part in parts] == [(7, 8), (15, 8), (23, 4)]
+    huge = split(ask((5,), num_samples=2, max_tokens=50_000), context=100_000)
+    assert [part.num_samples for part in huge] == [1, 1]
 
 
 def test_prompt_logprobs_of_an_early_abort_count_as_missing() -> None:

@@ -79,7 +79,14 @@ async def sample(
 ) -> record.Accepted:
     return await store.write(
         lambda conn: sample_submission.submit_sample(
-            conn, sampler, seq_id, owner=None, body=b"sample", digest=digest, num_samples=num_samples
+            conn,
+            sampler,
+            seq_id,
+            owner=None,
+            body=b"sample",
+            digest=digest,
+            num_samples=num_samples,
+            tokens=1,
         )
     )
 

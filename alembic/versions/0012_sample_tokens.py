@@ -1,0 +1,15 @@
+"""Samples carry the tokens that they are counted as."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0012"
+down_revision = "0011"
+
+
+def upgrade() -> None:
+    op.add_column("futures", sa.Column("tokens", sa.BigInteger()))
+
+
+def downgrade() -> None:
+    op.drop_column("futures", "tokens")
