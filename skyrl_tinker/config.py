@@ -114,11 +114,11 @@ class Settings(BaseSettings):
     )
     max_loras: int = Field(8, ge=1, description="Adapters that a replica uses in one batch")
     max_cpu_loras: int = Field(32, ge=1, description="Adapters that a replica holds in the host's memory")
-    sample_concurrency: int = Field(
-        256,
+    sample_concurrency: int | None = Field(
+        None,
         ge=1,
         description="Sequences in flight per replica beyond which samples wait for their turns; "
-        "sessions that have none there get more",
+        "sessions that have none there get more. Default: 256, on a CPU 192",
     )
     sampler_startup_s: float = Field(300.0, gt=0, description="Time that a replica may take to start")
     sampler_hang_s: float = Field(10.0, gt=0, description="Silence after which a replica counts as dead")
@@ -165,7 +165,7 @@ class Settings(BaseSettings):
     sample_backlog: int = Field(
         20000,
         ge=1,
-        description="Samples that may wait; beyond it asample answers 429 and the SDK tries again",
+        description="Samples that may wait; beyond it asample and /oai answer 429 and clients try again",
     )
     sample_use_retrieve_futures: bool = Field(
         False, description="Let SDKs from 0.27 on wait for all samples of a client on one connection"

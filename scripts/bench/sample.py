@@ -4,6 +4,7 @@
 usage: scripts/bench/sample.py [--base-url URL --sampler-url URL] [--base-model NAME] [--seconds N]
                                [--tokens N]
 
+The bare server's token is read from SKYRL_TINKER_VLLM_TOKEN where it asks for one and --sampler-url is given.
 Without URLs it starts `skyrl-tinker serve` in a temporary home and finds its vLLM server. Both sides get the
 same prompts from the same plain HTTP client, in turns, so that what else the machine does hits both; `sdk` is
 the same work through the tinker SDK, whose own work shares the machine's cores. A request samples 256
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -30,6 +32,9 @@ import tinker
 from client import options, random_datum, random_prompt, random_tokens
 from serving import served
 from tinker import types
+
+from skyrl_tinker.inference.client.http_connection import bearer
+from skyrl_tinker.inference.constants import TOKEN
 
 PROMPT = 64
 TURNS = {1: (4, 0.35), 8: (120, 0.1), 64: (384, 0.2), 512: (1024, 0.35)}
@@ -59,12 +64,21 @@ class Figures:
 # The two sides
 
 
-def bare(http: aiohttp.ClientSession, url: str, model: str, tokens: int) -> Ask:
+@dataclass(frozen=True)
+class Sampler:
+    """A vLLM server. `token`: what it asks for, empty for nothing."""
+
+    url: str
+    token: str = ""
+
+
+def bare(http: aiohttp.ClientSession, sampler: Sampler, model: str, tokens: int) -> Ask:
     params = {"max_tokens": tokens, "logprobs": 0, "ignore_eos": True, "detokenize": False}
 
     async def ask(tokens: list[int]) -> None:
         body = {"model": model, "token_ids": tokens, "sampling_params": params}
-        async with http.post(f"{url}/inference/v1/generate", json=body) as response:
+        url = f"{sampler.url}/inference/v1/generate"
+        async with http.post(url, json=body, headers=bearer(sampler.token)) as response:
             response.raise_for_status()
             await response.json()
 
@@ -158,20 +172,21 @@ def publish_to_first_token(service: tinker.ServiceClient, base_model: str, rank:
 
 
 @contextmanager
-def both(base_url: str | None, sampler_url: str | None) -> Iterator[tuple[str, str]]:
-    """URLs of the API and of its vLLM server."""
+def both(base_url: str | None, sampler_url: str | None) -> Iterator[tuple[str, Sampler]]:
+    """URL of the API, and its vLLM server."""
     if base_url and sampler_url:
-        yield base_url, sampler_url
+        yield base_url, Sampler(sampler_url, os.environ.get(TOKEN, ""))
         return
     with served() as (url, pid):
-        yield url, vllm_url(pid)
+        yield url, vllm_server(pid)
 
 
-def vllm_url(pid: int) -> str:
+def vllm_server(pid: int) -> Sampler:
     for process in psutil.Process(pid).children(recursive=True):
         command = process.cmdline()
         if any(part.startswith("vllm.entrypoints") for part in command) and "--port" in command:
-            return f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+            url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+            return Sampler(url, process.environ().get(TOKEN, ""))
     raise SystemExit("found no vLLM server below serve: give --base-url and --sampler-url")
 
 
@@ -229,7 +244,7 @@ def overhead_p50_ms(bare: Figures, through: Figures) -> float:
 
 
 async def compare(
-    service: tinker.ServiceClient, url: str, sampler_url: str, arguments: argparse.Namespace
+    service: tinker.ServiceClient, url: str, bare_sampler: Sampler, arguments: argparse.Namespace
 ) -> dict[str, float]:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -240,7 +255,7 @@ async def compare(
         sampling_session(http, url, arguments.base_model) as session,
     ):
         sides = {
-            "vllm": bare(http, sampler_url, arguments.base_model, tokens),
+            "vllm": bare(http, bare_sampler, arguments.base_model, tokens),
             "ours": ours(http, url, session, tokens),
             "sdk": through_sdk(sampler, tokens),
         }
@@ -254,10 +269,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="sampled per request; 256 is rl_loop's own")
     arguments = parser.parse_args()
     with (
-        both(arguments.base_url, arguments.sampler_url) as (url, sampler_url),
+        both(arguments.base_url, arguments.sampler_url) as (url, bare_sampler),
         tinker.ServiceClient(base_url=url) as service,
     ):
-        summary = asyncio.run(compare(service, url, sampler_url, arguments))
+        summary = asyncio.run(compare(service, url, bare_sampler, arguments))
         for name, rank in (("publish_lora_ms", 32), ("publish_full_ms", 0)):
             summary[name] = round(publish_to_first_token(service, arguments.base_model, rank, 15), 1)
             print(f"{name}: {summary[name]}")

@@ -27,6 +27,11 @@ VersionId = NewType("VersionId", int)
 """The store's key of one immutable set of sampler weights (`adapter_versions.id`)."""
 
 
+def openai_session(owner: OwnerId | None) -> SessionId:
+    """Return the session that an owner's requests by OpenAI's protocol count as."""
+    return SessionId(f"openai-{owner or 0}")
+
+
 def sequence_ids(request: RequestId, count: int) -> tuple[str, ...]:
     """Return the ids of the sequences that a sample request generates, in order."""
     return tuple(f"{request}-{index}" for index in range(count))

@@ -21,7 +21,7 @@ from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.sampler.sampler_driver import CONCURRENCY, SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.status import EngineStatus
@@ -77,14 +77,16 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
     settings, store, directories, samplers = env.settings, env.store, env.directories, backends.samplers
     metrics = Metrics()
     outbox = Outbox(store, env.bell, metrics)
-    sampler_driver = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
+    sampler_driver = SamplerDriver(
+        store, samplers, outbox, settings.sample_concurrency or CONCURRENCY[settings.device], metrics
+    )
     versions = EphemeralVersions(store, samplers, sampler_driver, make_tmpfs_spill(directories), settings)
     training = compose_training(
         settings, facts, store, outbox, backends.trainer, samplers, versions, metrics, backends.placement
     )
     driver = training.driver
     abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser)
-    openai = OpenAIServer(store, samplers, backends.fleet, facts, abilities, metrics)
+    openai = OpenAIServer(store, samplers, backends.fleet, facts, abilities, sampler_driver, metrics)
     _register_gauges(metrics, backends, sampler_driver)
     return Parts(
         training.drift_monitor,

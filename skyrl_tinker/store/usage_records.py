@@ -1,17 +1,18 @@
 """Token counts by hour, session, base model and kind of request.
 
 A result is written with its tokens, at no extra statement. `roll_up` adds each result once, before results
-are purged; until then a query counts them.
+are purged; until then a query counts them. OpenAI's requests have no result here and are added at once.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, Select, cast, func, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, Select, cast, func, literal, select, true
 from sqlalchemy.dialects.sqlite import Insert, insert
 
-from skyrl_tinker.domain.ids import Reach, RequestKind
+from skyrl_tinker.domain.ids import OwnerId, Reach, RequestKind, openai_session
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.tables import Future, Model, Result, SamplingSession, Session, UsageRecord
@@ -44,6 +45,28 @@ def roll_up(conn: Connection, most: int | None = None) -> bool:
         conn.execute(_adding(_of_results(Result.id > done, Result.id <= end)))
         server_state.put(conn, _COUNTED, end)
     return end < last
+
+
+def add_openai(conn: Connection, owner: OwnerId | None, base_model: str, usage: Usage) -> None:
+    """Count an answered request of an OpenAI client: all of one owner are a session, which ended with it."""
+    session, now = openai_session(owner), time.time()
+    row = insert(Session).values(
+        session_id=session,
+        owner_id=owner,
+        created_at=now,
+        last_heartbeat_at=now,
+        finished_at=now,
+        finish_reason="no heartbeats",
+        tags=[],
+        user_metadata={},
+        display_name="OpenAI clients",
+        sdk_version="openai",
+    )
+    seen = {"last_heartbeat_at": now, "finished_at": now}
+    conn.execute(row.on_conflict_do_update(index_elements=["session_id"], set_=seen))
+    key = literal(int(now // HOUR_S)), literal(session), literal(base_model), literal(RequestKind.SAMPLE)
+    tokens = (literal(getattr(usage, name)) for name in _TOKENS)
+    conn.execute(_adding(select(*key, *tokens).where(true())))
 
 
 def hourly_between(conn: Connection, reach: Reach, first: int, end: int) -> list[Hourly]:

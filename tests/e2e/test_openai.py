@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
@@ -283,6 +284,33 @@ async def test_twenty_at_once_streamed_and_not(client: Client) -> None:
 
         lengths = await asyncio.gather(*(streamed() for _ in range(10)), *(whole() for _ in range(10)))
     assert min(lengths) >= 1
+
+
+def test_whole_and_streamed_answers_are_on_the_bill(oai: openai.OpenAI, client: Client) -> None:
+    asked: dict[str, Any] = {"model": client.model, "prompt": PROMPT, "max_tokens": 5}
+    before = billed(client)
+    whole = oai.completions.create(**asked, n=3)
+    for _ in oai.completions.create(**asked, stream=True):
+        pass
+    assert whole.usage is not None
+    prompts, sampled = billed(client) - before
+    assert prompts == 2 * len(PROMPT)
+    assert whole.usage.completion_tokens < sampled <= whole.usage.completion_tokens + 5
+
+
+def billed(client: Client) -> np.ndarray:
+    """Prompt and sampled tokens of OpenAI clients."""
+    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    query = {
+        "starting_on": (now - timedelta(hours=2)).isoformat(),
+        "ending_before": (now + timedelta(hours=2)).isoformat(),
+    }
+    answer = httpx.get(f"{client.url}/api/v1/billing/usage/events", params=query).raise_for_status().json()
+    tokens = {"sampling_prefill": 0, "sampling_sample": 0}
+    for event in answer["data"]:
+        if (event["session_id"] or "").startswith("openai-"):
+            tokens[event["event_info"]["type"]] += event["event_info"]["token_count"]
+    return np.array(list(tokens.values()))
 
 
 async def test_a_client_that_leaves_aborts_its_requests(client: Client) -> None:

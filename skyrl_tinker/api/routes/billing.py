@@ -34,7 +34,7 @@ router = APIRouter(tags=["billing"], prefix="/billing/usage")
     response_model=UsageResponse,
 )
 async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, reach: Reached) -> Response:
-    """Usage up to the last answer, without the OpenAI-compatible routes, which belong to no session."""
+    """Usage up to the last answer. OpenAI clients of an owner are one session; a stream counts at its end."""
     now = time.time()
     first, end = _hour("starting_on", query.starting_on), _hour("ending_before", query.ending_before)
     if first * HOUR_S > now:

@@ -8,7 +8,7 @@ from skyrl_tinker.api.openapi.documents import OPENAI_ERRORS, answers, takes
 from skyrl_tinker.api.requests.request_body import json_object
 from skyrl_tinker.api.services import Deps, Services, caller_of
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError, engine_state
-from skyrl_tinker.errors import SamplerError, UserError
+from skyrl_tinker.errors import OverloadedError, SamplerError, UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
@@ -62,8 +62,15 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
     body = await request.body()
     try:
         parsed = await off_loop(len(body), lambda: parse_openai(model, json_object(body)))
-        caller_of(request).limits.require_stop(stop_bytes(parsed.stop))
-        return await deps.engine.relay(request)
+        caller = caller_of(request)
+        caller.limits.require_stop(stop_bytes(parsed.stop))
+        deps.backpressure.admit()
+        async with deps.backlogs.held(caller):
+            deps.backpressure.accepted()
+            return await deps.engine.relay(request)
+    except OverloadedError as error:
+        later = {"Retry-After": str(error.retry_after_s)}
+        return JSONResponse(error_body(error), error.status, headers=later)
     except UserError as error:
         return JSONResponse(error_body(error), error.status)
     except EngineUnavailableError:

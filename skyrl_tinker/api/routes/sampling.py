@@ -112,7 +112,7 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
     openapi_extra=takes(AsampleRequest),
 )
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
-    deps.backpressure.admit(request)
+    deps.backpressure.admit()
     caller = caller_of(request)
     if refusal := await deps.backlogs.full(caller):
         raise refusal

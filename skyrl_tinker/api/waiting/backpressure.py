@@ -1,14 +1,10 @@
-"""Backpressure: asample above the backlog is answered with 429; the SDK retries with the same seq_id."""
+"""Backpressure: samples above the backlog are answered with 429, and clients try them again."""
 
 import math
-
-from fastapi import Request
 
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.errors import OverloadedError
 
-HEADER = "x-tinker-sampling-backpressure"
-"""Sent by clients that pause on a 429. For others it may be an error, or cost them a seq_id."""
 LONGEST_S = 60
 
 
@@ -17,10 +13,8 @@ class Backpressure:
         self._queues = queues
         self._backlog = backlog
 
-    def admit(self, request: Request) -> None:
+    def admit(self) -> None:
         """Raise OverloadedError while too many samples wait."""
-        if HEADER not in request.headers:
-            return
         waiting = self._queues.samples_waiting()
         if waiting >= self._backlog:
             raise OverloadedError(

@@ -2,6 +2,9 @@
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from skyrl_tinker.api.security.tokens import Caller
@@ -26,6 +29,7 @@ class KeyBacklogs:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._counts: dict[OwnerId | None, _Count] = {}
+        self._held: Counter[OwnerId | None] = Counter()  # requests that the store does not know
         self._counting = asyncio.Lock()
 
     async def full(self, caller: Caller) -> OverloadedError | None:
@@ -34,14 +38,28 @@ class KeyBacklogs:
         if limit is None:
             return None
         count = await self._count(caller.owner)
-        if count.waiting < limit:
+        waiting = count.waiting + self._held[caller.owner]
+        if waiting < limit:
             count.waiting += 1
             return None
         return OverloadedError(
-            f"key_backlog: found {count.waiting} waiting requests, expected at most {limit} of one API key: "
+            f"key_backlog: found {waiting} waiting requests, expected at most {limit} of one API key: "
             "send this request again later",
             RETRY_S,
         )
+
+    @asynccontextmanager
+    async def held(self, caller: Caller) -> AsyncIterator[None]:
+        """Count one more request, which the store does not know, meanwhile. Raises OverloadedError."""
+        if refusal := await self.full(caller):
+            raise refusal
+        if caller.limits.backlog is not None:
+            self._counts[caller.owner].waiting -= 1  # it is held instead
+        self._held[caller.owner] += 1
+        try:
+            yield
+        finally:
+            self._held -= Counter([caller.owner])  # drops zeros
 
     async def _count(self, owner: OwnerId | None) -> _Count:
         async with self._counting:  # those that come meanwhile use the same count

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -13,20 +13,22 @@ from aiohttp import web
 
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
-from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
+from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
     add_reasoning_content,
-    longest_prompt,
+    prompt_lengths,
     texts_to_count,
     upstream_body,
 )
 from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.constants import BASE_MODEL
+from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
     OWNER_HEADER,
     ChatCompletionRequest,
@@ -35,7 +37,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     error_body,
     parse_openai,
 )
-from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_sessions, usage_records
 from skyrl_tinker.store.store import Store
 
 PREFIX = "/oai/api/v1"
@@ -47,11 +49,22 @@ Path = Literal["/v1/completions", "/v1/chat/completions"]
 
 @dataclass(frozen=True, slots=True)
 class _OpenAICall:
-    """Request in vLLM's form, without the name of the model."""
+    """Request in vLLM's form, without the name of the model. `prompts`: tokens of each."""
 
     request: OpenAIRequest
+    owner: OwnerId | None
     version: WeightVersion | None
+    prompts: list[int]
     body: dict[str, Any]
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) * self.request.n
+
+    @property
+    def tokens(self) -> int:
+        """The most that it computes, prompts included."""
+        return sum(self.prompts) + self.sequences * int(self.body["max_tokens"])
 
     @property
     def path(self) -> Path:
@@ -79,6 +92,7 @@ class OpenAIServer:
         fleet: Fleet,
         facts: BaseModelFacts,
         abilities: ChatAbilities,
+        sampler_driver: SamplerDriver,
         metrics: Metrics,
     ) -> None:
         self._store = store
@@ -86,6 +100,7 @@ class OpenAIServer:
         self._fleet = fleet
         self._facts = facts
         self._abilities = abilities
+        self._sampler_driver = sampler_driver
         self._metrics = metrics
 
     def routes(self) -> list[web.RouteDef]:
@@ -102,7 +117,9 @@ class OpenAIServer:
 
     async def _respond(self, http: web.Request, model: type[OpenAIRequest], kind: str) -> web.StreamResponse:
         try:
-            call = await self._prepare(parse_openai(model, orjson.loads(await http.read())), _owner(http))
+            data = await http.read()
+            request = await off_loop(len(data), lambda: parse_openai(model, orjson.loads(data)))
+            call = await self._prepare(request, len(data), _owner(http))
             response = await (self._stream(http, call) if call.request.stream else self._complete(call))
         except SkyrlTinkerError as error:
             self._metrics.counted(kind, error.category)
@@ -115,12 +132,15 @@ class OpenAIServer:
 
     # From the client's request to vLLM's
 
-    async def _prepare(self, request: OpenAIRequest, owner: OwnerId | None) -> _OpenAICall:
+    async def _prepare(self, request: OpenAIRequest, size: int, owner: OwnerId | None) -> _OpenAICall:
+        """Prepare a request whose body has so many bytes."""
+        facts, abilities = self._facts, self._abilities
         version = self._version(request.model, owner)
-        texts = texts_to_count(request, self._facts, self._abilities)
+        texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
-        length = longest_prompt(request, counts, self._facts)
-        return _OpenAICall(request, version, upstream_body(request, length, self._facts, self._abilities))
+        prompts = await off_loop(size, lambda: prompt_lengths(request, counts, facts))
+        body = await off_loop(size, lambda: upstream_body(request, max(prompts), facts, abilities))
+        return _OpenAICall(request, owner, version, prompts, body)
 
     def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
         """Return the version that a model name means, None for the base model.
@@ -153,8 +173,9 @@ class OpenAIServer:
     # To vLLM and back
 
     async def _complete(self, call: _OpenAICall) -> web.Response:
-        response = await self._with_retry(lambda: self._send(call))
-        self._metrics.sampled_tokens(response["usage"].get("completion_tokens") or 0)
+        async with self._turn(call):
+            response = await self._with_retry(lambda: self._send(call))
+        await self._count(call, response["usage"])
         return web.Response(body=call.renamed(response), content_type="application/json")
 
     async def _send(self, call: _OpenAICall) -> Any:
@@ -166,6 +187,7 @@ class OpenAIServer:
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
         async with AsyncExitStack() as upstream:
+            await upstream.enter_async_context(self._turn(call))
             events = await self._with_retry(lambda: self._open(call, upstream))
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -174,7 +196,7 @@ class OpenAIServer:
             try:
                 async with _read_ahead(events, upstream) as ahead:
                     async for event in ahead:
-                        if forwarded := self._forwarded(call, event):
+                        if forwarded := await self._forwarded(call, event):
                             await response.write(b"data: " + forwarded + b"\n\n")
             except SamplerError as error:  # too late for a status
                 await response.write(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
@@ -192,17 +214,28 @@ class OpenAIServer:
             upstream.push_async_exit(stack.pop_all())
             return _chained(first, events)
 
-    def _forwarded(self, call: _OpenAICall, event: bytes) -> bytes | None:
-        """Return the event for the client, None for usage that only the metrics asked for."""
+    async def _forwarded(self, call: _OpenAICall, event: bytes) -> bytes | None:
+        """Return the event for the client, None for usage that it did not ask for."""
         if event == _END:
             return event
         chunk = orjson.loads(event)
         if chunk.get("choices") == []:
-            self._metrics.sampled_tokens(chunk["usage"]["completion_tokens"])
+            await self._count(call, chunk["usage"])
             options = call.request.stream_options
             if options is None or not options.include_usage:
                 return None
         return call.renamed(chunk)
+
+    def _turn(self, call: _OpenAICall) -> AbstractAsyncContextManager[None]:
+        return self._sampler_driver.turn(call.owner, call.tokens, call.sequences)
+
+    async def _count(self, call: _OpenAICall, usage: dict[str, Any]) -> None:
+        """Count the tokens of an answer, as those of asample are."""
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        used = Usage(usage["prompt_tokens"], cached, usage.get("completion_tokens") or 0)
+        self._metrics.sampled_tokens(used.output_tokens)
+        name = self._facts.name
+        await self._store.write(lambda conn: usage_records.add_openai(conn, call.owner, name, used))
 
     async def _with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Make an attempt, and another one when vLLM died in it or had lost the adapter."""

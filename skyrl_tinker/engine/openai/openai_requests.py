@@ -68,12 +68,12 @@ def _texts(request: OpenAIRequest, abilities: ChatAbilities) -> list[dict[str, A
     return [{"prompt": prompt} for prompt in prompts if isinstance(prompt, str)]
 
 
-def longest_prompt(request: OpenAIRequest, counts: Sequence[int], facts: BaseModelFacts) -> int:
-    """Return the tokens of the longest prompt; `counts`: of texts_to_count. FieldError: unknown token id."""
+def prompt_lengths(request: OpenAIRequest, counts: Sequence[int], facts: BaseModelFacts) -> list[int]:
+    """Return the tokens of each prompt; `counts`: of texts_to_count. FieldError: unknown token id."""
     lists = _token_lists(request)
     for tokens in lists:
         _require_known(tokens, "prompt", facts)
-    return max([*counts, *map(len, lists)])
+    return [*counts, *map(len, lists)]
 
 
 def _require_known(tokens: Iterable[int], field: str, facts: BaseModelFacts) -> None:

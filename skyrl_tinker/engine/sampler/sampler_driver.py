@@ -11,7 +11,14 @@ from types import MappingProxyType
 import numpy as np
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import ModelKey, OwnerId, SamplingSessionId, SessionId, sequence_ids
+from skyrl_tinker.domain.ids import (
+    ModelKey,
+    OwnerId,
+    SamplingSessionId,
+    SessionId,
+    openai_session,
+    sequence_ids,
+)
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import (
@@ -29,6 +36,7 @@ from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.errors import NotFoundError, StateLostError
+from skyrl_tinker.inference.constants import MAX_SEQUENCES
 from skyrl_tinker.off_loop import OFF_LOOP_BYTES
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.queue_views import SamplingView
@@ -42,24 +50,22 @@ from skyrl_tinker.store.store import Store
 
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
+CONCURRENCY = {"cuda": MAX_SEQUENCES, "cpu": 192}
+"""Default of the setting sample_concurrency. On a CPU a step takes longer the more sequences are in it."""
 CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
 EMPTY: Mapping[int, FutureOutcome] = MappingProxyType({})
 
 
-GUESTS = SessionId("openai")
-"""The session of requests that have none: those of one owner wait as those of one more session of it."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Guest:
-    """A request that the store does not know. `come`: done once its turn has come."""
+    """Request of an OpenAI client, which the store does not know. `come`: done once its turn has come."""
 
     id: int
     owner_id: OwnerId | None
+    session_id: SessionId
     tokens: int
     sequences: int
     come: asyncio.Future[None]
-    session_id: SessionId = GUESTS
     model_key: ModelKey | None = None
 
 
@@ -101,7 +107,7 @@ class SamplerDriver:
     async def turn(self, owner: OwnerId | None, tokens: int, sequences: int) -> AsyncIterator[None]:
         """Wait for a turn among the samples, and have it; `tokens`: the most that is computed in it."""
         come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        guest = _Guest(next(self._guests), owner, tokens, sequences, come)
+        guest = _Guest(next(self._guests), owner, openai_session(owner), tokens, sequences, come)
         self._queued.add([guest])
         self._changed.set()
         try:

@@ -82,6 +82,18 @@ def stamp(moment: datetime) -> str:
     return moment.isoformat().replace("+00:00", "Z")
 
 
+async def test_openai_clients_of_an_owner_are_billed_as_a_session(world: World) -> None:
+    for used in (Usage(100, 60, 9), Usage(10, 0, 1)):
+        await world.store.write(lambda conn, used=used: usage_records.add_openai(conn, None, BASE, used))
+    answer = await bill(world)
+    assert [event["event_info"] for event in answer["data"]] == [
+        {"type": "sampling_prefill", "cached": True, "token_count": 60},
+        {"type": "sampling_prefill", "cached": False, "token_count": 50},
+        {"type": "sampling_sample", "token_count": 10},
+    ]
+    assert {event["session_id"] for event in answer["data"]} == {"openai-0"}
+
+
 async def test_the_bill_is_the_same_after_the_results_are_gone(world: World) -> None:
     sampler = await world.sampler()
     await finish(world, await world.ok("asample", sample(sampler, 0)), Usage(100, 60, 9))

@@ -174,6 +174,10 @@ async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(
         assert answer.json()["detail"].startswith(
             "key_backlog: found 3 waiting requests, expected at most 3 of one API key"
         )
+    completion = {"model": BASE, "prompt": "a"}
+    answer = await world.http.post("http://api/oai/api/v1/completions", json=completion)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+    assert "key_backlog: found 3" in answer.json()["error"]["message"]
     assert await world.ok("optim_step", step(model, 1))  # a repetition gets its first answer
     key = world.http.headers["X-API-Key"]
     speak_as(world, await new_user(world, "bob"))

@@ -66,7 +66,7 @@ class Waiting:
         store, trainer, samplers = self.store, cast(Any, self.trainer), cast(Any, self.samplers)
         metrics = Metrics()
         outbox = Outbox(store, self.bell, metrics)
-        self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency, metrics)
+        self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency or 8, metrics)
         spill = make_tmpfs_spill(Directories(self.settings))
         versions = EphemeralVersions(store, samplers, self.sampler, spill, self.settings)
         half = compose_training(
@@ -82,7 +82,9 @@ class Waiting:
             request_s=self.settings.request_deadline_s,
             gap_s=self.settings.gap_deadline_s,
         )
-        openai = OpenAIServer(store, samplers, cast(Any, None), FACTS, ChatAbilities(frozenset()), metrics)
+        openai = OpenAIServer(
+            store, samplers, cast(Any, None), FACTS, ChatAbilities(frozenset()), self.sampler, metrics
+        )
         self.gateway = EngineHttpServer(
             Directories(self.settings).engine_socket, openai, metrics, self._view, MiB
         )

@@ -122,7 +122,7 @@ class Engine:
         trainer, samplers = cast(Any, self.trainer), cast(Any, self.samplers)
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
-        self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency, metrics)
+        self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency or 8, metrics)
         spill = make_tmpfs_spill(Directories(settings))
         versions = EphemeralVersions(store, samplers, self.sampler, spill, settings)
         half = compose_training(settings, FACTS, store, outbox, trainer, samplers, versions, metrics)
