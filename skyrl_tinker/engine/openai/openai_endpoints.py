@@ -1,9 +1,8 @@
 """OpenAI-compatible routes: take a base model's name or a tinker:// path, return vLLM's own response."""
 
 import asyncio
-import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -41,7 +40,6 @@ from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_se
 from skyrl_tinker.store.store import Store
 
 PREFIX = "/oai/api/v1"
-_AFFINITY_BYTES = 512
 _END = b"[DONE]"
 T = TypeVar("T")
 Path = Literal["/v1/completions", "/v1/chat/completions"]
@@ -70,13 +68,6 @@ class _OpenAICall:
     def path(self) -> Path:
         chat = isinstance(self.request, ChatCompletionRequest)
         return "/v1/chat/completions" if chat else "/v1/completions"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers that route requests with a common prefix to the same server, for its prefix cache."""
-        digest = hashlib.sha256((self.version.name if self.version else BASE_MODEL).encode())
-        digest.update(orjson.dumps(self.body.get("messages", self.body.get("prompt")))[:_AFFINITY_BYTES])
-        return {"X-Session-ID": digest.hexdigest()[:32]}
 
     def renamed(self, response: dict[str, Any]) -> bytes:
         """Encode a response under the model name that the client gave."""
@@ -183,7 +174,8 @@ class OpenAIServer:
         chat = isinstance(call.request, ChatCompletionRequest)
         async with self._samplers.leases.open(call.version) as name:
             send = data.chat_completion if chat else data.completion
-            return await send(call.body | {"model": name}, headers=call.headers)
+            with self._headers(call) as headers:
+                return await send(call.body | {"model": name}, headers=headers)
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
         async with AsyncExitStack() as upstream:
@@ -208,7 +200,8 @@ class OpenAIServer:
         async with AsyncExitStack() as stack:
             name = await stack.enter_async_context(self._samplers.leases.open(call.version))
             body = call.body | {"model": name}
-            stream = self._fleet.client.data.stream(call.path, body, headers=call.headers)
+            headers = stack.enter_context(self._headers(call))
+            stream = self._fleet.client.data.stream(call.path, body, headers=headers)
             events = _events(await stack.enter_async_context(stream))
             first = await anext(events)
             upstream.push_async_exit(stack.pop_all())
@@ -225,6 +218,13 @@ class OpenAIServer:
             if options is None or not options.include_usage:
                 return None
         return call.renamed(chunk)
+
+    @contextmanager
+    def _headers(self, call: _OpenAICall) -> Iterator[dict[str, str]]:
+        """Return headers that route a request to a server that has cached its prefix (Affinity)."""
+        prompt = orjson.dumps(call.body.get("messages", call.body.get("prompt")))
+        with self._samplers.affinity.key(call.version, prompt, call.sequences) as key:
+            yield {"X-Session-ID": key}
 
     def _turn(self, call: _OpenAICall) -> AbstractAsyncContextManager[None]:
         return self._sampler_driver.turn(call.owner, call.tokens, call.sequences)

@@ -1,7 +1,6 @@
 """The sampling servers as the drivers see them: any version, at any time, also across a restart of vLLM."""
 
 import asyncio
-import hashlib
 import logging
 import time
 from array import array
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
+from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.full_weights import FullWeights
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, SampleSource, newest
@@ -21,10 +21,8 @@ from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.weight_sync.transport import WeightTransport
 
-AFFINITY_TOKENS = 128
 _log = logging.getLogger(__name__)
 
 
@@ -38,6 +36,7 @@ class Samplers:
         self._swaps = WeightSwaps(fleet, transport, facts)
         self._full_weights = FullWeights(self._swaps)
         self._adapters = AdapterCache(fleet, adapters)
+        self.affinity = Affinity(lambda: self.replicas)
         self.leases = Leases(fleet.placement, self._full_weights, self._adapters)
         self._targets = InflightTargets()
         self._users: Counter[VersionId] = Counter()
@@ -149,20 +148,21 @@ class Samplers:
             await self._restored.wait()
 
     async def _sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
-        call = SampleCall(
-            self._fleet.client.data,
-            self.leases,
-            source,
-            _session_key(source, request),
-            self._facts.eos_token_ids,
-            self._facts.context_length,
-            source.tag if isinstance(source, InflightTarget) else None,
-        )
-        try:
-            return await call.execute(request)
-        except NotFoundError as error:  # a sampler had lost the adapter, which is loaded again
-            _log.info("tried again: %s", error)
-            return await call.execute(request)
+        with self.affinity.key(source, array("q", request.prompt).tobytes(), request.num_samples) as key:
+            call = SampleCall(
+                self._fleet.client.data,
+                self.leases,
+                source,
+                key,
+                self._facts.eos_token_ids,
+                self._facts.context_length,
+                source.tag if isinstance(source, InflightTarget) else None,
+            )
+            try:
+                return await call.execute(request)
+            except NotFoundError as error:  # a sampler had lost the adapter, which is loaded again
+                _log.info("tried again: %s", error)
+                return await call.execute(request)
 
 
 @contextmanager
@@ -172,11 +172,3 @@ def _on_demand(version: WeightVersion) -> Iterator[None]:
         yield
     except SkyrlTinkerError as error:
         _log.warning("%s is not loaded by the samplers yet: %s", version.name, error)
-
-
-def _session_key(source: SampleSource, request: SampleRequest) -> str:
-    """Return the key by which requests that can share cached prefixes go to the same server."""
-    name = source.tag if isinstance(source, InflightTarget) else source.name if source else BASE_MODEL
-    digest = hashlib.sha256(name.encode())
-    digest.update(array("q", request.prompt[:AFFINITY_TOKENS]).tobytes())
-    return digest.hexdigest()[:32]

@@ -3,12 +3,15 @@
 import asyncio
 import os
 import signal
+from array import array
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from skyrl_tinker.domain.values import SampleOutput
+from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
@@ -53,6 +56,16 @@ async def test_a_session_stays_on_its_replica_and_sessions_are_spread(client: Re
     assert all([await cached(client, session, seed=1000 + session) for session in sessions])
     first_seen = [not await cached(client, session, seed=999) for session in sessions]
     assert sum(first_seen) == 2  # one prompt for all sessions: new to each of two replicas
+
+
+async def test_many_prompts_with_one_beginning_reach_both_replicas(client: RemoteInferenceClient) -> None:
+    affinity, beginning = Affinity(lambda: 2), prompt_of(200, seed=1)
+    with ExitStack() as stack:
+        prompts = [array("q", [*beginning, *prompt_of(100, seed=seed)]).tobytes() for seed in range(32)]
+        keys = [stack.enter_context(affinity.key(None, prompt, 1)) for prompt in prompts]
+    request = ask(prompt_of(200, seed=998), max_tokens=2)
+    outputs = [await samplers.sample(client, "base", request, session_key=key) for key in keys]
+    assert [output.cached_tokens for output in outputs].count(0) == 2, "new to each of two replicas"
 
 
 async def test_workers_are_added_killed_and_removed_at_run_time(

@@ -1,0 +1,57 @@
+"""Which requests go to the same replica: those that share a prefix, unless too many of them are in flight."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource
+from skyrl_tinker.inference.constants import BASE_MODEL
+
+PREFIX_BYTES = 1024  # of 128 tokens
+LEAST = 4
+"""Sequences that one prefix may always have in flight."""
+
+
+class Affinity:
+    """Keys by which the router chooses a replica, and the sequences in flight under each.
+
+    A key is of the weights and of a prompt's beginning. One that has half of a replica's share of all that is
+    in flight takes no more: then twice as much of the prompt decides, so that the turns of a conversation
+    stay together and conversations with the same beginning part. The bound follows V. Mirrokni, M. Thorup,
+    M. Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018; the router, which hashes, knows no
+    load, so the key changes in place of the replica.
+    """
+
+    def __init__(self, replicas: Callable[[], int]) -> None:
+        self._replicas = replicas
+        self._sequences: Counter[str] = Counter()  # in flight, by key
+
+    @contextmanager
+    def key(self, source: SampleSource, prompt: bytes, sequences: int) -> Iterator[str]:
+        """Choose a key for a request, which counts under it meanwhile."""
+        most = max(LEAST, self._sequences.total() / (2 * self._replicas()))
+        key = next(key for key in _keys(source, prompt) if self._sequences[key] < most)
+        load = Counter({key: sequences})
+        self._sequences += load
+        try:
+            yield key
+        finally:
+            self._sequences -= load  # drops zeros
+
+
+def _keys(source: SampleSource, prompt: bytes) -> Iterator[str]:
+    """Yield keys of longer and longer prefixes, and then others without end."""
+    digest = hashlib.sha256(_name(source).encode())
+    begin, end = 0, PREFIX_BYTES
+    while True:
+        digest.update(prompt[begin:end] + b"|")  # another key at each step, also behind the prompt's end
+        yield digest.hexdigest()[:32]
+        begin, end = end, 2 * end
+
+
+def _name(source: SampleSource) -> str:
+    if isinstance(source, InflightTarget):
+        return source.tag
+    return source.name if isinstance(source, WeightVersion) else BASE_MODEL
