@@ -3,13 +3,13 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
-from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.manifest import CheckpointContents
 from skyrl_tinker.domain.values import (
     AdapterWeights,
@@ -25,7 +25,7 @@ from skyrl_tinker.domain.values import (
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.training.actors import Actors
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
-from skyrl_tinker.training.batching.outputs import RankOutput, assemble
+from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
 from skyrl_tinker.training.captured_state import CapturedState
 from skyrl_tinker.training.restart_policy import RestartPolicy
 from skyrl_tinker.training.trainer_spec import TrainerSpec, retry_budget
@@ -47,12 +47,13 @@ class PreparedPass:
 class PassResult:
     """Outputs in the order of the items, and the tokens per row with which the pass succeeded.
 
-    `exhausted`: it did not, since memory ran out, and all items failed.
+    `exhausted`: it did not, since memory ran out, and all items failed. `own_s`: what custom losses took.
     """
 
     outputs: list[PassOutput | Failure]
     row_budget: int
     exhausted: bool = False
+    own_s: Mapping[RequestId, float] = field(default_factory=dict)
 
 
 class TrainerGroup:
@@ -135,7 +136,8 @@ class TrainerGroup:
             budget = retry_budget(budget)
             self.retried_passes += 1
             _log.warning("a pass of %d tokens was run again in smaller rows", len(prepared.batch.tokens))
-        return PassResult(assemble(prepared.batch, outputs), budget, outputs[0].exhausted)
+        own_s = own_seconds(prepared.batch, outputs)
+        return PassResult(assemble(prepared.batch, outputs), budget, outputs[0].exhausted, own_s)
 
     async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         """Run optimizer steps of several models; outputs in their order."""

@@ -168,7 +168,8 @@ class TrainerDriver:
                 self._worked_s = 0.0
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
-                self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, {}))
+                own_s = self._execution.take_own_seconds()
+                self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
                 self._trainer.note_work()
 
     async def _next_unit(self, report: Report) -> Unit | ReadyPass:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,6 +70,12 @@ class UnitExecution:
         self._background = asyncio.TaskGroup()
         self._writes: set[asyncio.Task[Any]] = set()  # saves on their way to the disk and the samplers
         self._units = itertools.count()
+        self._own_s: Counter[int] = Counter()
+
+    def take_own_seconds(self) -> Mapping[int, float]:
+        """Return what custom losses took since the last call, by row id."""
+        own_s, self._own_s = self._own_s, Counter()
+        return own_s
 
     async def __aenter__(self) -> None:
         self._units = itertools.count(await read_persistently(self._store, unit_records.next_unit))
@@ -144,6 +151,7 @@ class UnitExecution:
     async def _run_pass(self, ready: ReadyPass, row_budget: int | None = None) -> None:
         busy_s = self._trainer.busy_s
         result = await self._executors.passes.execute(ready, row_budget)
+        self._own_s.update({row.id: result.own_s.get(row.request_id, 0.0) for row in ready.rows})
         if result.exhausted and len(ready.rows) > 1:
             raise CrowdedPassError(f"{len(ready.rows)} requests do not fit into memory together")
         self._metrics.passed(ready.rows, result.outputs)

@@ -3,8 +3,9 @@
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from skyrl_tinker.domain.ids import RequestId
 from skyrl_tinker.domain.values import Failure, Float32, PassOutput
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 
@@ -27,6 +28,7 @@ class RankOutput:
     logprobs: Float32  # the segments' logprobs, cell by cell, end to end
     metrics: Mapping[int, PassMetrics]  # by request index
     failures: Mapping[int, Failure]  # by request index
+    own_s: Mapping[int, float] = field(default_factory=dict)  # of custom losses, by request index
     retried: bool = False  # memory ran out the first time
     exhausted: bool = False  # and the second time: all requests failed
 
@@ -51,6 +53,16 @@ def assemble(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> list[P
         failures.get(index) or _output(batch, index, logprobs, metrics.get(index, {"loss:sum": 0.0}))
         for index in range(len(batch.requests))
     ]
+
+
+def own_seconds(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> dict[RequestId, float]:
+    """Return the seconds that ranks waited for each custom loss."""
+    longest: dict[RequestId, float] = {}
+    for output in outputs:
+        for index, seconds in output.own_s.items():
+            request = batch.requests[index].request_id
+            longest[request] = max(longest.get(request, 0.0), seconds)
+    return longest
 
 
 def _by_segment(batch: TrainingInputBatch, outputs: Sequence[RankOutput]) -> dict[int, Float32]:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -74,16 +75,18 @@ class PassRunner:
         """
         failures = self._without_state(batch)
         excluded = set(failures)
+        own_s: Counter[int] = Counter()
         while True:
             alive = frozenset(range(len(batch.requests))) - excluded
             attempt, bad = self._attempt_checked(batch, alive, budget)
             failures |= attempt.failures
             excluded |= bad
+            own_s.update(attempt.spent)
             if not any(batch.requests[index].backward for index in bad):
                 for model in self._training(batch, alive):
                     model.commit()
                 assert attempt.joined is not None
-                return RankOutput(tuple(attempt.segments), attempt.joined, attempt.metrics, failures)
+                return RankOutput(tuple(attempt.segments), attempt.joined, attempt.metrics, failures, own_s)
             self._rollback(batch, alive)
 
     def _without_state(self, batch: TrainingInputBatch) -> dict[int, Failure]:

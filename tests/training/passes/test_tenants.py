@@ -5,8 +5,11 @@ import torch
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, Datum, Failure, LoraSpec, PassItem, PassOutput, StepItem
 from skyrl_tinker.errors import StateLostError
+from skyrl_tinker.training.batching.batch import build_batch
+from skyrl_tinker.training.batching.outputs import own_seconds
 from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
+from tests.training.losses.support.uploads import upload
 from tests.training.support.passes import (
     assert_close,
     assert_equal,
@@ -129,6 +132,17 @@ def test_a_request_that_has_failed_in_a_row_is_not_tried_in_later_ones(
     (failure,) = run_pass(worker, make_item(1, (first, second), "importance_sampling"))
     assert isinstance(failure, Failure)
     assert failure.message.startswith("datum 0, ")
+
+
+def test_what_a_custom_loss_took_is_told(worker: Worker) -> None:
+    _with_models(worker, 1, 2)
+    loss = upload(lambda logprobs: (logprobs.sum(), {}), logprobs=1)
+    plain = make_data((5, 9), 1, "custom")
+    own = PassItem(RequestId("own"), ModelKey(2), plain, "custom", {}, True, 0, loss)
+    batch = build_batch([_item(1, 1), own])
+    told = own_seconds(batch, [worker.run_pass(batch)])
+    assert list(told) == ["own"]
+    assert told[RequestId("own")] > 0
 
 
 def test_a_model_without_state_fails_its_requests_only(worker: Worker) -> None:
