@@ -49,19 +49,21 @@ ERROR_S = 0.05
 
 @dataclass
 class Attack:
-    """One attack in its own process. `outcomes`: how often each answer came."""
+    """One attack in its own process. `outcomes`: how often each answer came; `unit_s`: of a unit of its work."""
 
     url: str
     keys: Sequence[str]
     pipe: Connection
     outcomes: Counter[str] = field(default_factory=Counter)
+    unit_s: float = 0.0
     _stopped: threading.Event = field(default_factory=threading.Event)
 
     def go(self, unit_s: float = 0.0) -> None:
         """Say that all is prepared, and what one unit of this attack's work takes; wait for the signal."""
         for thread in Path("/proc/self/task").iterdir():
             os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)  # those that they start inherit it
-        self.pipe.send(unit_s)
+        self.unit_s = unit_s
+        self.pipe.send(None)
         self.pipe.recv()
         threading.Thread(target=self._await_stop, daemon=True).start()
 
@@ -227,13 +229,16 @@ async def _bodies(attack: Attack) -> None:
 def long_rows(attack: Attack) -> None:
     """Send rows as long as the context, twice the trainer's usual ones; the bench takes its memory away.
 
-    Of several models, so that one always waits and shares the pass of whoever comes.
+    Of several models, so that one always waits and shares the pass of whoever comes. What one takes is
+    measured afterwards: with memory that the trainer had before, it would keep it.
     """
     data = [random_datum(CONTEXT - 1)] * 2
     with attack.service(attack.keys[0]) as service:
         models = [_lora(service) for _ in range(3)]
-        attack.go(attack.attempt(models[0].forward([random_datum(ROW)], "cross_entropy").result))
+        attack.attempt(models[0].forward([random_datum(ROW)], "cross_entropy").result)
+        attack.go()
         _together(lambda model=model: _keep_passing(attack, model, data) for model in models)
+        attack.unit_s = attack.attempt(models[0].forward_backward(data, "cross_entropy").result)
 
 
 def _keep_passing(attack: Attack, training: tinker.TrainingClient, data: list[types.Datum]) -> None:
@@ -375,7 +380,7 @@ ATTACKS: dict[str, Callable[[Attack], None]] = {
 
 
 class Attacker:
-    """The process of an attack, prepared when entered. `unit_s`: what one unit of its work takes alone."""
+    """Process of an attack, prepared when entered. `unit_s`: what one unit took alone, once it has ended."""
 
     def __init__(self, attack: str, url: str, keys: Sequence[str]) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -385,7 +390,7 @@ class Attacker:
 
     def __enter__(self) -> "Attacker":
         self._process.start()
-        self.unit_s = self._hear(START_S)
+        self._hear(START_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -399,10 +404,10 @@ class Attacker:
         """Return how often each answer came; none if the attacker died or does not end."""
         try:
             self._pipe.send(None)
-            outcomes: dict[str, int] = self._hear(STOP_S)
+            outcomes, self.unit_s = self._hear(STOP_S)
         except (OSError, EOFError):
             return {}
-        return outcomes
+        return dict(outcomes)
 
     def _hear(self, within_s: float) -> Any:
         if not self._pipe.poll(within_s):
@@ -414,4 +419,4 @@ def _attack(name: str, url: str, keys: Sequence[str], pipe: Connection) -> None:
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # most of its requests are meant to fail
     attack = Attack(url, keys, pipe)
     ATTACKS[name](attack)
-    pipe.send(dict(attack.outcomes))
+    pipe.send((attack.outcomes, attack.unit_s))

@@ -61,6 +61,21 @@ VARIANTS = {
             "wire_body_mb": 1,
         },
     ),
+    "with limits of keys and of clients": Variant(
+        locked=True,
+        settings={
+            "key_backlog": 20_000,
+            "key_metadata_kb": 0.5,
+            "key_models": 1000,
+            "key_requests_per_s": 10_000.0,
+            "key_resident_gb": 1.0,
+            "key_sessions": 1000,
+            "key_stop_kb": 0.1,
+            "key_stored_gb": 0.001,
+            "proto_compress_fwdbwd": True,
+            "sample_max_concurrent_requests": 1,
+        },
+    ),
     "with a certificate and another name": Variant(
         tls=True,
         settings={
@@ -120,9 +135,11 @@ async def _ready(url: str, *, locked: bool) -> str:
     await write_facts(store)
     engine = {"state": "ready", "detail": "", "since": 0.0}
     await store.write(lambda conn: server_state.put(conn, "engine", engine))
-    key = await store.write(lambda conn: api_keys.create(conn, "fuzz")) if locked else ""
+    if locked:
+        await store.write(lambda conn: api_keys.create(conn, "fuzz"))
+        key = await store.write(lambda conn: api_keys.rotate(conn, "fuzz", 0))
     await store.close()
-    return key
+    return key if locked else ""
 
 
 def _made(http: httpx.Client) -> Json:
