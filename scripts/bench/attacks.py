@@ -49,7 +49,7 @@ ERROR_S = 0.05
 
 @dataclass
 class Attack:
-    """One attack in its own process. `outcomes`: how often each answer came; `unit_s`: of a unit of its work."""
+    """One attack in its own process. `outcomes`: how often each answer came; `unit_s`: of one unit of work."""
 
     url: str
     keys: Sequence[str]
