@@ -10,8 +10,8 @@ metrics, logprobs, metrics of steps and sampled tokens must come out bit by bit 
 runs in a process of its own, at the lowest priority, with keys of its own unless its name says otherwise.
 
 One unit of the other's work is what one of its requests takes from the client's side while nobody else works:
-measured by the attacker before it begins, or once it has ended; 0 where it does no work. Requests of each kind
-may take 1.5 x their p99 alone, and one unit.
+measured by the attacker before it begins, or once it has ended; 0 where it does no work. Requests of each
+kind may take 1.5 x their p99 alone, and one unit.
 
 --quick: out_of_memory, train_other_keys and killed for 6 s each. With the default arguments it ends within
 ten minutes. On a CPU the trainer runs out of memory because it is given a limit (RLIMIT_DATA) for as long
