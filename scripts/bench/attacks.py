@@ -49,7 +49,7 @@ ERROR_S = 0.05
 
 @dataclass
 class Attack:
-    """One attack in its own process. `outcomes`: how often each answer came; `unit_s`: of one unit of work."""
+    """Attack in a process of its own: how often each answer came, and what one unit of its work takes."""
 
     url: str
     keys: Sequence[str]
