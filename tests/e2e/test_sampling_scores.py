@@ -65,8 +65,8 @@ def test_target_prompt_logprobs(client: Client, model: PreTrainedModel, sparse: 
     ids = torch.full((ROWS, 5), -1)
     ids[3] = torch.tensor([7, 7, -1, 0, 9])
     ids[ROWS - 1, 4] = TOKENS[-1]
-    make = types.TensorData.from_torch_sparse if sparse else types.TensorData.from_torch
-    targets = make(ids, pad_value=-1) if sparse else make(ids)
+    whole, part = types.TensorData.from_torch, types.TensorData.from_torch_sparse
+    targets = part(ids, pad_value=-1) if sparse else whole(ids)
     got = sample(client, include_prompt_logprobs=True, target_prompt_logprobs=targets).target_prompt_logprobs
     assert got is not None
     assert got.sparse_crow_indices == targets.sparse_crow_indices

@@ -35,9 +35,7 @@ async def droppable(store: Store) -> list[WeightVersion]:
         return sampling_sessions.list_droppable_versions(conn)
 
 
-async def sampler_on(
-    store: Store, session: SessionId, version: VersionId
-) -> sampling_sessions.SamplingSessionId:
+async def sampler_on(store: Store, session: SessionId, version: VersionId) -> SamplingSessionId:
     return await store.write(
         lambda conn: sampling_sessions.create(
             conn, session, 0, base_model="tiny", model_path=None, version_id=version
@@ -213,4 +211,4 @@ async def test_a_sampling_session_is_read_as_written(
     with store.read() as conn:
         row = sampling_sessions.get(conn, sampler)
         assert row == sampling_sessions.SamplingSessionRow(sampler, session, 0, "tiny", None, version)
-        assert sampling_sessions.get(conn, sampling_sessions.SamplingSessionId("nobody")) is None
+        assert sampling_sessions.get(conn, SamplingSessionId("nobody")) is None
