@@ -56,7 +56,7 @@ def add_openai(conn: Connection, owner: OwnerId | None, base_model: str, usage: 
         created_at=now,
         last_heartbeat_at=now,
         finished_at=now,
-        finish_reason="no heartbeats",
+        finish_reason="success",
         tags=[],
         user_metadata={},
         display_name="OpenAI clients",
