@@ -217,11 +217,16 @@ class SampleRequest:
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False
 
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that are generated: greedy ones are all the same."""
+        return 1 if self.params.temperature == 0 else self.num_samples
+
     def tokens(self, context_length: int) -> int:
         """Count the tokens of the prompt and the most that may be generated: what the samplers compute."""
         left = max(0, context_length - len(self.prompt))
         most = left if self.params.max_tokens is None else self.params.max_tokens
-        return len(self.prompt) + self.num_samples * most
+        return len(self.prompt) + self.sequences * most
 
 
 TopkRow = tuple[tuple[int, float], ...]

@@ -54,8 +54,8 @@ class QueueView:
 class SamplingView:
     """The samplers' queue.
 
-    `queued`: by session, in the order of their turns of one sample each. `stride`: one in so many ids is
-    listed. `per_second`: recent rate of finished samples. `paused`: why none proceeds at present.
+    `queued`: by session, in the order of their turns, which count as one sample each here. `stride`: one in
+    so many ids is listed. `per_second`: recent rate of finished samples. `paused`: why none proceeds.
     """
 
     queued: Mapping[str, QueueView] = field(default_factory=dict)

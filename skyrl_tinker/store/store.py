@@ -55,12 +55,13 @@ class Store:
             await self._threaded.pop().close()
         self._lock.close()
 
-    async def write(self, op: Op[T], then: Callable[[], None] | None = None) -> T:
+    async def write(self, op: Op[T], then: Callable[[], None] | None = None, size: int = 0) -> T:
         """Run `op` in the next group commit, in the writer's thread; return its value after COMMIT.
 
+        `size`: bytes that it writes, if they are many: smaller writes overtake it.
         `then` is called after the commit, in that thread: for what must not wait for a busy loop.
         """
-        return await self._writer.write(op, then)
+        return await self._writer.write(op, then, size)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

@@ -16,7 +16,7 @@ from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER
 from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
-from tests.support.serve import Serve
+from tests.support.serve import Serve, wait_until
 
 PROMPT = random_tokens(12, seed=21)
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which letter?"}]
@@ -293,6 +293,7 @@ def test_whole_and_streamed_answers_are_on_the_bill(oai: openai.OpenAI, client: 
     for _ in oai.completions.create(**asked, stream=True):
         pass
     assert whole.usage is not None
+    assert wait_until(lambda: (billed(client) - before)[0] == 2 * len(PROMPT), 10)
     prompts, sampled = billed(client) - before
     assert prompts == 2 * len(PROMPT)
     assert whole.usage.completion_tokens < sampled <= whole.usage.completion_tokens + 5

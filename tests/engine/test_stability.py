@@ -76,7 +76,7 @@ class Sampling:
         body = sample_body(SampleRequest((1, 2), 2, params, record_stability_info=record))
         accepted = await self.store.write(
             lambda conn: sample_submission.submit_sample(
-                conn, sampler, 1, owner=None, body=body, digest=b"", num_samples=2, tokens=1
+                conn, sampler, 1, owner=None, body=body, digest=b"", num_samples=2, tokens=1, sequences=1
             )
         )
         with self.store.read() as conn:

@@ -77,6 +77,7 @@ async def submit_training(
             refusal=refusal,
         ),
         services.wake_engine,
+        len(submission.body),
     )
     return announce(services, owner, accepted, pending=submission.failure is None)
 

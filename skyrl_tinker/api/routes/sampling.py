@@ -119,7 +119,9 @@ async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     body = await request.body()
     sample = await off_loop(len(body), lambda: _read_sample(body, deps.limits, caller.limits))
     owner = caller.owner
-    accepted = await deps.store.write(lambda conn: sample.submit(conn, owner), deps.wake_engine)
+    accepted = await deps.store.write(
+        lambda conn: sample.submit(conn, owner), deps.wake_engine, len(sample.body)
+    )
     deps.backpressure.accepted()
     return announce(deps, owner, accepted, pending=True)
 
@@ -131,6 +133,7 @@ class _Sample:
     body: bytes
     num_samples: int
     tokens: int
+    sequences: int
 
     def submit(self, conn: Connection, owner: OwnerId | None) -> Accepted:
         return sample_submission.submit_sample(
@@ -142,6 +145,7 @@ class _Sample:
             digest=body_digest(self.body),
             num_samples=self.num_samples,
             tokens=self.tokens,
+            sequences=self.sequences,
         )
 
 
@@ -153,8 +157,14 @@ def _read_sample(body: bytes, limits: Limits, key_limits: KeyLimits) -> _Sample:
     key_limits.require_stop(stop_bytes(message.sampling_params.stop))
     sample = validate_sample(message, limits)
     session_id = SamplingSessionId(message.sampling_session_id)
-    tokens = sample.tokens(limits.context_length)
-    return _Sample(session_id, message.seq_id, sample_body(sample), sample.num_samples, tokens)
+    return _Sample(
+        session_id,
+        message.seq_id,
+        sample_body(sample),
+        sample.num_samples,
+        sample.tokens(limits.context_length),
+        sample.sequences,
+    )
 
 
 router.include_router(fast)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -22,6 +23,7 @@ from skyrl_tinker.engine.openai.openai_requests import (
     texts_to_count,
     upstream_body,
 )
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -93,6 +95,7 @@ class OpenAIServer:
         self._abilities = abilities
         self._sampler_driver = sampler_driver
         self._metrics = metrics
+        self._counting: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -166,7 +169,7 @@ class OpenAIServer:
     async def _complete(self, call: _OpenAICall) -> web.Response:
         async with self._turn(call):
             response = await self._with_retry(lambda: self._send(call))
-        await self._count(call, response["usage"])
+        self._count(call, response["usage"])
         return web.Response(body=call.renamed(response), content_type="application/json")
 
     async def _send(self, call: _OpenAICall) -> Any:
@@ -188,7 +191,7 @@ class OpenAIServer:
             try:
                 async with _read_ahead(events, upstream) as ahead:
                     async for event in ahead:
-                        if forwarded := await self._forwarded(call, event):
+                        if forwarded := _forwarded(call, event):
                             await response.write(b"data: " + forwarded + b"\n\n")
             except SamplerError as error:  # too late for a status
                 await response.write(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
@@ -202,22 +205,17 @@ class OpenAIServer:
             body = call.body | {"model": name}
             headers = stack.enter_context(self._headers(call))
             stream = self._fleet.client.data.stream(call.path, body, headers=headers)
-            events = _events(await stack.enter_async_context(stream))
+            events = self._counted(call, _events(await stack.enter_async_context(stream)))
             first = await anext(events)
             upstream.push_async_exit(stack.pop_all())
             return _chained(first, events)
 
-    async def _forwarded(self, call: _OpenAICall, event: bytes) -> bytes | None:
-        """Return the event for the client, None for usage that it did not ask for."""
-        if event == _END:
-            return event
-        chunk = orjson.loads(event)
-        if chunk.get("choices") == []:
-            await self._count(call, chunk["usage"])
-            options = call.request.stream_options
-            if options is None or not options.include_usage:
-                return None
-        return call.renamed(chunk)
+    async def _counted(self, call: _OpenAICall, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Pass events on, and count what the last but one says, whether or not the client reads on."""
+        async for event in events:
+            if event != _END and b'"choices":[]' in event:
+                self._count(call, orjson.loads(event)["usage"])
+            yield event
 
     @contextmanager
     def _headers(self, call: _OpenAICall) -> Iterator[dict[str, str]]:
@@ -229,13 +227,16 @@ class OpenAIServer:
     def _turn(self, call: _OpenAICall) -> AbstractAsyncContextManager[None]:
         return self._sampler_driver.turn(call.owner, call.tokens, call.sequences)
 
-    async def _count(self, call: _OpenAICall, usage: dict[str, Any]) -> None:
-        """Count the tokens of an answer, as those of asample are."""
+    def _count(self, call: _OpenAICall, usage: dict[str, Any]) -> None:
+        """Count the tokens of an answer, as those of asample are; no client waits for it, or loses by it."""
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         used = Usage(usage["prompt_tokens"], cached, usage.get("completion_tokens") or 0)
         self._metrics.sampled_tokens(used.output_tokens)
         name = self._facts.name
-        await self._store.write(lambda conn: usage_records.add_openai(conn, call.owner, name, used))
+        add = partial(usage_records.add_openai, owner=call.owner, base_model=name, usage=used)
+        task = asyncio.create_task(persistently(lambda: self._store.write(add)))
+        self._counting.add(task)
+        task.add_done_callback(self._counting.discard)
 
     async def _with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Make an attempt, and another one when vLLM died in it or had lost the adapter."""
@@ -243,6 +244,17 @@ class OpenAIServer:
             return await self._fleet.with_retry(attempt)
         except NotFoundError:
             return await self._fleet.with_retry(attempt)
+
+
+def _forwarded(call: _OpenAICall, event: bytes) -> bytes | None:
+    """Return the event for the client, None for usage that it did not ask for."""
+    if event == _END:
+        return event
+    chunk = orjson.loads(event)
+    options = call.request.stream_options
+    if chunk.get("choices") == [] and (options is None or not options.include_usage):
+        return None
+    return call.renamed(chunk)
 
 
 def _owner(http: web.Request) -> OwnerId | None:

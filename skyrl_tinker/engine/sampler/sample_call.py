@@ -38,7 +38,13 @@ class SampleCall:
             async with at_once:
                 return await self._complete(part)
 
-        return join(request, await asyncio.gather(*map(complete, parts)))
+        tasks = [asyncio.create_task(complete(part)) for part in parts]
+        try:
+            return join(request, await asyncio.gather(*tasks))
+        finally:  # what one of them raises ends the others before all are tried again
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     async def _complete(self, request: SampleRequest) -> VllmResponse:
         """Send the request and resume its aborted sequences until each has ended."""

@@ -114,7 +114,8 @@ class SamplerDriver:
             await come
             yield
         finally:
-            self._queued.discard({guest.id})
+            if come.cancelled():
+                self._queued.discard({guest.id})
             self._note_end(guest.id)
 
     async def cancel(self, rows: Sequence[QueuedRow]) -> None:

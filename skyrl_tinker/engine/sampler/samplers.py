@@ -148,7 +148,7 @@ class Samplers:
             await self._restored.wait()
 
     async def _sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
-        with self.affinity.key(source, array("q", request.prompt).tobytes(), request.num_samples) as key:
+        with self.affinity.key(source, array("q", request.prompt).tobytes(), request.sequences) as key:
             call = SampleCall(
                 self._fleet.client.data,
                 self.leases,

@@ -130,11 +130,11 @@ class Planner:
         """
         if self._lead_s > 0:
             return set()
+        sessions = {rows[0].session_id for rows in waiting.values()}
         rows_of = self._lanes.small_backlogs(SHORT_ROWS)
-        small = {each: sum(map(self._seconds, rows)) for each, rows in rows_of.items()}
+        small = {each: sum(map(self._seconds, rows_of[each])) for each in sessions & rows_of.keys()}
         least = min(small.values(), default=math.inf)
-        all_small = all(rows[0].session_id in small for rows in waiting.values())
-        most = max(small.values(), default=0.0) if all_small else math.inf
+        most = max(small.values(), default=0.0) if sessions == small.keys() else math.inf
         if least > min(SHORT_S, most / 2):
             return set()
         return {each for each, work in small.items() if work == least}

@@ -74,12 +74,12 @@ class SampleQueue:
         """Yield turns in order while there is room for the next, and then those that the reserve is for."""
         queues = self._queues.values()
         for turn in self._shares.order(queues, _tokens):
-            if not self._slots.take(turn):
+            if not (self._slots.take(turn) or self._slots.take_reserved(turn)):
                 break
             yield turn
         newcomers = [queue for queue in queues if not self._slots.knows(queue[0])]
         for turn in self._shares.order(_heads(newcomers), _tokens):
-            if self._slots.take(turn):
+            if self._slots.take_reserved(turn):
                 yield turn
 
 

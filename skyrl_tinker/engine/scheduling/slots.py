@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from skyrl_tinker.domain.ids import OwnerId, SessionId
@@ -19,34 +20,32 @@ class SampleTurn(Waiter, Protocol):
 
 
 class Slots:
-    """Turns in flight. Beyond what all share, a reserve is for sessions that have nothing in flight.
+    """Turns in flight, in places that all share, and in a reserve for sessions that have nothing in flight.
 
     Samples that begin together end together: a newcomer might wait for as long as the longest of them takes.
+    What is in the reserve takes no shared place, so that no stream of newcomers keeps a large turn waiting.
     """
 
     def __init__(self, sequences: int, replicas: Callable[[], int]) -> None:
         """`sequences`: per replica, that all share."""
-        self._shared = sequences
         self._replicas = replicas
-        self._turns: dict[int, SampleTurn] = {}  # by id
-        self._sequences = 0
+        self._shared = _Places(sequences)
+        self._reserve = _Places(RESERVED_SEQUENCES)
         self._of_session: Counter[tuple[OwnerId | None, SessionId]] = Counter()  # turns in flight
 
     def __len__(self) -> int:
         """Count the turns in flight."""
-        return len(self._turns)
+        return len(self._shared.turns) + len(self._reserve.turns)
 
     def take(self, turn: SampleTurn) -> bool:
-        """Begin a turn where it fits; one that is larger than all there is begins alone."""
-        most = self._shared
-        if not self.knows(turn):
-            most += RESERVED_SEQUENCES
-        if self._turns and self._sequences + _width(turn) > most * self._replicas():
-            return False
-        self._turns[turn.id] = turn
-        self._sequences += _width(turn)
-        self._of_session[turn.owner_id, turn.session_id] += 1
-        return True
+        """Begin a turn where it fits; one that is larger than all there is begins without others."""
+        fits = self._shared.fits(turn, self._replicas()) or not self._shared.turns
+        return fits and self._begin(turn, self._shared)
+
+    def take_reserved(self, turn: SampleTurn) -> bool:
+        """Begin a newcomer's turn in the reserve."""
+        fits = not self.knows(turn) and self._reserve.fits(turn, self._replicas())
+        return fits and self._begin(turn, self._reserve)
 
     def knows(self, turn: SampleTurn) -> bool:
         """Return whether its session has turns in flight."""
@@ -54,10 +53,35 @@ class Slots:
 
     def release(self, turn_id: int) -> None:
         """End a turn; one that is not in flight is ignored."""
-        turn = self._turns.pop(turn_id, None)
+        turn = self._shared.end(turn_id) or self._reserve.end(turn_id)
         if turn is not None:
-            self._sequences -= _width(turn)
             self._of_session -= Counter([(turn.owner_id, turn.session_id)])  # drops zeros
+
+    def _begin(self, turn: SampleTurn, places: "_Places") -> bool:
+        places.begin(turn)
+        self._of_session[turn.owner_id, turn.session_id] += 1
+        return True
+
+
+@dataclass
+class _Places:
+    """Turns that have places, of which each replica has `sequences`."""
+
+    sequences: int
+    turns: dict[int, SampleTurn] = field(default_factory=dict)  # by id
+    taken: int = 0
+
+    def fits(self, turn: SampleTurn, replicas: int) -> bool:
+        return self.taken + _width(turn) <= self.sequences * replicas
+
+    def begin(self, turn: SampleTurn) -> None:
+        self.turns[turn.id] = turn
+        self.taken += _width(turn)
+
+    def end(self, turn_id: int) -> SampleTurn | None:
+        turn = self.turns.pop(turn_id, None)
+        self.taken -= 0 if turn is None else _width(turn)
+        return turn
 
 
 def _width(turn: SampleTurn) -> int:

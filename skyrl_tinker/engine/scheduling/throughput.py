@@ -41,11 +41,19 @@ class TrainerPace:
     def attribute(
         self, rows: Sequence[QueuedRow], seconds: float, own: Mapping[int, float]
     ) -> list[tuple[QueuedRow, float]]:
-        """Divide the seconds of a unit among its rows; `own`: what some took beyond the common work."""
-        common = max(0.0, seconds - sum(own.values()))
+        """Divide the seconds of a unit among its rows; `own`: what some took beyond the common work.
+
+        Ranks work on `own` at the same time, so that its sum may be more than the unit took.
+        """
+        beyond = sum(own.values())
+        part = min(1.0, seconds / beyond) if beyond else 0.0
+        common = seconds - part * beyond
         total = sum(map(_work, rows))
-        self._learn(rows, total, common)
-        return [(row, max(LEAST_S, common * _work(row) / total + own.get(row.id, 0.0))) for row in rows]
+        if common > 0:
+            self._learn(rows, total, common)
+        return [
+            (row, max(LEAST_S, common * _work(row) / total + part * own.get(row.id, 0.0))) for row in rows
+        ]
 
     def _learn(self, rows: Sequence[QueuedRow], work: float, seconds: float) -> None:
         if rows[0].kind in PASSES:

@@ -41,7 +41,7 @@ def split(request: SampleRequest, *, context: int) -> list[SampleRequest]:
     At temperature 0 all samples are the same, so one is requested. The first part alone scores the prompt,
     with one sample: vLLM would score it again for each.
     """
-    count = 1 if request.params.temperature == 0 else request.num_samples
+    count = request.sequences
     most_of_part = min(MAX_SEQUENCES, max(1, PART_TOKENS // max_tokens(request, context)))
     parts: list[SampleRequest] = []
     start = 0

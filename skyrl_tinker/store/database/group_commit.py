@@ -23,6 +23,9 @@ Op = Callable[[Connection], T]
 MAX_OPS = 256
 MAX_HOLD_S = 0.02
 """Other processes wait for the write lock while a batch holds it."""
+LARGE_BYTES = 256 * 1024
+OVERTAKEN = 16
+"""Small writes that run before a large one which waits: large bodies delay nobody else's requests."""
 
 
 @dataclass(slots=True)
@@ -44,21 +47,44 @@ class _Write:
             self.done.set_result(self.value)
 
 
+class _Queue:
+    """Waiting writes, in order but for large ones, which small ones overtake."""
+
+    def __init__(self) -> None:
+        self._small: deque[_Write] = deque()
+        self._large: deque[_Write] = deque()
+        self._overtaken = 0
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._large)
+
+    def add(self, write: _Write, size: int) -> None:
+        (self._large if size > LARGE_BYTES else self._small).append(write)
+
+    def pop(self) -> _Write:
+        """Remove and return the next write. There must be one."""
+        if self._small and (self._overtaken < OVERTAKEN or not self._large):
+            self._overtaken += bool(self._large)
+            return self._small.popleft()
+        self._overtaken = 0
+        return self._large.popleft()
+
+
 class Writer:
-    """One thread with one connection. The ops of one process run in the order of their submission."""
+    """One thread with one connection. Ops of one process run in order, but small ones overtake large ones."""
 
     def __init__(self, engine: Engine, lock: WriteLock) -> None:
         self._engine = engine
         self._lock = lock
         self._conn: Connection | None = None
         self._thread = ThreadPoolExecutor(1, "store-writer")
-        self._queue: deque[_Write] = deque()
+        self._queue = _Queue()
         self._arrived = asyncio.Event()
         self._closed = False
         self._task = asyncio.create_task(self._run(), name="store-writer")
 
-    async def write(self, op: Op[T], then: Callable[[], None] | None = None) -> T:
-        """Run `op` in the next transaction; return its value once that is on disk.
+    async def write(self, op: Op[T], then: Callable[[], None] | None = None, size: int = 0) -> T:
+        """Run `op`, which writes `size` bytes, in the next transaction; return its value once it is on disk.
 
         `then` is called in the writer's thread right after the commit, since the loop may be busy; an OSError
         of it is ignored.
@@ -69,7 +95,7 @@ class Writer:
         if self._closed:
             raise _closed()
         write = _Write(op, asyncio.get_running_loop().create_future(), then)
-        self._queue.append(write)
+        self._queue.add(write, size)
         self._arrived.set()
         try:
             result: T = await write.done
@@ -95,8 +121,8 @@ class Writer:
         finally:  # nothing is left here unless this task itself is cancelled
             self._closed = True
             self._thread.shutdown(wait=False)
-            for write in self._queue:
-                write.settle(_closed())
+            while self._queue:
+                self._queue.pop().settle(_closed())
 
     async def _commit(self) -> None:
         """Run one transaction, as a whole in the thread: crossing to it costs more than a statement."""
@@ -108,8 +134,8 @@ class Writer:
         except Exception as raised:  # of an op that was alone, or of the transaction: all is undone
             error = raised
             if not begun:  # no transaction began: no caller may wait for one indefinitely
-                begun.extend(self._queue)
-                self._queue.clear()
+                while self._queue:
+                    begun.append(self._queue.pop())
         finally:
             for write in begun:
                 write.settle(error)
@@ -135,7 +161,7 @@ class Writer:
             with self._transaction() as conn:
                 deadline = time.monotonic() + MAX_HOLD_S
                 while self._queue and len(begun) < MAX_OPS and time.monotonic() < deadline:
-                    write = self._queue.popleft()
+                    write = self._queue.pop()
                     if not write.done.done():
                         begun.append(write)
                         write.value = write.op(conn)

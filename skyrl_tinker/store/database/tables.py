@@ -173,7 +173,7 @@ class Future(Base):
 
     `unit`: number of the unit of work that a training request ran in, and `row_budget` the tokens per row in
     which it succeeded: with both, and the `effect`, replay computes the same again. `tokens`: the most that a
-    sample computes, its prompt included.
+    sample computes, its prompt included, in so many `sequences`.
     """
 
     __tablename__ = "futures"
@@ -206,6 +206,7 @@ class Future(Base):
     effect: Mapped[Effect | None]
     row_budget: Mapped[int | None] = mapped_column(BigInteger)
     tokens: Mapped[int | None] = mapped_column(BigInteger)
+    sequences: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class Request(Base):

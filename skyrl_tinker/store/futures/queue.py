@@ -25,7 +25,7 @@ class QueuedRow:
     """Accepted request, as the engine schedules it. A failed one runs nothing, yet keeps its place.
 
     Of a sample: `body` where it is small, which saves a read; `tokens`: the most that it computes, prompt
-    included; `sequences`: of its answer.
+    included; `sequences`: that are generated.
     """
 
     id: int
@@ -79,7 +79,7 @@ _QUEUED = Prepared(
         Future.created_at,
         _SMALL_SAMPLE,
         func.coalesce(Future.tokens, 1),
-        func.json_array_length(Future.sequence_ids),
+        func.coalesce(Future.sequences, 1),
     )
     .join(Session, Session.session_id == Future.session_id)
     .outerjoin(Request, Request.future_id == Future.id)

@@ -41,6 +41,7 @@ _VALUES = {
     Future.digest: bindparam("digest", type_=Future.digest.type),
     Future.sequence_ids: bindparam("sequence_ids", type_=Future.sequence_ids.type),
     Future.tokens: bindparam("tokens", type_=Future.tokens.type),
+    Future.sequences: bindparam("sequences", type_=Future.sequences.type),
     Future.status: literal(FutureStatus.PENDING, Future.status.type),
     Future.created_at: bindparam("now", type_=Future.created_at.type),
 }
@@ -80,21 +81,24 @@ def submit_sample(
     digest: bytes,
     num_samples: int,
     tokens: int,
+    sequences: int,
 ) -> Accepted:
-    """Submit a sample; `sequence_ids` of the answer has one id per sequence. `tokens`: the most it computes.
+    """Submit a sample; `sequence_ids` of the answer has one id per sample.
+
+    `tokens`: the most that it computes, in so many `sequences`.
 
     Raises SeqIdReusedError, NotFoundError (no sampling session), GoneError (session finished).
     """
     check_seq_id("seq_id", seq_id, lowest=0)
     request_id = RequestId(uuid4().hex)
-    sequences = sequence_ids(request_id, num_samples)
+    ids = sequence_ids(request_id, num_samples)
     key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
-    new = {"request_id": request_id, "digest": digest, "sequence_ids": sequences, "tokens": tokens}
-    row = _INSERT.row(conn, {**key, **new, "now": time.time()})
+    new = {"request_id": request_id, "digest": digest, "sequence_ids": ids, "now": time.time()}
+    row = _INSERT.row(conn, {**key, **new, "tokens": tokens, "sequences": sequences})
     if row is None:
         return _answer_refused(conn, key, digest)
     insert_body(conn, row.id, body)
-    return Accepted(request_id, sequences, None, created=True)
+    return Accepted(request_id, ids, None, created=True)
 
 
 def _answer_refused(conn: Connection, key: dict[str, object], digest: bytes) -> Accepted:

@@ -25,17 +25,23 @@ from tests.api.support.waiting import Waiting, holds, is_told, ready_model, subm
 from tests.api.support.world import sample, step
 
 IDLE = TrainingView({})
-BACKLOG = 250
+BACKLOG = 4
 
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    return settings.model_copy(update={"sample_concurrency": 1, "sample_backlog": BACKLOG})
+    return settings.model_copy(update={"sample_concurrency": 1})
 
 
 @pytest.fixture
 async def made(settings: Settings) -> AsyncIterator[Waiting]:
     async with waiting(settings) as world:
+        yield world
+
+
+@pytest.fixture
+async def with_little_room(settings: Settings) -> AsyncIterator[Waiting]:
+    async with waiting(settings.model_copy(update={"sample_backlog": BACKLOG})) as world:
         yield world
 
 
@@ -117,11 +123,11 @@ async def test_without_the_engine_the_poll_ends_all_the_same(made: Waiting) -> N
     assert await told(made.api, parked) == ("active", None)
 
 
-async def test_above_the_backlog_asample_is_to_come_again(made: Waiting) -> None:
-    sampler = await made.api.sampler()
+async def test_above_the_backlog_asample_is_to_come_again(with_little_room: Waiting) -> None:
+    sampler = await with_little_room.api.sampler()
     for number in range(BACKLOG):
-        assert (await made.api.post("asample", sample(sampler, number))).status_code == 200
-    refused = await made.api.post("asample", sample(sampler, BACKLOG))
+        assert (await with_little_room.api.post("asample", sample(sampler, number))).status_code == 200
+    refused = await with_little_room.api.post("asample", sample(sampler, BACKLOG))
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     # A look at the engine while samples are accepted may count some of them twice, until the next.
@@ -131,23 +137,25 @@ async def test_above_the_backlog_asample_is_to_come_again(made: Waiting) -> None
     )
     assert found is not None
     assert BACKLOG <= int(found[1]) <= 2 * BACKLOG
-    made.samplers.go_on.set()
-    await until(lambda: _accepted(made, sampler, BACKLOG))
+    with_little_room.samplers.go_on.set()
+    await until(lambda: _accepted(with_little_room, sampler, BACKLOG))
 
 
 async def _accepted(made: Waiting, sampler: str, number: int) -> bool:
     return (await made.api.post("asample", sample(sampler, number))).status_code == 200
 
 
-async def test_samples_that_are_done_are_not_counted_when_the_next_one_comes(made: Waiting) -> None:
-    sampler = await made.api.sampler()
+async def test_samples_that_are_done_are_not_counted_when_the_next_one_comes(
+    with_little_room: Waiting,
+) -> None:
+    sampler = await with_little_room.api.sampler()
     for number in range(BACKLOG):
-        await submit(made.api, "asample", sample(sampler, number))
+        await submit(with_little_room.api, "asample", sample(sampler, number))
     await asyncio.sleep(EVERY_S)
-    made.samplers.go_on.set()
-    await until(lambda: _all_done(made))
+    with_little_room.samplers.go_on.set()
+    await until(lambda: _all_done(with_little_room))
     await asyncio.sleep(2 * EVERY_S)  # nobody asks meanwhile
-    assert (await made.api.post("asample", sample(sampler, BACKLOG))).status_code == 200
+    assert (await with_little_room.api.post("asample", sample(sampler, BACKLOG))).status_code == 200
 
 
 async def _all_done(made: Waiting) -> bool:

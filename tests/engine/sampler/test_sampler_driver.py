@@ -37,7 +37,7 @@ async def submit_sample(
     body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=1)))
     return await store.write(
         lambda conn: sample_submission.submit_sample(
-            conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1, tokens=1
+            conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1, tokens=1, sequences=1
         )
     )
 

@@ -101,6 +101,18 @@ def test_one_that_is_larger_than_all_there_is_runs_alone() -> None:
     assert [each.id for each in queue.take(9)] == [2]
 
 
+def test_a_large_one_gets_its_turn_however_many_newcomers_come() -> None:
+    queue = queue_of(10)
+    queue.add([row(0, "large", sequences=9), row(1, "other", sequences=5)])
+    assert {each.id for each in queue.take(9)} == {0, 1}, "one is in the reserve"
+    queue.add([row(2, "large", sequences=10)])
+    for number in range(3, 50):
+        queue.add([row(number, f"new {number}", sequences=5)])
+    assert 2 not in {each.id for each in queue.take(100)}
+    queue.release([0, 1])
+    assert 2 in {each.id for each in queue.take(100)}
+
+
 def test_a_newcomer_begins_where_a_flood_has_all_and_no_more_of_them_than_the_reserve() -> None:
     queue = queue_of(10)
     queue.add([row(number, "flood") for number in range(100)])

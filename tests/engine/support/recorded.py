@@ -30,7 +30,7 @@ async def submit_sample(store: Store, session: SessionId, number: int = 0) -> Ac
     )
     return await store.write(
         lambda conn: sample_submission.submit_sample(
-            conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1, tokens=1
+            conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1, tokens=1, sequences=1
         )
     )
 

@@ -302,7 +302,7 @@ async def test_a_snapshot_keeps_on_disk_what_clients_sample(
         sampler = await store.write(open_client)
         await store.write(
             lambda conn: sample_submission.submit_sample(
-                conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1, tokens=1
+                conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1, tokens=1, sequences=1
             )
         )
         spill = TmpfsSpill(Path(memory), tmp_path / "disk")

@@ -5,7 +5,9 @@ import gc
 import sqlite3
 import threading
 import weakref
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, text
@@ -15,6 +17,7 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.group_commit import LARGE_BYTES, OVERTAKEN
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.rows import new_session
 
@@ -81,6 +84,22 @@ async def test_many_writers_share_a_commit(store: Store, url: str) -> None:
         *(store.write(lambda conn, i=i: server_state.put(conn, f"k{i}", i)) for i in range(200))  # type: ignore[misc]
     )
     assert wal_commits(url) - before < 50
+
+
+async def test_small_writes_overtake_large_ones_which_come_all_the_same(store: Store) -> None:
+    done: list[str] = []
+
+    def writing(name: str, size: int) -> Coroutine[Any, Any, None]:
+        return store.write(lambda conn: done.append(name), size=size)
+
+    large, small = LARGE_BYTES + 1, OVERTAKEN + 2
+    await asyncio.gather(
+        *(writing(f"large {number}", large) for number in range(2)),
+        *(writing(f"small {number}", 0) for number in range(small)),
+    )
+    expected = [f"small {number}" for number in range(small)]
+    expected.insert(OVERTAKEN, "large 0")
+    assert done == [*expected, "large 1"]
 
 
 def wal_commits(url: str) -> int:

@@ -87,6 +87,7 @@ async def sample(
             digest=digest,
             num_samples=num_samples,
             tokens=1,
+            sequences=1,
         )
     )
 
