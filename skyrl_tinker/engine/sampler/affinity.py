@@ -1,4 +1,4 @@
-"""Which requests go to the same replica: those that share a prefix, unless too many of them are in flight."""
+"""Affinity of requests to replicas: a shared prefix goes to one, unless too many of it are in flight."""
 
 import hashlib
 from collections import Counter
