@@ -299,6 +299,21 @@ def test_whole_and_streamed_answers_are_on_the_bill(oai: openai.OpenAI, client: 
     assert whole.usage.completion_tokens < sampled <= whole.usage.completion_tokens + 5
 
 
+async def test_what_came_of_a_stream_that_its_client_left_is_on_the_bill(client: Client) -> None:
+    tokens = 1000
+    async with asynchronous(client) as oai:
+        before = billed(client)
+        stream = await oai.completions.create(
+            model=client.model, prompt=PROMPT, max_tokens=tokens, n=4, stream=True
+        )
+        chunks = aiter(stream)
+        for _ in range(20):
+            assert (await anext(chunks)).usage is None
+        await stream.close()
+    assert wait_until(lambda: (billed(client) - before)[0] == len(PROMPT), 10)
+    assert 20 <= (billed(client) - before)[1] < 4 * tokens
+
+
 def billed(client: Client) -> np.ndarray:
     """Prompt and sampled tokens of OpenAI clients."""
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)

@@ -42,8 +42,10 @@ from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_se
 from skyrl_tinker.store.store import Store
 
 PREFIX = "/oai/api/v1"
-_END = b"[DONE]"
+_PREFIX, _SUFFIX, _END = b"data: ", b"\n\n", b"[DONE]"
+"""Of events in a stream, and the text of its last one."""
 T = TypeVar("T")
+Chunk = dict[str, Any]
 Path = Literal["/v1/completions", "/v1/chat/completions"]
 
 
@@ -183,39 +185,51 @@ class OpenAIServer:
     async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
         async with AsyncExitStack() as upstream:
             await upstream.enter_async_context(self._turn(call))
-            events = await self._with_retry(lambda: self._open(call, upstream))
+            chunks = await self._with_retry(lambda: self._open(call, upstream))
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             )
             await response.prepare(http)
             try:
-                async with _read_ahead(events, upstream) as ahead:
-                    async for event in ahead:
-                        if forwarded := _forwarded(call, event):
-                            await response.write(b"data: " + forwarded + b"\n\n")
+                async with _read_ahead(chunks, upstream) as ahead:
+                    async for chunk in ahead:
+                        if forwarded := _forwarded(call, chunk):
+                            await response.write(_PREFIX + forwarded + _SUFFIX)
+                await response.write(_PREFIX + _END + _SUFFIX)
             except SamplerError as error:  # too late for a status
-                await response.write(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
+                await response.write(_PREFIX + orjson.dumps(error_body(error)) + _SUFFIX)
             await response.write_eof()
         return response
 
-    async def _open(self, call: _OpenAICall, upstream: AsyncExitStack) -> AsyncIterator[bytes]:
-        """Open a stream; returns once the first event is here: until then another replica may take over."""
+    async def _open(self, call: _OpenAICall, upstream: AsyncExitStack) -> AsyncIterator[Chunk]:
+        """Open a stream; returns once the first chunk is here: until then another replica may take over."""
         async with AsyncExitStack() as stack:
             name = await stack.enter_async_context(self._samplers.leases.open(call.version))
             body = call.body | {"model": name}
             headers = stack.enter_context(self._headers(call))
             stream = self._fleet.client.data.stream(call.path, body, headers=headers)
-            events = self._counted(call, _events(await stack.enter_async_context(stream)))
-            first = await anext(events)
+            chunks = self._counted(call, _chunks(await stack.enter_async_context(stream)))
+            first = await anext(chunks)
             upstream.push_async_exit(stack.pop_all())
-            return _chained(first, events)
+            return _chained(first, chunks)
 
-    async def _counted(self, call: _OpenAICall, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Pass events on, and count what the last but one says, whether or not the client reads on."""
-        async for event in events:
-            if event != _END and b'"choices":[]' in event:
-                self._count(call, orjson.loads(event)["usage"])
-            yield event
+    async def _counted(self, call: _OpenAICall, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        """Pass chunks on, and count the tokens of all that came, also when the client leaves early."""
+        usage: dict[str, Any] | None = None
+        written: dict[int, int] = {}  # tokens, by choice
+        try:
+            async for chunk in chunks:
+                so_far = chunk.get("usage")
+                if not chunk.get("choices"):
+                    usage = so_far
+                elif so_far:
+                    written |= {choice["index"]: so_far["completion_tokens"] for choice in chunk["choices"]}
+                yield chunk
+        finally:
+            if usage is None and written:
+                usage = {"prompt_tokens": sum(call.prompts), "completion_tokens": sum(written.values())}
+            if usage is not None:
+                self._count(call, usage)
 
     @contextmanager
     def _headers(self, call: _OpenAICall) -> Iterator[dict[str, str]]:
@@ -246,13 +260,12 @@ class OpenAIServer:
             return await self._fleet.with_retry(attempt)
 
 
-def _forwarded(call: _OpenAICall, event: bytes) -> bytes | None:
-    """Return the event for the client, None for usage that it did not ask for."""
-    if event == _END:
-        return event
-    chunk = orjson.loads(event)
+def _forwarded(call: _OpenAICall, chunk: Chunk) -> bytes | None:
+    """Return the chunk for the client without the usage that it did not ask for, None if nothing is left."""
     options = call.request.stream_options
-    if chunk.get("choices") == [] and (options is None or not options.include_usage):
+    if chunk.get("choices"):
+        chunk.pop("usage", None)
+    elif "usage" in chunk and (options is None or not options.include_usage):
         return None
     return call.renamed(chunk)
 
@@ -263,36 +276,36 @@ def _owner(http: web.Request) -> OwnerId | None:
     return None if owner is None else OwnerId(int(owner))
 
 
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the payloads of a stream, [DONE] last. Raises SamplerError when it breaks off."""
-    rest, event = b"", b""
+async def _chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[Chunk]:
+    """Yield what a stream of events says. Raises SamplerError when it breaks off."""
+    rest = b""
     try:
         async for piece in pieces:
-            *lines, rest = (rest + piece).split(b"\n\n")
-            for line in lines:
-                event = line.removeprefix(b"data: ")
-                yield event
+            *events, rest = (rest + piece).split(_SUFFIX)
+            for event in events:
+                if (said := event.removeprefix(_PREFIX)) == _END:
+                    return
+                yield orjson.loads(said)
     except aiohttp.ClientError as error:
         raise SamplerError(f"the sampler closed the stream early: {error!r}") from error
-    if event != _END:
-        raise SamplerError("the sampler closed the stream early")
+    raise SamplerError("the sampler closed the stream early")
 
 
 @asynccontextmanager
 async def _read_ahead(
-    events: AsyncIterator[bytes], upstream: AsyncExitStack
-) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Buffer the events as fast as they come, and leave `upstream` after the last one.
+    chunks: AsyncIterator[Chunk], upstream: AsyncExitStack
+) -> AsyncIterator[AsyncIterator[Chunk]]:
+    """Buffer the chunks as fast as they come, and leave `upstream` after the last one.
 
     A client that reads slowly, or has stopped reading, must not keep weights in use.
     """
-    buffer: asyncio.Queue[bytes | None] = asyncio.Queue()
+    buffer: asyncio.Queue[Chunk | None] = asyncio.Queue()
 
     async def read() -> None:
         try:
             async with upstream:
-                async for event in events:
-                    buffer.put_nowait(event)
+                async for chunk in chunks:
+                    buffer.put_nowait(chunk)
         finally:
             buffer.put_nowait(None)
 
@@ -304,13 +317,13 @@ async def _read_ahead(
         await asyncio.wait((reader,))
 
 
-async def _buffered(buffer: asyncio.Queue[bytes | None], reader: asyncio.Task[None]) -> AsyncIterator[bytes]:
-    while (event := await buffer.get()) is not None:
-        yield event
+async def _buffered(buffer: asyncio.Queue[Chunk | None], reader: asyncio.Task[None]) -> AsyncIterator[Chunk]:
+    while (chunk := await buffer.get()) is not None:
+        yield chunk
     await reader  # raises what it broke off with
 
 
-async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _chained(first: Chunk, rest: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
     yield first
-    async for event in rest:
-        yield event
+    async for chunk in rest:
+        yield chunk

@@ -102,7 +102,9 @@ def upstream_body(
     if isinstance(request, ChatCompletionRequest):
         abilities.require_separation(request.separate_reasoning)
         body |= _template_variables(request, abilities)
-    return body | {"stream_options": {"include_usage": True}} if request.stream else body
+    if request.stream:  # the usage of each chunk is for the bill of a client that leaves
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    return body
 
 
 def _stop(request: OpenAIRequest, facts: BaseModelFacts) -> dict[str, Any]:

@@ -6,38 +6,38 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from skyrl_tinker.engine.openai.openai_endpoints import _read_ahead
+from skyrl_tinker.engine.openai.openai_endpoints import Chunk, _read_ahead
 from skyrl_tinker.errors import SamplerError
 
-EVENTS = [b"one", b"two", b"[DONE]"]
+CHUNKS: list[Chunk] = [{"id": "one"}, {"id": "two"}]
 
 
-async def all_events() -> AsyncIterator[bytes]:
-    for event in EVENTS:
-        yield event
+async def all_chunks() -> AsyncIterator[Chunk]:
+    for chunk in CHUNKS:
+        yield chunk
 
 
-async def broken_off() -> AsyncIterator[bytes]:
-    yield EVENTS[0]
+async def broken_off() -> AsyncIterator[Chunk]:
+    yield CHUNKS[0]
     raise SamplerError("the sampler closed the stream early")
 
 
-async def endless() -> AsyncIterator[bytes]:
-    yield EVENTS[0]
+async def endless() -> AsyncIterator[Chunk]:
+    yield CHUNKS[0]
     await asyncio.Event().wait()
 
 
 async def test_weights_are_let_go_before_a_slow_client_has_read_anything() -> None:
     left, upstream = asyncio.Event(), AsyncExitStack()
     upstream.callback(left.set)
-    async with _read_ahead(all_events(), upstream) as ahead:
+    async with _read_ahead(all_chunks(), upstream) as ahead:
         await left.wait()
-        assert [event async for event in ahead] == EVENTS
+        assert [chunk async for chunk in ahead] == CHUNKS
 
 
 async def test_what_came_before_a_break_is_read_first() -> None:
     async with _read_ahead(broken_off(), AsyncExitStack()) as ahead:
-        assert await anext(ahead) == EVENTS[0]
+        assert await anext(ahead) == CHUNKS[0]
         with pytest.raises(SamplerError, match="closed the stream early"):
             await anext(ahead)
 
@@ -46,5 +46,5 @@ async def test_a_client_that_leaves_lets_go_at_once() -> None:
     left, upstream = asyncio.Event(), AsyncExitStack()
     upstream.callback(left.set)
     async with _read_ahead(endless(), upstream) as ahead:
-        assert await anext(ahead) == EVENTS[0]
+        assert await anext(ahead) == CHUNKS[0]
     assert left.is_set()
