@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from skyrl_tinker.api.app import create_app
-from skyrl_tinker.api.bounded_connections import BoundedConnection, ConnectionCaps
+from skyrl_tinker.api.bounded_connections import ConnectionCaps, Connections
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -49,7 +48,7 @@ class ApiServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast(Any, partial(BoundedConnection, caps=caps)),
+                http=cast(Any, Connections(caps)),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -1,4 +1,4 @@
-"""Bounds on connections, in total and per address, and on what comes outside of bodies.
+"""Bounds on connections: how many, in total and per address, and what they may hold of memory and time.
 
 A head (or trailers, which the parser keeps, too) has HEAD_BYTES and HEAD_S: uvicorn bounds neither, so that
 anybody could fill the memory with one, or hold thousands of connections with half-sent ones (Slowloris).
@@ -6,13 +6,25 @@ anybody could fill the memory with one, or hold thousands of connections with ha
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import orjson
+from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from skyrl_tinker.domain.units import MiB
 
 HEAD_BYTES = 64 * 1024
 HEAD_S = 10.0
+ALL_HEADS_BYTES, SMALL_HEAD_BYTES = 16 * MiB, 4096
+"""Most of all heads that are not complete, without the first bytes of each."""
+REST_S = 30.0
+"""Time for the rest of a body whose request is answered already: it is thrown away."""
+UNREAD_S = 60.0
+"""Time in which a client must read a part of an answer that fills the buffers on its way."""
+READ_BYTES = 64 * 1024
+"""Most that is read from a connection before others have their turn."""
 _LINGER_S = 1.0  # what is closed while data arrives is reset, and its client sees no answer
 
 
@@ -24,6 +36,12 @@ class ConnectionCaps:
         self._per_address = per_address
         self._open: Counter[str] = Counter()
         self._count = 0
+        self._heads = 0  # bytes
+
+    def resize_head(self, before: int, now: int) -> bool:
+        """Count the bytes that a head takes; return whether it may take them. 0 ends it."""
+        self._heads += max(0, now - SMALL_HEAD_BYTES) - max(0, before - SMALL_HEAD_BYTES)
+        return now <= SMALL_HEAD_BYTES or self._heads <= ALL_HEADS_BYTES
 
     def admit(self, address: str) -> str | None:
         """Count a connection; None if it is within the caps, else why not. Each needs a `release`."""
@@ -45,7 +63,51 @@ class ConnectionCaps:
             del self._open[address]
 
 
-class BoundedConnection(HttpToolsProtocol):
+class Connections:
+    """Factory of connections that read no more than READ_BYTES at once, through one buffer.
+
+    A plain `asyncio.Protocol` gets 256 KB at once from uvloop: 50 MB from 200 clients that send large bodies.
+    """
+
+    def __init__(self, caps: ConnectionCaps) -> None:
+        self._caps = caps
+        self._buffer = bytearray(READ_BYTES)
+
+    def __call__(self, **uvicorn: Any) -> asyncio.BufferedProtocol:
+        """Return a new connection; the arguments are those of uvicorn's."""
+        return _SmallReads(_Http(**uvicorn, caps=self._caps), self._buffer)
+
+
+class _SmallReads(asyncio.BufferedProtocol):
+    """Connection that hands on what it has read into a buffer, which is free again for the next one."""
+
+    def __init__(self, http: "_Http", buffer: bytearray) -> None:
+        self._http = http
+        self._buffer = memoryview(buffer)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._http.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # type: ignore[override]
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._http.data_received(bytes(self._buffer[:nbytes]))
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
+class _Http(HttpToolsProtocol):
     """Uvicorn's connection under the bounds of this module."""
 
     def __init__(self, *args: Any, caps: ConnectionCaps, **kwargs: Any) -> None:
@@ -53,9 +115,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._caps = caps
         self._address = ""
         self._outside = 0  # bytes since the parser last gave out a whole head or a part of a body
+        self._held = 0  # of them, as counted by the caps
         self._in_head = True
+        self._in_body = False
         self._refused = False
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,11 +127,12 @@ class BoundedConnection(HttpToolsProtocol):
         if (why := self._caps.admit(self._address)) is not None:
             self._refuse(503, why)
         else:
-            self._limit_head_time()
+            self._arm("head", HEAD_S, self._refuse_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._caps.release(self._address)
-        self._end_head_time()
+        self._caps.resize_head(self._held, 0)
+        self._disarm(*self._timers)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -75,10 +140,14 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._outside += len(data)
         super().data_received(data)
+        before, self._held = self._held, self._outside
+        has_room = self._caps.resize_head(before, self._held)
         if self._outside > HEAD_BYTES:
             self._refuse(431, f"request head: found more than {HEAD_BYTES} bytes, expected at most so many")
+        elif not has_room:
+            self._refuse(503, f"request head: {ALL_HEADS_BYTES // MiB} MiB of heads are not complete")
         elif self._in_head and self._outside:
-            self._limit_head_time()
+            self._arm("head", HEAD_S, self._refuse_late_head)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -87,7 +156,8 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._outside = 0
         self._in_head = False
-        self._end_head_time()
+        self._in_body = True
+        self._disarm("head")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -96,16 +166,32 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._outside = 0
+        self._in_body = False
+        self._disarm("rest")
         super().on_message_complete()
 
-    def _limit_head_time(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_S, self._refuse_late_head)
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and self.cycle.response_complete:
+            self._arm("rest", REST_S, self.transport.close)
 
-    def _end_head_time(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._arm("unread", UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._disarm("unread")
+
+    def _arm(self, name: str, seconds: float, expire: Callable[[], None]) -> None:
+        """Start this timer unless it runs."""
+        if name not in self._timers:
+            self._timers[name] = self.loop.call_later(seconds, expire)
+
+    def _disarm(self, *names: str) -> None:
+        for name in names:
+            if (timer := self._timers.pop(name, None)) is not None:
+                timer.cancel()
 
     def _refuse_late_head(self) -> None:
         self._refuse(408, f"request head: not complete after {HEAD_S:.0f} s")
@@ -116,5 +202,7 @@ class BoundedConnection(HttpToolsProtocol):
             body
         )
         self._refused = True
+        self.parser = HttpRequestParser(self)  # drops what it holds of the head
+        self.headers = []
         self.transport.write(STATUS_LINE[status] + head + body)
         self.loop.call_later(_LINGER_S, self.transport.close)

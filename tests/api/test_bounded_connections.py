@@ -8,11 +8,11 @@ import pytest
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from skyrl_tinker.api import bounded_connections
-from skyrl_tinker.api.bounded_connections import HEAD_BYTES, BoundedConnection, ConnectionCaps
+from skyrl_tinker.api.bounded_connections import HEAD_BYTES, ConnectionCaps, Connections
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\n"
 WHOLE = HEAD + b"Content-Length: 5\r\n\r\nhello"
@@ -27,12 +27,14 @@ async def length(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def served(total: int = 100, per_address: int = 100) -> AsyncIterator[Callable[[], Awaitable[Stream]]]:
-    """Serve `length`; yields what opens a connection to it."""
-    config = uvicorn.Config(length, lifespan="off", log_config=None)
-    caps, state = ConnectionCaps(total, per_address), ServerState()
+async def served(
+    app: ASGIApp = length, total: int = 100, per_address: int = 100
+) -> AsyncIterator[Callable[[], Awaitable[Stream]]]:
+    """Serve the app; yields what opens a connection to it."""
+    config = uvicorn.Config(app, lifespan="off", log_config=None)
+    connection, state = Connections(ConnectionCaps(total, per_address)), ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: BoundedConnection(config=config, server_state=state, app_state={}, caps=caps), "127.0.0.1", 0
+        lambda: connection(config=config, server_state=state, app_state={}), "127.0.0.1", 0
     )
     port = server.sockets[0].getsockname()[1]
     async with server, AsyncExitStack() as closing:
@@ -125,3 +127,68 @@ async def test_connections_over_the_caps_are_told_and_closed(caps: dict[str, int
         await streams[0][1].wait_closed()
         await asyncio.sleep(0.05)
         assert (await answer(await connect(), WHOLE)).endswith(b"5 bytes")
+
+
+async def test_heads_together_have_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones and whole ones are served while long ones that nobody completes are refused."""
+    monkeypatch.setattr(bounded_connections, "ALL_HEADS_BYTES", 4 * 30_000)
+    long = HEAD + b"X: " + b"a" * 30_000
+    async with served() as connect:
+        streams = [await connect() for _ in range(6)]
+        for _, writer in streams:
+            writer.write(long)
+        answers = [asyncio.create_task(reader.readline()) for reader, _ in streams]
+        await asyncio.wait(answers, timeout=0.3)
+        refused = [each.result() for each in answers if each.done()]
+        assert 1 <= len(refused) <= 3
+        assert all(line.startswith(b"HTTP/1.1 503") for line in refused)
+        assert (await answer(await connect(), WHOLE)).endswith(b"5 bytes")
+        for (_, writer), read in zip(streams, answers, strict=True):
+            read.cancel()
+            writer.close()
+        await asyncio.sleep(0.1)
+        sized = long + b"\r\nContent-Length: 5\r\n\r\nhello"
+        assert (await answer(await connect(), sized)).endswith(b"5 bytes")
+
+
+async def test_the_rest_of_a_body_that_is_answered_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who sends a byte now and then would keep the connection for ever."""
+    monkeypatch.setattr(bounded_connections, "REST_S", 0.3)
+    async with served(refuse) as connect:
+        _, writer = stream = await connect()
+        head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+        assert (await answer(stream, head)).startswith(b"HTTP/1.1 401")
+        closed = asyncio.create_task(stream[0].read())
+        for _ in range(50):
+            if not closed.done():
+                writer.write(b"1\r\nx\r\n")
+                await asyncio.sleep(0.05)
+        assert closed.done()
+        other = await connect()
+        for _ in range(2):
+            assert (await answer(other, head + b"0\r\n\r\n")).startswith(b"HTTP/1.1 401")
+            await asyncio.sleep(0.5)
+
+
+async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_connections, "UNREAD_S", 0.3)
+    ended = asyncio.Event()
+
+    async def answer_until_closed(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+            await asyncio.sleep(0)
+        ended.set()
+
+    async with served(answer_until_closed) as connect:
+        _, writer = await connect()
+        writer.write(WHOLE)
+        await asyncio.wait_for(ended.wait(), 5)
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer without having read the body."""
+    await PlainTextResponse("no", 401)(scope, receive, send)

@@ -1,5 +1,6 @@
 """A plain `pip install` of the wheel serves too: the migrations and the model travel inside."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,11 +9,16 @@ import venv
 from pathlib import Path
 
 import pytest
-import tinker
 
+from tests.support.certificates import write_certificate
 from tests.support.serve import serving
 
 ROOT = Path(__file__).parents[2]
+USER = """
+import tinker
+with tinker.ServiceClient() as service:
+    assert service.create_lora_training_client(base_model="tiny", rank=4).result().model_id
+"""
 
 
 def checkout(target: Path) -> Path:
@@ -43,13 +49,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fresh / "bin" / "python"
 
 
-def test_the_wheel_serves_from_a_fresh_venv(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_serves_https_from_a_fresh_venv(installed: Path, tmp_path: Path) -> None:
     where = subprocess.check_output(
         [installed, "-c", "import skyrl_tinker; print(skyrl_tinker.__file__)"], text=True, cwd=tmp_path
     )
     assert where.startswith(str(installed.parents[1]))
-    with (
-        serving(tmp_path / "home", python=str(installed)) as server,
-        tinker.ServiceClient(base_url=server.url) as service,
-    ):
-        assert service.create_lora_training_client(base_model="tiny", rank=4).result().model_id
+    cert, key = write_certificate(tmp_path)
+    https = ["--tls-cert", str(cert), "--tls-key", str(key)]
+    with serving(tmp_path / "home", *https, python=str(installed)) as server:
+        variables = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local", "SSL_CERT_FILE": str(cert)}
+        assert server.url.startswith("https://")
+        subprocess.run([sys.executable, "-c", USER], env=os.environ | variables, check=True)

@@ -1,5 +1,6 @@
 """A server as a user starts it, with an eye on every process that it has."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ class Serve:
     def wait_ready(self) -> "Serve":
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line.startswith("skyrl-tinker ready: http://127.0.0.1:"), self.process.communicate()
+        assert re.match("skyrl-tinker ready: https?://127.0.0.1:", line), self.process.communicate()
         self.url = line.split()[-1]
         self.tree()
         return self
