@@ -14,6 +14,13 @@ def redact(text: str) -> str:
     return _SECRETS.sub("[secret]", text)
 
 
+def log_to_stderr() -> None:
+    """Set up the log of a process."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
 class RedactingFormatter(logging.Formatter):
     """Formatter of log records, tracebacks included."""
 

@@ -1,6 +1,8 @@
 """The pages name what exists: files of the repository, links between pages, modules that a request passes."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,11 @@ def test_every_package_is_on_the_architecture_page() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     packages = {path.parent.name for path in (ROOT / "skyrl_tinker").glob("**/__init__.py")}
     assert not {name for name in packages - {"pb"} if f"{name}/" not in page}
+
+
+def test_the_page_of_settings_is_that_of_the_code() -> None:
+    page = subprocess.check_output([sys.executable, ROOT / "scripts" / "settings-page"], text=True)
+    assert (ROOT / "docs" / "settings.md").read_text() == page, "scripts/settings-page > docs/settings.md"
 
 
 def test_every_page_is_in_the_index() -> None:

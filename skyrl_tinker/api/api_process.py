@@ -4,7 +4,6 @@ SIGTERM ends it within a second.
 """
 
 import asyncio
-import logging
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.processes import die_with_parent, freeze_gc, raise_open_files_limit
-from skyrl_tinker.redaction import RedactingFormatter
+from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -117,17 +116,11 @@ async def run(settings: Settings, listener: socket.socket) -> None:
         await store.close()
 
 
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-
-
 def main() -> None:
     sys.setswitchinterval(_SWITCH_S)
     die_with_parent()
     raise_open_files_limit()
-    _log_to_stderr()
+    log_to_stderr()
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
     uvloop.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))
 

@@ -89,6 +89,9 @@ NUMBERED = frozenset({"/api/v1/forward_backward"})
 """Paths that consume a seq_id even when the body is refused: later requests would wait for a missing one."""
 
 
+POLLS = frozenset({"/api/v1/retrieve_future", "/api/v1/retrieve_futures"})
+
+
 def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> FastAPI:
     """Build the API on an open store and a bound doorbell, both of which the caller closes."""
     app = make_app(settings)
@@ -138,6 +141,7 @@ def make_app(settings: Settings) -> FastAPI:
         limits=_body_limits(settings),
         spool=Directories(settings).run_dir,
         numbered=NUMBERED,
+        polls=POLLS,
     )
     app.add_middleware(DiskRoomMiddleware)
     app.add_middleware(RequestRateMiddleware)

@@ -21,6 +21,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
+from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 def run(settings_file: Path) -> int:
     """Run until SIGTERM or a failure, and leave no process behind. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     signal.signal(signal.SIGTERM, _exit)
     settings = Settings.model_validate_json(settings_file.read_text())
     directories = Directories(settings)

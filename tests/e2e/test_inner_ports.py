@@ -21,6 +21,7 @@ import pytest
 import ray.core.generated
 import tinker
 
+from skyrl_tinker.inference.constants import TOKEN
 from tests.e2e.support.client import Client, random_tokens, train
 from tests.support import serve
 from tests.support.processes import title
@@ -141,6 +142,19 @@ def test_a_knock_without_the_token_is_refused_at_every_port_and_the_server_works
 def test_the_table_of_ports_is_no_longer_than_what_a_server_has(ports: list[Port]) -> None:
     open_ports = [port for port in ports if _connects(port)]
     assert [word for word in KINDS if not any(word in port.process for port in open_ports)] == []
+
+
+def test_no_token_of_an_inner_door_stands_in_a_file_below_the_home(server: Serve) -> None:
+    tokens = {
+        value.encode()
+        for process in server.tree()
+        for name, value in process.environ().items()
+        if name in (TOKEN, "RAY_AUTH_TOKEN")
+    }
+    assert len(tokens) == 2
+    files = [file for file in server.home.rglob("*") if file.is_file()]
+    assert {"api.log", "engine.log"} <= {file.name for file in files}
+    assert not [file for file in files if any(token in file.read_bytes() for token in tokens)]
 
 
 def _processes(server: Serve) -> dict[str, int | None]:

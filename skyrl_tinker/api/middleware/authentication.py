@@ -9,6 +9,7 @@ from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.tokens import InvalidTokenError
 from skyrl_tinker.errors import UnauthenticatedError
 from skyrl_tinker.protocol.schemas.openai import error_body
+from skyrl_tinker.redaction import redact
 
 OPEN = frozenset(
     {
@@ -58,7 +59,7 @@ def _is_open(path: str) -> bool:
 
 
 def _not_allowed(scope: Scope) -> JSONResponse:
-    detail = f"{scope['path']}: found {scope['method']}, expected {' or '.join(_READING)}"
+    detail = f"{redact(scope['path'])}: found {scope['method']}, expected {' or '.join(_READING)}"
     return JSONResponse({"detail": detail}, 405, {"Allow": ", ".join(_READING)})
 
 

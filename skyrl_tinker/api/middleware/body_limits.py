@@ -25,11 +25,15 @@ HEAD_BYTES = 192 * 1024
 
 
 class Caps(NamedTuple):
-    """Largest size of one body in bytes, on the wire and expanded, and the setting of the former."""
+    """Largest size of one body in bytes, on the wire and expanded, and what the former is a limit of."""
 
     wire: int
     expanded: int
-    setting: str
+    reason: str
+
+
+POLL = Caps(LARGE_BYTES, LARGE_BYTES, "of a request that waits for others")
+"""Nothing that is held while a client waits takes from the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,8 @@ class BodyLimits:
     def caps(self, headers: Headers) -> Caps:
         """Return the caps of a request's body."""
         if headers.get("content-type", "").startswith(PROTOBUF):
-            return Caps(self.wire, self.expanded, "wire_body_mb")
-        return Caps(min(self.json, self.wire), min(self.json, self.expanded), "json_body_mb")
+            return Caps(self.wire, self.expanded, "setting wire_body_mb")
+        return Caps(min(self.json, self.wire), min(self.json, self.expanded), "setting json_body_mb")
 
 
 class BodyTooLargeError(TooLargeError):
@@ -66,15 +70,22 @@ class BodyLimitMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, limits: BodyLimits, spool: Path, numbered: frozenset[str] = frozenset()
+        self,
+        app: ASGIApp,
+        limits: BodyLimits,
+        spool: Path,
+        numbered: frozenset[str] = frozenset(),
+        polls: frozenset[str] = frozenset(),
     ) -> None:
-        """`spool`: directory for files of bodies. `numbered`: paths that consume a seq_id even when refused.
+        """`spool`: directory for files of bodies. `polls`: paths of long polls, whose bodies are small.
 
-        For these the app gets the beginning of the body, and the reason in scope["refused"].
+        `numbered`: paths that consume a seq_id even when refused: the app gets the beginning of the body, and
+        the reason in scope["refused"].
         """
         self._app = app
         self._limits = limits
         self._numbered = numbered
+        self._polls = polls
         self._spool = Spool(spool)
         self._wire = ByteBudget(limits.held)
         self._expanded = ByteBudget(limits.held)
@@ -85,8 +96,9 @@ class BodyLimitMiddleware:
             return
         async with AsyncExitStack() as held:
             headers = MutableHeaders(scope=scope)
+            caps = POLL if scope["path"] in self._polls else self._limits.caps(headers)
             try:
-                body = await self._read(headers, receive, scope.get("owner"), held)
+                body = await self._read(headers, receive, caps, scope.get("owner"), held)
             except ClientDisconnect:
                 return
             except (UserError, OverloadedError) as error:
@@ -98,27 +110,34 @@ class BodyLimitMiddleware:
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(
-        self, headers: MutableHeaders, receive: Receive, owner: OwnerId | None, held: AsyncExitStack
+        self,
+        headers: MutableHeaders,
+        receive: Receive,
+        caps: Caps,
+        owner: OwnerId | None,
+        held: AsyncExitStack,
     ) -> bytes:
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding == "identity":
-            return await self._read_wire(headers, receive, owner, held)
+            return await self._read_wire(headers, receive, caps, owner, held)
         require_known(encoding)
         async with AsyncExitStack() as compressed:
-            body = await self._read_wire(headers, receive, owner, compressed)
+            body = await self._read_wire(headers, receive, caps, owner, compressed)
             # Holders of wire bytes may wait for expanded bytes, never the other way round (deadlock).
-            cap = self._limits.caps(headers).expanded
-            size = min(most_expanded(body, encoding), cap)
-            share = await held.enter_async_context(self._expanded.holding(size, owner))
-            body = await asyncio.to_thread(_decompress, body, encoding, cap)
-            self._expanded.shrink(share, len(body))
+            size = min(most_expanded(body, encoding), caps.expanded)
+            if size > LARGE_BYTES:
+                share = await held.enter_async_context(self._expanded.holding(size, owner))
+                body = await asyncio.to_thread(_decompress, body, encoding, caps.expanded)
+                self._expanded.shrink(share, len(body))
+            else:
+                body = _decompress(body, encoding, caps.expanded)
         del headers["content-encoding"]
         return body
 
     async def _read_wire(
-        self, headers: Headers, receive: Receive, owner: OwnerId | None, held: AsyncExitStack
+        self, headers: Headers, receive: Receive, caps: Caps, owner: OwnerId | None, held: AsyncExitStack
     ) -> bytes:
-        caps, size = self._limits.caps(headers), _content_length(headers)
+        size = _content_length(headers)
         with ArrivingBody(receive, self._spool, owner) as body:
             if size is not None and size > caps.wire:
                 await body.read(HEAD_BYTES)
@@ -145,7 +164,7 @@ def _content_length(headers: Headers) -> int | None:
 
 
 async def _too_large(size: str, caps: Caps, headers: Headers, body: ArrivingBody) -> BodyTooLargeError:
-    message = f"request body: found {size} bytes, expected at most {caps.wire} (setting {caps.setting})"
+    message = f"request body: found {size} bytes, expected at most {caps.wire} ({caps.reason})"
     encoding = headers.get("content-encoding", "identity").strip().lower()
     start = await body.first_bytes(HEAD_BYTES)
     return BodyTooLargeError(message, start if encoding == "identity" else first_bytes(start, encoding))

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api.security.keyring import KeyRing
+from skyrl_tinker.redaction import redact
 
 ANY = "*"
 _REMEDY = "add it to the setting allowed_hosts, or make an API key with `skyrl-tinker keys create`"
@@ -39,12 +40,12 @@ class OwnHostsMiddleware:
 
     def _objection(self, method: str, headers: Mapping[bytes, bytes]) -> str | None:
         """Return why a request is foreign, None if it is ours."""
-        host = headers.get(b"host", b"").decode("latin-1").lower()
+        host = redact(headers.get(b"host", b"").decode("latin-1")).lower()
         if not self._is_own(_name(host)):
             return f"Host: found {host!r}, which is not a name of this server: {_REMEDY}"
         origin = headers.get(b"origin")
         if origin is not None:
-            return self._objection_to_page(origin.decode("latin-1").lower(), host)
+            return self._objection_to_page(redact(origin.decode("latin-1")).lower(), host)
         site = headers.get(b"sec-fetch-site", b"none")
         follows_link = method == "GET" and headers.get(b"sec-fetch-mode") == b"navigate"
         if site not in (b"none", b"same-origin") and not follows_link:

@@ -333,28 +333,44 @@ async def test_one_owner_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytes
 
 
 async def test_owners_take_turns_for_the_budget() -> None:
-    budget, order, waiting = ByteBudget(1), list[OwnerId | None](), list[asyncio.Task[None]]()
+    budget, order, waiting = ByteBudget(2), list[int](), list[asyncio.Task[None]]()
+    gate = asyncio.Event()
 
-    async def use(owner: OwnerId | None) -> None:
-        async with budget.holding(1, owner):
+    async def use(owner: int) -> None:
+        async with budget.holding(1, OwnerId(owner)):
             order.append(owner)
+            await gate.wait()
 
-    async with budget.holding(1, None):
-        for owner in (1, 1, 1, 1, 2, 2, None):
-            waiting.append(asyncio.create_task(use(None if owner is None else OwnerId(owner))))
-        await asyncio.sleep(0)
+    for owner in (1, 2, 1, 1, 1, 2, 2):
+        waiting.append(asyncio.create_task(use(owner)))
+    await asyncio.sleep(0)
+    assert order == [1, 2]
+    gate.set()
     await asyncio.gather(*waiting)
-    assert order == [1, 2, None, 1, 2, 1, 1]
+    assert order == [1, 2, 1, 2, 1, 2, 1]
 
 
-async def test_a_budget_is_given_out_in_turn_and_comes_back_whole() -> None:
-    """Whatever is cancelled, whenever: everybody gets a turn, never more than there is, nothing is lost."""
+async def test_nobody_waits_for_what_others_hold_however_long() -> None:
+    budget = ByteBudget(100)
+    async with budget.holding(100, OwnerId(1)):
+        more = asyncio.create_task(budget.holding(1, OwnerId(1)).__aenter__())
+        async with asyncio.timeout(1), budget.holding(60, OwnerId(2)):
+            second = asyncio.create_task(budget.holding(40, OwnerId(2)).__aenter__())
+            await asyncio.sleep(0.01)
+            assert not more.done()
+            assert not second.done()
+    await asyncio.wait_for(asyncio.gather(more, second), 1)
+
+
+@pytest.mark.parametrize("owners", [1, 3])
+async def test_a_budget_is_given_out_in_turn_and_comes_back_whole(owners: int) -> None:
+    """Whatever is cancelled, whenever: all get a turn, nothing is lost, and each has one at most beyond."""
     source, budget = random.Random(1), ByteBudget(100)
     live: dict[int, Share] = {}
     totals = [0]
 
     async def use(size: int) -> None:
-        async with budget.holding(size, OwnerId(size % 3)) as share:
+        async with budget.holding(size, OwnerId(size % owners)) as share:
             live[id(share)] = share
             totals.append(sum(each.size for each in live.values()))
             try:
@@ -369,6 +385,6 @@ async def test_a_budget_is_given_out_in_turn_and_comes_back_whole() -> None:
         await asyncio.sleep(0.0005)
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert 90 < max(totals) <= 100
+    assert 90 < max(totals) <= 100 * owners
     async with budget.holding(100, None) as share:
         assert share.size == 100

@@ -68,6 +68,15 @@ async def test_a_page_without_an_origin_is_told_by_its_fetch_metadata(world: Wor
     assert await status(world, "POST", **link) == 403
 
 
+async def test_no_secret_is_repeated(world: World) -> None:
+    """As when a key was put where the URL belongs."""
+    secret = "tml-" + "a" * 43
+    for headers in ({"Host": secret}, {"Host": "localhost", "Origin": secret}):
+        answer = await world.http.post("create_session", content=BODY, headers=headers)
+        assert answer.status_code == 403
+        assert "[secret]" in answer.text
+
+
 async def test_keys_take_the_place_of_the_check(world: World) -> None:
     key = await world.store.write(lambda conn: api_keys.create(conn, "alice"))
     world.services.keys.refresh()

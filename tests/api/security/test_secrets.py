@@ -110,6 +110,7 @@ def put_everywhere(client: Client, own: Things, secret: str) -> None:
             ask = case(wrong, own)
             client.ask(method, ask.path, json=ask.json, content=ask.content, headers=dict(ask.headers))
     client.ask("GET", f"/api/v1/{secret}")
+    client.ask("POST", f"/download/{secret}")
     client.ask("GET", "/api/v1/sessions", params={"limit": secret})
     client.ask("GET", "/api/v1/audit", params={"day": secret, "api_key": secret})
     client.ask("POST", "/api/v1/create_session", content=f'{{"sdk_version": {secret}}}')
