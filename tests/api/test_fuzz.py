@@ -40,9 +40,13 @@ HOST = "tinker.example"
 
 @dataclass(frozen=True)
 class Variant:
-    """How a server is set up. `locked`: it has a key, which every request brings. `tls`: a certificate."""
+    """How a server is set up. `locked`: it has a key, which every request brings. `tls`: a certificate.
+
+    `admin`: the key sees what others have.
+    """
 
     locked: bool = False
+    admin: bool = False
     tls: bool = False
     settings: Json = field(default_factory=dict)
 
@@ -63,6 +67,7 @@ VARIANTS = {
     ),
     "with limits of keys and of clients": Variant(
         locked=True,
+        admin=True,
         settings={
             "key_backlog": 20_000,
             "key_metadata_kb": 0.5,
@@ -72,7 +77,13 @@ VARIANTS = {
             "key_sessions": 1000,
             "key_stop_kb": 0.1,
             "key_stored_gb": 0.001,
+            "fwdbwd_dispatch_bytes_semaphore_size": 1,
+            "fwdbwd_max_chunk_bytes_count": 1,
+            "fwdbwd_max_chunk_len": 1,
+            "inflight_response_bytes_semaphore_size": 1,
+            "json_body_mb": 1,
             "proto_compress_fwdbwd": True,
+            "sample_dispatch_bytes_semaphore_size": 1,
             "sample_max_concurrent_requests": 1,
         },
     ),
@@ -117,7 +128,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             **variant.settings,
         )
         migrate(settings.store_url)
-        key = asyncio.run(_ready(settings.store_url, locked=variant.locked))
+        key = asyncio.run(_ready(settings.store_url, variant))
         with launched(settings, listener) as api:
             api.wait_until_up()
             headers = {**({"X-API-Key": key} if key else {}), **({"Host": HOST} if variant.tls else {})}
@@ -129,17 +140,17 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                 yield Target(api, http, options, _made(http))
 
 
-async def _ready(url: str, *, locked: bool) -> str:
+async def _ready(url: str, variant: Variant) -> str:
     """Write what an engine would; return a key, or "" for a server without keys."""
     store = Store.open(url)
     await write_facts(store)
     engine = {"state": "ready", "detail": "", "since": 0.0}
     await store.write(lambda conn: server_state.put(conn, "engine", engine))
-    if locked:
-        await store.write(lambda conn: api_keys.create(conn, "fuzz"))
+    if variant.locked:
+        await store.write(lambda conn: api_keys.create(conn, "fuzz", admin=variant.admin))
         key = await store.write(lambda conn: api_keys.rotate(conn, "fuzz", 0))
     await store.close()
-    return key if locked else ""
+    return key if variant.locked else ""
 
 
 def _made(http: httpx.Client) -> Json:

@@ -5,12 +5,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, SessionSeqId, StrictInt, StrictMessage
+from skyrl_tinker.protocol.schemas.base import (
+    MAX_INT64,
+    Message,
+    SessionSeqId,
+    StrictInt,
+    StrictMessage,
+)
 
 AccessScope = Literal["owned", "accessible"]
 
 
-class Paging(Message):
+class Paging(StrictMessage):
     """Query parameters of every list."""
 
     limit: int = Field(100, ge=1, le=10_000, description="most items in the response")
@@ -53,7 +59,7 @@ class TrainingRun(Message):
     user_metadata: dict[str, str] | None = None
 
 
-class TrainingRunQuery(Message):
+class TrainingRunQuery(StrictMessage):
     access_scope: AccessScope = Field(
         "owned", description="accessible: also others' runs with published checkpoints"
     )

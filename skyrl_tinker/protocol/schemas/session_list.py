@@ -12,7 +12,7 @@ FinishedBy = Literal["success", "errored", "interrupted"]
 ShortText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
-class SessionQuery(Message):
+class SessionQuery(StrictMessage):
     access_scope: AccessScope = Field(
         "owned", description="both are the same here: others' sessions are never visible"
     )

@@ -2,6 +2,8 @@
 
 from datetime import datetime
 
+import pytest
+
 from skyrl_tinker.domain.ids import CheckpointKind
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import World, step
@@ -89,3 +91,20 @@ async def test_others_see_a_run_by_what_it_has_published_alone(world: World) -> 
     assert seen["last_checkpoint"]["checkpoint_id"] == "weights/shown"
     assert seen["last_checkpoint"]["public"] is True
     assert datetime.fromisoformat(seen["last_request_time"]).tzinfo
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "training_runs",
+        "checkpoints",
+        "sessions",
+        "audit",
+        "billing/usage/checkpoints/current",
+    ],
+)
+async def test_an_unknown_filter_is_refused_by_name(world: World, path: str) -> None:
+    """Ignored, it would list what was filtered out."""
+    answer = await world.http.get(path, params={"model_name": "a"})
+    assert answer.status_code == 400, answer.text
+    assert "model_name" in answer.json()["detail"]
