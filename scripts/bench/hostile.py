@@ -208,8 +208,12 @@ async def stranger_heads_3000(door: Door) -> Answers:
     return await _half_sent(door, 3000)
 
 
-async def _half_sent(door: Door, count: int) -> Answers:
-    half = door.head("/healthz", "GET", X_Long="x" * 1000)[:-4]
+async def stranger_large_heads_3000(door: Door) -> Answers:
+    return await _half_sent(door, 3000, 60_000)
+
+
+async def _half_sent(door: Door, count: int, size: int = 1000) -> Answers:
+    half = door.head("/healthz", "GET", X_Long="x" * size)[:-4]
     return await _together(door.send(half, within_s=door.hold_s) for _ in range(count))
 
 
@@ -223,6 +227,12 @@ async def bodies_208(door: Door) -> Answers:
     names = [body_name(door.model_id, number) for number in range(2, 210)]
     head = [door.head(PASS, Content_Length=len(name) + len(data), **PROTOBUF) for name in names]
     return await _together(door.send(*parts, data) for parts in zip(head, names, strict=True))
+
+
+async def polls_of_16_mb(door: Door) -> Answers:
+    """Ask for results that never come, with bodies that would hold all that is there for large ones."""
+    body = b'{"request_id": "%b"}%b' % (b"0" * 32, b" " * (16 * MB))
+    return await _together(door.post("/api/v1/retrieve_future", body) for _ in range(8))
 
 
 async def foreign_host(door: Door) -> Answers:
@@ -264,8 +274,10 @@ CASES = {
         Case(stranger_headers_8_mb, bad=("200",)),
         Case(stranger_heads_300, bad=(OPEN,)),
         Case(stranger_heads_3000, bad=(OPEN,)),
+        Case(stranger_large_heads_3000, bad=(OPEN,)),
         Case(stranger_connections_3000, needed=(CLOSED, "408", "503")),
         Case(bodies_208, needed=("200",)),
+        Case(polls_of_16_mb, needed=("413",)),
         Case(foreign_host, bad=("200",), keys=False),
         Case(foreign_origin, bad=("200",), keys=False),
     )
