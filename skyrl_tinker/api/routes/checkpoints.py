@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.model_requests import find_own_checkpoint
-from skyrl_tinker.api.requests.request_body import read_json, read_model
+from skyrl_tinker.api.requests.request_body import json_size, read_json, read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources import weight_copies
 from skyrl_tinker.api.resources.run_views import checkpoint
@@ -143,6 +143,7 @@ async def copy_weights(
 ) -> CopyWeightsResponse:
     """Answered once the copy is complete. It shares its files with the original and outlives it."""
     payload = await read_json(request)
+    caller.limits.require_metadata(json_size(payload.get("destination_project_id")))
     path = await weight_copies.copy_weights(
         deps, caller, payload, x_idempotency_key, x_tinker_weights_access_token
     )

@@ -29,7 +29,13 @@ async def create_session(
 ) -> CreateSessionResponse:
     message = await read_model(request, CreateSessionRequest)
     caller.limits.require_metadata(
-        json_size(message.user_metadata, message.tags, message.project_id, message.display_name)
+        json_size(
+            message.user_metadata,
+            message.tags,
+            message.project_id,
+            message.display_name,
+            message.sdk_version,
+        )
     )
     warnings = [_unready(engine_state(deps.store)), _tokenizer_elsewhere(deps.facts, request)]
 

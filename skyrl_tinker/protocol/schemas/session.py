@@ -2,10 +2,13 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from skyrl_tinker.protocol.schemas.base import Items, Message, NullableDict
 
+DETAIL_CHARACTERS = 16_384
+KeptDetail = Annotated[str, AfterValidator(lambda text: text[:DETAIL_CHARACTERS])]
+"""As much as is kept of what a client says about its end, such as a traceback."""
 NullableTags = Annotated[Items[str], BeforeValidator(lambda value: [] if value is None else value)]
 
 
@@ -72,7 +75,7 @@ class FinishReason(Message):
 
 class FinishSessionRequest(Message):
     reason: FinishReason = FinishReason()
-    detail: str | None = None
+    detail: KeptDetail | None = None
 
 
 class TelemetryResponse(Message):

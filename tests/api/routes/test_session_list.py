@@ -118,10 +118,11 @@ async def test_pages_of_a_search_are_all_sessions_once(world: World) -> None:
 
 async def test_a_finished_session_says_how(world: World) -> None:
     session = await world.session()
-    await world.ok(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}, "detail": "ctrl-c"})
+    detail = "ctrl-c" + "!" * 100_000
+    await world.ok(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}, "detail": detail})
     (found,) = (await world.ok("sessions/search", {}))["sessions"]
     reason = {"type": "interrupted"}
-    assert found["status"] == {"type": "client_finished", "reason": reason, "detail": "ctrl-c"}
+    assert found["status"] == {"type": "client_finished", "reason": reason, "detail": detail[:16_384]}
 
 
 WRONG: list[tuple[Json, str]] = [
