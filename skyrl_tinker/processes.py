@@ -18,6 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 _YOUNG_OBJECTS = 20_000
 _SAME_START_S = 1.0  # create times are rounded and move with the wall clock
+_ONE_HEAP = {-8: 1, -3: 1 << 20, -1: 1 << 20}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a preexec_fn must not import
 
 
@@ -45,6 +46,16 @@ def raise_open_files_limit() -> None:
     """Raise RLIMIT_NOFILE to its hard limit: hundreds of long polls and sampler connections need it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def return_freed_memory() -> None:
+    """Have glibc give memory back to the system; call it before threads are started (mallopt(3)).
+
+    By itself it keeps a heap for each thread, and, once large blocks were freed, others of their size in it.
+    """
+    if hasattr(_LIBC, "mallopt"):
+        for parameter, value in _ONE_HEAP.items():
+            _LIBC.mallopt(parameter, value)
 
 
 def freeze_gc() -> None:

@@ -23,7 +23,7 @@ from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.processes import die_with_parent, freeze_gc, raise_open_files_limit
+from skyrl_tinker.processes import die_with_parent, freeze_gc, raise_open_files_limit, return_freed_memory
 from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
@@ -120,6 +120,7 @@ def main() -> None:
     sys.setswitchinterval(_SWITCH_S)
     die_with_parent()
     raise_open_files_limit()
+    return_freed_memory()
     log_to_stderr()
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
     uvloop.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))

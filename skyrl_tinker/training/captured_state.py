@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
-from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.errors import RankDiedError, SkyrlTinkerError
 from skyrl_tinker.training.actors import Actors
 
 
@@ -34,7 +34,10 @@ class CapturedState:
             size: int = await self.ranks.disk_call(
                 0, "commit_state", self.contents, files, str(scratch), directory
             )
-        except SkyrlTinkerError:
+        except SkyrlTinkerError as error:
+            if isinstance(error, RankDiedError):  # its peers may write on until they are gone
+                self.ranks.kill()
+                await self.ranks.wait_gone()
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
             raise
         return size
