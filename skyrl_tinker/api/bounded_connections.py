@@ -91,7 +91,7 @@ class _SmallReads(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._http.connection_lost(exc)
 
-    def get_buffer(self, sizehint: int) -> memoryview:  # type: ignore[override]
+    def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -9,6 +9,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
+from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
 from skyrl_tinker.store.database.write_lock import WriteLock
 
 
@@ -36,7 +37,8 @@ class Store:
         self._engine = sqlite.engine(path, home)
         self._idle: list[Connection] = []
         self._threaded: list[sqlite.ThreadedConnection] = []
-        self._writer = Writer(self._engine, self._lock)
+        self._checkpointer = WalCheckpointer(self._engine, path)
+        self._writer = Writer(self._engine, self._lock, self._checkpointer)
 
     @classmethod
     def open(cls, url: str, home: Path | None = None) -> "Store":
@@ -49,6 +51,7 @@ class Store:
     async def close(self) -> None:
         """Finish the writes already accepted, then close every connection."""
         await self._writer.close()
+        await self._checkpointer.close()
         while self._idle:
             self._idle.pop().close()
         while self._threaded:

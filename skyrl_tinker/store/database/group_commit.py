@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
 from skyrl_tinker.store.database.write_lock import WriteLock
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class _Write:
     op: Op[Any]
     done: asyncio.Future[Any]
     then: Callable[[], None] | None = None
+    size: int = 0
     value: Any = None
     error: Exception | None = None
 
@@ -58,8 +60,8 @@ class _Queue:
     def __len__(self) -> int:
         return len(self._small) + len(self._large)
 
-    def add(self, write: _Write, size: int) -> None:
-        (self._large if size > LARGE_BYTES else self._small).append(write)
+    def add(self, write: _Write) -> None:
+        (self._large if write.size > LARGE_BYTES else self._small).append(write)
 
     def pop(self) -> _Write:
         """Remove and return the next write. There must be one."""
@@ -73,9 +75,10 @@ class _Queue:
 class Writer:
     """One thread with one connection. Ops of one process run in order, but small ones overtake large ones."""
 
-    def __init__(self, engine: Engine, lock: WriteLock) -> None:
+    def __init__(self, engine: Engine, lock: WriteLock, checkpointer: WalCheckpointer) -> None:
         self._engine = engine
         self._lock = lock
+        self._checkpointer = checkpointer
         self._conn: Connection | None = None
         self._thread = ThreadPoolExecutor(1, "store-writer")
         self._queue = _Queue()
@@ -94,8 +97,8 @@ class Writer:
         """
         if self._closed:
             raise _closed()
-        write = _Write(op, asyncio.get_running_loop().create_future(), then)
-        self._queue.add(write, size)
+        write = _Write(op, asyncio.get_running_loop().create_future(), then, size)
+        self._queue.add(write)
         self._arrived.set()
         try:
             result: T = await write.done
@@ -139,6 +142,7 @@ class Writer:
         finally:
             for write in begun:
                 write.settle(error)
+                self._checkpointer.note(write.size)
 
     async def _on_thread(self, work: Callable[..., None], *arguments: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -180,6 +184,7 @@ class Writer:
     def _transaction(self) -> Iterator[Connection]:
         if self._conn is None:
             self._conn = self._engine.connect()
+            sqlite.execute(self._conn, sqlite.NO_CHECKPOINTS)
         with self._lock, sqlite.transaction(self._conn, sqlite.BEGIN_WRITE):
             yield self._conn
 

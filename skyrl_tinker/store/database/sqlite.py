@@ -21,6 +21,8 @@ from skyrl_tinker.errors import StartupError
 BUSY_TIMEOUT_S = 30.0
 DRIVER = "sqlite+aiosqlite"
 BEGIN_READ, BEGIN_WRITE = "BEGIN", "BEGIN IMMEDIATE"
+NO_CHECKPOINTS = "PRAGMA wal_autocheckpoint = 0"
+"""For a connection whose commits leave them to WalCheckpointer."""
 T = TypeVar("T")
 _PRAGMAS = (
     "PRAGMA journal_mode = WAL",

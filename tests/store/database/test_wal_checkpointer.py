@@ -1,0 +1,79 @@
+"""The log is copied into the database beside the writers, and stays bounded however much is written."""
+
+import os
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, text
+
+from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.store.database import wal_checkpointer
+from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
+from skyrl_tinker.store.store import Store, write_once
+
+TABLE, ROW = "CREATE TABLE large (body BLOB)", text("INSERT INTO large VALUES (zeroblob(:size))")
+
+
+def sizes(url: str) -> tuple[int, int]:
+    """Bytes of the database file and of its log."""
+    path = Path(url.partition("///")[2])
+    log = path.with_name(f"{path.name}-wal")
+    return path.stat().st_size, log.stat().st_size if log.exists() else 0
+
+
+async def write(store: Store, size: int) -> None:
+    def insert(conn: Connection) -> None:
+        conn.execute(ROW, {"size": size})
+
+    await store.write(insert, size=size)
+
+
+@pytest.fixture(autouse=True)
+def table(url: str) -> None:
+    write_once(url, lambda conn: conn.execute(text(TABLE)))
+
+
+async def test_a_commit_copies_nothing(store: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All writers would wait for it."""
+    monkeypatch.setattr(WalCheckpointer, "note", lambda checkpointer, size: None)
+    before, _ = sizes(url)
+    for _ in range(8):
+        await write(store, MiB)
+    assert sizes(url)[0] < before + MiB
+    assert sizes(url)[1] > 8 * MiB
+
+
+async def test_large_writes_are_copied_by_and_by_and_the_log_begins_anew(
+    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wal_checkpointer, "LONG_LOG_BYTES", 8 * MiB)
+    for _ in range(64):
+        await write(store, MiB)
+    database, log = sizes(url)
+    assert database > 32 * MiB
+    assert log < 32 * MiB
+    with store.read() as conn:
+        assert conn.execute(text("SELECT count(*) FROM large")).scalar() == 64
+
+
+async def test_many_small_writes_are_copied_too(store: Store, url: str) -> None:
+    before, _ = sizes(url)
+    for _ in range(2 * wal_checkpointer.EVERY_BYTES // wal_checkpointer.SMALL_WRITE_BYTES):
+        await store.write(lambda conn: conn.execute(ROW, {"size": 10_000}) and None)
+    assert sizes(url)[0] > before + MiB
+
+
+async def test_a_log_that_cannot_be_copied_is_a_warning(
+    store: Store, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(wal_checkpointer.sqlite, "execute", fails)
+        checkpointer = WalCheckpointer(store._engine, url.partition("///")[2])
+        checkpointer.note(wal_checkpointer.EVERY_BYTES)
+        await checkpointer.close()
+    assert "could not be copied" in caplog.text
+    await write(store, MiB)
+
+
+def fails(*_: object) -> None:
+    raise wal_checkpointer.OperationalError("PRAGMA", None, OSError(os.strerror(28)))
