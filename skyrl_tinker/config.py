@@ -118,7 +118,7 @@ class Settings(BaseSettings):
         None,
         ge=1,
         description="Sequences in flight per replica beyond which samples wait for their turns; "
-        "sessions that have none there get more. Default: 256, on a CPU 192",
+        "sessions that have none there get more. Default: 256, on a CPU 96",
     )
     sampler_startup_s: float = Field(300.0, gt=0, description="Time that a replica may take to start")
     sampler_hang_s: float = Field(10.0, gt=0, description="Silence after which a replica counts as dead")

@@ -59,8 +59,8 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
-LARGE_AT_ONCE = 2
-"""Large bodies at a time: one is parsed while another is stored."""
+LARGE_AT_ONCE = 1
+"""Large bodies that are parsed and stored at a time: two take longer together than one after the other."""
 
 RESOURCES = (
     client,

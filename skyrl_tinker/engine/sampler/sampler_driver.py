@@ -50,7 +50,7 @@ from skyrl_tinker.store.store import Store
 
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
-CONCURRENCY = {"cuda": MAX_SEQUENCES, "cpu": 192}
+CONCURRENCY = {"cuda": MAX_SEQUENCES, "cpu": 96}
 """Default of the setting sample_concurrency. On a CPU a step takes longer the more sequences are in it."""
 CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
 EMPTY: Mapping[int, FutureOutcome] = MappingProxyType({})
