@@ -23,6 +23,9 @@ UNCOUNTED = 16 * 1024
 """First bytes of each body: most requests are no larger."""
 OWNER_FILES = 2048 * MiB
 """Largest total of one owner's files."""
+SMALL_BYTES = 256 * 1024
+PARTS_AT_ONCE = 8
+"""Parts of bodies over SMALL_BYTES that are taken in one round of the event loop."""
 _RETRY_S = 10
 
 
@@ -33,7 +36,18 @@ class Spool:
         """`directory`: for unnamed files; it need not exist before the first."""
         self._directory = directory
         self._memory_left = MEMORY
+        self._rounds = asyncio.Semaphore(PARTS_AT_ONCE)
         self._files: Counter[OwnerId | None] = Counter()  # bytes
+
+    async def take_turn(self, size: int) -> None:
+        """Wait until the next part may be taken of a body that has so many bytes.
+
+        Uvicorn reads on only once a part was taken. So hundreds of clients that send large bodies at once
+        leave the loop to others after a few parts.
+        """
+        if size > SMALL_BYTES:
+            async with self._rounds:
+                await asyncio.sleep(0)
 
     def take_memory(self, size: int) -> bool:
         """Take memory if there is so much."""
@@ -101,6 +115,7 @@ class ArrivingBody:
         try:
             async with asyncio.timeout(GRACE_S) as deadline:
                 while self.more and self.size <= most:
+                    await self._spool.take_turn(self.size)
                     await self._receive_part()
                     if self.size >= next_stride:
                         next_stride = self.size + STRIDE
