@@ -40,12 +40,12 @@ class OwnHostsMiddleware:
 
     def _objection(self, method: str, headers: Mapping[bytes, bytes]) -> str | None:
         """Return why a request is foreign, None if it is ours."""
-        host = redact(headers.get(b"host", b"").decode("latin-1")).lower()
-        if not self._is_own(_name(host)):
-            return f"Host: found {host!r}, which is not a name of this server: {_REMEDY}"
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self._is_own(_name(host.lower())):
+            return f"Host: found {redact(host)!r}, which is not a name of this server: {_REMEDY}"
         origin = headers.get(b"origin")
         if origin is not None:
-            return self._objection_to_page(redact(origin.decode("latin-1")).lower(), host)
+            return self._objection_to_page(origin.decode("latin-1"), host)
         site = headers.get(b"sec-fetch-site", b"none")
         follows_link = method == "GET" and headers.get(b"sec-fetch-mode") == b"navigate"
         if site not in (b"none", b"same-origin") and not follows_link:
@@ -57,10 +57,10 @@ class OwnHostsMiddleware:
         return name in self._own or _is_address(name)
 
     def _objection_to_page(self, origin: str, host: str) -> str | None:
-        netloc = _netloc(origin)
-        if netloc == host or _name(netloc) in self._allowed:
+        netloc = _netloc(origin.lower())
+        if netloc == host.lower() or _name(netloc) in self._allowed:
             return None
-        return f"Origin: found {origin!r}, expected this server's own pages: {_REMEDY}"
+        return f"Origin: found {redact(origin)!r}, expected this server's own pages: {_REMEDY}"
 
 
 def _netloc(origin: str) -> str:

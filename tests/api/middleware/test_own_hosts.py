@@ -84,6 +84,15 @@ async def test_keys_take_the_place_of_the_check(world: World) -> None:
     assert await status(world, Host="tinker.example") == 401
 
 
+async def test_an_allowed_host_may_look_like_a_key(tmp_path: Path) -> None:
+    host = "TML-gpu-cluster-node-17.lab"
+    settings = settings_for(tmp_path / "home", allowed_hosts=(host.lower(),))
+    migrate(settings.store_url)
+    async with running(settings) as world:
+        assert await status(world, Host=host, Origin=f"https://{host}") == 200
+        assert await status(world, Host=host.lower(), Origin=f"https://{host.lower()}") == 200
+
+
 async def test_any_host_can_be_allowed(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "home", allowed_hosts=("*",))
     migrate(settings.store_url)
