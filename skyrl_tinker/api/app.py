@@ -87,9 +87,8 @@ RESOURCES = (
 
 NUMBERED = frozenset({"/api/v1/forward_backward"})
 """Paths that consume a seq_id even when the body is refused: later requests would wait for a missing one."""
-
-
 POLLS = frozenset({"/api/v1/retrieve_future", "/api/v1/retrieve_futures"})
+"""Paths whose answers may take as long as a poll: their bodies are small."""
 
 
 def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> FastAPI:

@@ -23,9 +23,10 @@ UNCOUNTED = 16 * 1024
 """First bytes of each body: most requests are no larger."""
 OWNER_FILES = 2048 * MiB
 """Largest total of one owner's files."""
-SMALL_BYTES = 256 * 1024
+LARGE_BYTES = 256 * 1024
+"""Whole bodies up to this size need no budget and no turns: heartbeats and samples overtake larger ones."""
 PARTS_AT_ONCE = 8
-"""Parts of bodies over SMALL_BYTES that are taken in one round of the event loop."""
+"""Parts of bodies over LARGE_BYTES that are taken in one round of the event loop."""
 _RETRY_S = 10
 
 
@@ -45,7 +46,7 @@ class Spool:
         Uvicorn reads on only once a part was taken. So hundreds of clients that send large bodies at once
         leave the loop to others after a few parts.
         """
-        if size > SMALL_BYTES:
+        if size > LARGE_BYTES:
             async with self._rounds:
                 await asyncio.sleep(0)
 

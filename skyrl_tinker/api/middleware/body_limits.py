@@ -11,14 +11,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_tinker.api import error_responses
-from skyrl_tinker.api.middleware.arriving_body import ArrivingBody, Spool
+from skyrl_tinker.api.middleware.arriving_body import LARGE_BYTES, ArrivingBody, Spool
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget
 from skyrl_tinker.api.middleware.compression import decompress, first_bytes, most_expanded, require_known
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError, TooLargeError, UserError
 
-LARGE_BYTES = 256 * 1024
-"""Whole bodies up to this size need no budget: heartbeats and samples overtake large bodies that wait."""
 PROTOBUF = "application/x-protobuf"
 HEAD_BYTES = 192 * 1024
 """Bytes of a refused body that are decoded for its model_id and seq_id."""

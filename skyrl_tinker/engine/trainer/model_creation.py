@@ -86,7 +86,7 @@ class ModelCreation:
         kept = await self._snapshots.link(model, seq_id, directory, optimizer=optimizer)
         try:
             await self._trainer.load_state(model, directory, optimizer=optimizer)
-        except Exception:
+        except Exception:  # whatever it was: nothing else would delete the copy
             await self._snapshots.discard(kept)
             raise
         return self._snapshots.loaded(model, kept)
