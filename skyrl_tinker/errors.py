@@ -14,7 +14,6 @@ SkyrlTinkerError              500  server
 ├── StateLostError            500  server   weights or a model's state that no record can rebuild
 ├── TrainerError              500  server   the ranks are broken: fresh ones must replay every model
 │   └── RankDiedError         500  server   a rank's process ended
-├── CrowdedPassError          500  server   requests did not fit into memory together: each may alone
 ├── TrainerLostError          500  server   fresh ranks do not help, or Ray is gone: only a new engine does
 ├── SamplerError              500  server   the inference plane failed
 ├── StorageError              500  server   a disk is broken; models and weights are as before
@@ -96,10 +95,6 @@ class TrainerError(SkyrlTinkerError):
 
 
 class RankDiedError(TrainerError):
-    pass
-
-
-class CrowdedPassError(SkyrlTinkerError):
     pass
 
 

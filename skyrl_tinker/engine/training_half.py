@@ -120,7 +120,7 @@ def _register_gauges(
 ) -> None:
     watch = metrics.watch
     watch("training_backlog_tokens", "Estimated tokens of waiting passes", driver.backlog)
-    watch("retried_passes", "Passes that ran out of memory", lambda: float(trainer.retried_passes))
+    watch("exhausted_passes", "Passes that ran out of memory", lambda: float(trainer.exhausted_passes))
     watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))
     watch("snapshots", "Snapshots of models taken", lambda: float(snapshots.taken))
     watch("snapshot_seconds", "Trainer time taken by snapshots", lambda: snapshots.spent_s)

@@ -28,7 +28,7 @@ from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
 from skyrl_tinker.training.captured_state import CapturedState
 from skyrl_tinker.training.restart_policy import RestartPolicy
-from skyrl_tinker.training.trainer_spec import TrainerSpec, retry_budget
+from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 __all__ = ["CapturedState", "PassResult", "PreparedPass", "TrainerGroup", "TrainerSpec"]
 
@@ -45,9 +45,9 @@ class PreparedPass:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Outputs in the order of the items, and the tokens per row with which the pass succeeded.
+    """Outputs in the order of the items, and the tokens per row with which the pass ran.
 
-    `exhausted`: it did not, since memory ran out, and all items failed. `own_s`: what custom losses took.
+    `exhausted`: memory ran out, and all items failed. `own_s`: what custom losses took.
     """
 
     outputs: list[PassOutput | Failure]
@@ -66,7 +66,7 @@ class TrainerGroup:
     def __init__(self, spec: TrainerSpec, require_ray: Callable[[], None]) -> None:
         self.spec = spec
         self.busy_s = 0.0  # of rank 0, so far
-        self.retried_passes = 0  # that ran out of memory and were run again in smaller rows
+        self.exhausted_passes = 0  # that ran out of memory
         self.restarts = 0  # times that the ranks have been replaced
         self.broken: TrainerError | None = None  # what ended the ranks
         self._require_ray = require_ray
@@ -132,10 +132,7 @@ class TrainerGroup:
         """
         budget = row_budget or self.spec.token_budget
         outputs: list[RankOutput] = await self._on_all_ranks("run_pass", prepared.argument, budget)
-        if outputs[0].retried:
-            budget = retry_budget(budget)
-            self.retried_passes += 1
-            _log.warning("a pass of %d tokens was run again in smaller rows", len(prepared.batch.tokens))
+        self.exhausted_passes += outputs[0].exhausted
         own_s = own_seconds(prepared.batch, outputs)
         return PassResult(assemble(prepared.batch, outputs), budget, outputs[0].exhausted, own_s)
 

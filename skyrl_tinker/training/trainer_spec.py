@@ -25,5 +25,5 @@ class TrainerSpec:
 
 
 def retry_budget(token_budget: int) -> int:
-    """Return the tokens per row with which a pass that ran out of memory is tried once more."""
+    """Return the tokens per row with which a pass that ran out of memory is run again."""
     return max(1, token_budget // 2)

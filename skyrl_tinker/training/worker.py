@@ -25,7 +25,7 @@ from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 from skyrl_tinker.training.optimizers.step import optim_step
-from skyrl_tinker.training.passes.out_of_memory import run_with_retry
+from skyrl_tinker.training.passes.out_of_memory import run_or_refuse
 from skyrl_tinker.training.passes.pass_runner import PassRunner
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
@@ -83,13 +83,14 @@ class Worker:
         self._require_onloaded()
         self._device_cache.load(info.model for info in batch.requests)
         self._device_cache.mark_changed({info.model for info in batch.requests if info.backward})
-        budget = token_budget or self.spec.token_budget
+        most = self.spec.token_budget
+        budget = token_budget or most
 
         def run(tokens: int) -> RankOutput:
             return self._runner.execute_pass(batch, tokens)
 
         # Of several ranks the others wait in a collective, and only fresh ones get on.
-        return run_with_retry(batch, budget, run, self._recover) if self.spec.ranks == 1 else run(budget)
+        return run_or_refuse(batch, budget, most, run, self._recover) if self.spec.ranks == 1 else run(budget)
 
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         for item in steps:

@@ -24,12 +24,15 @@ from skyrl_tinker.inference.client.http_connection import HttpStatusError
 from skyrl_tinker.inference.constants import VLLM_START_VERSION
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
+from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support.world import STEPS_FILE, CapturedExport, CapturedSteps, Workers, write_export
 from tests.simulation.faults import fault, point, random_of_history, travel
 from tests.simulation.virtual_loop import PROCESS
 
 NOT_FINITE, DEADLY = 13, 14
 """First tokens of a pass whose loss is not finite, and of one that kills the ranks whenever it runs."""
+CROWD = 3
+"""Requests of a pass that does not fit into memory in rows of the usual size."""
 PROMPT = 3
 """Tokens of every prompt."""
 WEIGHT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -46,7 +49,7 @@ class Ranks(Workers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.retried_passes = 0
+        self.exhausted_passes = 0
         self._standing: asyncio.Future[None] | None = None
 
     async def _tell(self, what: str, value: Any) -> None:
@@ -74,6 +77,10 @@ class Ranks(Workers):
             standing.set_exception(self.broken)
 
     async def run_pass(self, items: Sequence[PassItem], row_budget: int | None = None) -> Any:
+        whole = row_budget == self.spec.token_budget
+        if whole and len(items) >= CROWD:
+            await self._tell("pass", None)
+            return PassResult([Failure("no memory", "server")] * len(items), row_budget, exhausted=True)
         result = await super().run_pass(items, row_budget)
         if DEADLY in map(_first_token, items):
             self.broken = TrainerError("killed by a pass")

@@ -54,6 +54,8 @@ class _Lane:
     held: bool = False  # nothing begins
     window_error: str | None = None  # why the gradients of the current accumulation window are invalid
     last: int | None = None  # the last seq_id that runs: the model is to be unloaded
+    over: set[int] = field(default_factory=set)  # seq_ids behind rows that were put back
+    apart: dict[int, frozenset[int]] = field(default_factory=dict)  # seq_id -> ids of those it runs with
 
 
 class Lanes:
@@ -86,7 +88,7 @@ class Lanes:
     def add(self, row: QueuedRow, refusal: str | None = None) -> None:
         """Park a row, which may come twice. `refusal`: the error with which the API has failed it already."""
         model, seq_id = _position(row)
-        if seq_id < self._open[model].next_seq:
+        if seq_id < self._open[model].next_seq or seq_id in self._open[model].over:
             return
         self._open[model].parked[seq_id] = row
         if refusal is not None:
@@ -165,11 +167,30 @@ class Lanes:
             _pop(self._open[model], seq_id)
 
     def put_back(self, row: QueuedRow) -> None:
-        """Take back a row that was started, the last of its model, and hold its lane until `resume`."""
+        """Take back a row that was started, before those that were not. Closed models take back none."""
         model, seq_id = _position(row)
         lane = self._lane(model)
         lane.parked[seq_id] = row
-        lane.next_seq, lane.held = seq_id, True
+        lane.over.discard(seq_id)
+        lane.over.update(range(seq_id + 1, lane.next_seq))
+        lane.next_seq = min(lane.next_seq, seq_id)
+
+    def put_back_apart(self, rows: Sequence[QueuedRow]) -> None:
+        """Take back rows that were started, to run together and with no others."""
+        ids = frozenset(row.id for row in rows)
+        for row in rows:
+            self.put_back(row)
+            model, seq_id = _position(row)
+            self._lane(model).apart[seq_id] = ids
+
+    def apart(self, row: QueuedRow) -> frozenset[int]:
+        """Return the ids of the rows that run together with this one and with no others; {}: it may share."""
+        model, seq_id = _position(row)
+        return self._lane(model).apart.get(seq_id, frozenset())
+
+    def hold(self, model: ModelKey) -> None:
+        """Begin nothing of this model until `resume`."""
+        self._lane(model).held = True
 
     def resume(self, model: ModelKey) -> None:
         self._lane(model).held = False
@@ -228,7 +249,11 @@ def _status(lane: _Lane) -> LaneStatus:
 def _pop(lane: _Lane, seq_id: int) -> None:
     assert seq_id == lane.next_seq, "started out of order"
     del lane.parked[seq_id]
+    lane.apart.pop(seq_id, None)
     lane.next_seq += 1
+    while lane.next_seq in lane.over:  # refused ones, which were skipped while those before them ran
+        lane.over.remove(lane.next_seq)
+        lane.next_seq += 1
 
 
 def _skip_refused(lane: _Lane) -> None:
@@ -257,7 +282,10 @@ def _waits_for_storage(lane: _Lane, first: QueuedRow) -> bool:
 
 def _passes(lane: _Lane, budget: int) -> Iterator[QueuedRow]:
     seq_id = lane.next_seq
+    apart = lane.apart.get(seq_id)
     while budget > 0 and (row := lane.parked.get(seq_id)) and row.kind in PASSES and _pending(row):
+        if lane.apart.get(seq_id) != apart:
+            return
         yield row
         budget -= cost(row)
         seq_id += 1

@@ -8,7 +8,7 @@ answered waits for the rest of the unit that runs, and shares the next, whatever
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -21,6 +21,8 @@ Waiting = Mapping[ModelKey, Sequence[QueuedRow]]
 """Runnable rows of each model, in order; never empty."""
 Seconds = Callable[[QueuedRow], float]
 """Estimate of the trainer time that a row takes."""
+Apart = Callable[[QueuedRow], Collection[int]]
+"""Ids of the rows that run together with a row and with no others; none: it may share a pass."""
 MERGING = frozenset({RequestKind.OPTIM_STEP, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER})
 """Barriers that the workers execute for several models at once."""
 SHORT_S, SHORT_ROWS = 1.0, 8
@@ -31,10 +33,14 @@ ACTIVE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Forwards and backwards of any tenants; rows of one model in order. `full`: no more would have fit."""
+    """Forwards and backwards of any tenants; rows of one model in order. `full`: no more would have fit.
+
+    `again`: memory had run out, for these rows or more.
+    """
 
     rows: tuple[QueuedRow, ...]
     full: bool
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ class Planner:
             first = unit.rows[0].session_id
             self._short = first if first in self._short_sessions(waiting) else None
             if ahead and unit.rows[0] is ahead[0] and _first_of(ahead, waiting):
-                unit = Pass(ahead, full=True)
+                unit = Pass(ahead, full=True, again=bool(self._lanes.apart(ahead[0])))
             self._lanes.start(unit.rows)
             self.charge((row, self._seconds(row)) for row in unit.rows)
         return unit
@@ -120,7 +126,8 @@ class Planner:
         shares = self._shares.joined_by(waiting.values())
         short = self._short_sessions(waiting)
         deciding = {model: rows for model, rows in waiting.items() if rows[0].session_id in short} or waiting
-        unit = next_unit(waiting, deciding, shares, self._bounds(waiting), self._seconds)
+        bounds = self._bounds(waiting)
+        unit = next_unit(waiting, deciding, shares, bounds, self._seconds, self._lanes.apart)
         return waiting, shares, unit
 
     def _short_sessions(self, waiting: Waiting) -> set[SessionId]:
@@ -155,7 +162,12 @@ def _first_of(rows: Iterable[QueuedRow], waiting: Waiting) -> bool:
 
 
 def next_unit(
-    waiting: Waiting, deciding: Waiting, shares: FairShare[QueuedRow], budget: PassBudget, seconds: Seconds
+    waiting: Waiting,
+    deciding: Waiting,
+    shares: FairShare[QueuedRow],
+    budget: PassBudget,
+    seconds: Seconds,
+    apart: Apart,
 ) -> Unit | None:
     """Return the next unit, None when nothing waits. `deciding`: the part of `waiting` that may lead it."""
     if not waiting:
@@ -163,6 +175,10 @@ def next_unit(
     first = next(shares.order(deciding.values(), seconds))
     if first.kind not in PASSES:
         return _barriers(first, waiting)
+    if together := apart(first):
+        rows = tuple(row for rows in waiting.values() for row in rows if row.id in together)
+        return Pass(rows, full=True, again=True)
+    waiting = {model: rows for model, rows in waiting.items() if not apart(rows[0])}
     passes = {model: rows for model, rows in waiting.items() if _may_join(rows[0], first, shares, budget)}
     others = (row for row in shares.order(passes.values(), seconds) if row is not first)
     return _pass(chain([first], others), budget, seconds)

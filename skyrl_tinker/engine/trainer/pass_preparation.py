@@ -32,6 +32,7 @@ class ReadyPass:
     refused: Mapping[int, Failure]  # failures of the other rows, by row id
     batch: PreparedPass | None  # None: no row can run
     sequences: frozenset[str]  # ids of those whose records it uses
+    again: bool  # memory had run out
 
 
 class PassCoordinator:
@@ -48,7 +49,7 @@ class PassCoordinator:
         references = await self._references(read)
         batch, refused = await off_loop(size, lambda: self._build(read, references))
         used = (row.sequences for row_id, row in read.items() if row_id not in refused)
-        return ReadyPass(unit.rows, unread | refused, batch, frozenset().union(*used))
+        return ReadyPass(unit.rows, unread | refused, batch, frozenset().union(*used), unit.again)
 
     async def execute(self, ready: ReadyPass, row_budget: int | None = None) -> PassResult:
         """Return one output per row, in order. Raises TrainerError when the ranks are broken."""

@@ -160,13 +160,15 @@ class Replay:
     async def _replay_pass(self, rows: Sequence[RanRow], *, apart: bool) -> None:
         if not rows:
             return
-        budget = rows[0].row_budget
-        read = unit_records.read_bodies
+        budget = rows[0].row_budget or self._trainer.spec.token_budget
+        smaller, read = retry_budget(budget), unit_records.read_bodies
         ready = await self._passes.prepare(Pass(tuple(row.row for row in rows), full=False), read)
-        result = await self._passes.execute(ready, retry_budget(budget) if apart and budget else budget)
+        result = await self._passes.execute(ready, smaller if apart else budget)
+        if result.exhausted and not apart:
+            result = await self._passes.execute(ready, smaller)
         if result.exhausted and len(rows) > 1:
             for row in rows:
-                await self._replay_pass([row], apart=apart)
+                await self._replay_pass([row], apart=True)
             return
         for row, output in zip(rows, result.outputs, strict=True):
             model = model_of(row.row)

@@ -23,7 +23,7 @@ from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
 from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
-from skyrl_tinker.errors import CrowdedPassError, TrainerError
+from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.queue_views import LaneView, TrainingView
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -202,20 +202,10 @@ class TrainerDriver:
             await self._run_unit(ready, report)
 
     async def _run_unit(self, unit: Barriers | ReadyPass, report: Report) -> None:
-        """Run a unit; if the ranks die of it, again on fresh ones, then each of its requests alone.
-
-        The requests of a pass for which there is no memory become units of their own: so only those fail
-        that are too large themselves.
-        """
-        try:
-            for _ in range(TOGETHER):
-                if await self._try(self._execution.run(unit), report) is None:
-                    return
-        except CrowdedPassError as error:
-            _log.warning("%s: they run one by one", error)
-            for row in unit.rows:
-                await self._run_unit(await self._execution.prepare(Pass((row,), full=False)), report)
-            return
+        """Run a unit; if the ranks die of it, again on fresh ones, then each of its requests alone."""
+        for _ in range(TOGETHER):
+            if await self._try(self._execution.run(unit), report) is None:
+                return
         for row in unit.rows:
             await self._run_alone(row, report)
 

@@ -22,7 +22,7 @@ from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import CrowdedPassError, DiskFullError, TrainerError
+from skyrl_tinker.errors import DiskFullError, TrainerError
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
@@ -97,9 +97,9 @@ class UnitExecution:
         return await self._executors.passes.prepare(unit)
 
     async def run(self, unit: Barriers | ReadyPass) -> None:
-        """Run a unit. Nothing has been recorded of one that raises.
+        """Run a unit. Nothing has been recorded of one that raises TrainerError: the ranks are broken.
 
-        Raises TrainerError: the ranks are broken. CrowdedPassError: its requests must run one by one.
+        Requests for which there is no memory, or no room on the disk, wait in their lanes once more.
         """
         match unit:
             case ReadyPass():
@@ -117,8 +117,7 @@ class UnitExecution:
     async def run_alone(self, row: QueuedRow) -> None:
         """Run one request in small rows. Raises TrainerError."""
         if row.kind in PASSES:
-            ready = await self.prepare(Pass((row,), full=False))
-            await self._run_pass(ready, retry_budget(self._trainer.spec.token_budget))
+            await self._run_pass(await self.prepare(Pass((row,), full=False, again=True)))
         else:
             await self.run(Barriers((row,)))
 
@@ -148,12 +147,22 @@ class UnitExecution:
             else:
                 await self._run_barrier(row, recorded=True)
 
-    async def _run_pass(self, ready: ReadyPass, row_budget: int | None = None) -> None:
+    async def _run_pass(self, ready: ReadyPass) -> None:
+        """Run a pass; if memory runs out, its rows wait to run again in smaller rows, then each alone.
+
+        Others may run in between, and only those fail that are too large themselves.
+        """
         busy_s = self._trainer.busy_s
-        result = await self._executors.passes.execute(ready, row_budget)
+        budget = self._trainer.spec.token_budget
+        again = ready.again
+        result = await self._executors.passes.execute(ready, retry_budget(budget) if again else budget)
         self._own_s.update({row.id: result.own_s.get(row.request_id, 0.0) for row in ready.rows})
-        if result.exhausted and len(ready.rows) > 1:
-            raise CrowdedPassError(f"{len(ready.rows)} requests do not fit into memory together")
+        if result.exhausted and not (again and len(ready.rows) == 1):
+            _log.warning("%d requests do not fit into memory: they run again", len(ready.rows))
+            rows = self._still_open(ready.rows)
+            for part in [[row] for row in rows] if again else [rows]:
+                self._lanes.put_back_apart(part)
+            return
         self._metrics.passed(ready.rows, result.outputs)
         effects: dict[int, Effect | None] = {}
         for row, output in zip(ready.rows, result.outputs, strict=True):
@@ -226,10 +235,18 @@ class UnitExecution:
 
     def _postpone(self, rows: Sequence[QueuedRow]) -> None:
         """Try requests again in a while, each before all others of its model: the disk is full."""
-        for row in rows:
+        for row in self._still_open(rows):
             _log.warning("request %s waits: there is no room on the disk", row.request_id)
             self._lanes.put_back(row)
+            self._lanes.hold(model_of(row))
             self._background.create_task(self._resume(model_of(row)))
+
+    def _still_open(self, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
+        """Fail those rows whose models were given up while they ran; returns the others."""
+        closed = {row.id: failure for row in rows if (failure := self._lanes.closed_by(model_of(row)))}
+        if closed:
+            self._end([row for row in rows if row.id in closed], {}, closed)
+        return [row for row in rows if row.id not in closed]
 
     async def _resume(self, model: ModelKey) -> None:
         await asyncio.sleep(RETRY_S)

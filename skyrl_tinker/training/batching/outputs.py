@@ -29,8 +29,7 @@ class RankOutput:
     metrics: Mapping[int, PassMetrics]  # by request index
     failures: Mapping[int, Failure]  # by request index
     own_s: Mapping[int, float] = field(default_factory=dict)  # of custom losses, by request index
-    retried: bool = False  # memory ran out the first time
-    exhausted: bool = False  # and the second time: all requests failed
+    exhausted: bool = False  # memory ran out: all requests failed
 
 
 def merge_metrics(first: PassMetrics, second: PassMetrics) -> PassMetrics:

@@ -1,4 +1,4 @@
-"""Retry of a pass that does not fit into memory, in rows of half the size.
+"""Refusal of a pass that does not fit into memory: the engine runs it again later, in smaller rows.
 
 Errors of the allocators are caught here. A process that the kernel kills reports nothing, and of several
 ranks the others wait in a collective: then the engine does the same with fresh ranks.
@@ -6,7 +6,6 @@ ranks the others wait in a collective: then the engine does the same with fresh 
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ import torch
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput
-from skyrl_tinker.training.trainer_spec import retry_budget
 
 _log = logging.getLogger(__name__)
 _CPU_MESSAGES = ("can't allocate memory", "std::bad_alloc")
@@ -27,36 +25,31 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)
 
 
-def run_with_retry(
+def run_or_refuse(
     batch: TrainingInputBatch,
-    budget: int,
+    tokens: int,
+    token_budget: int,
     run: Callable[[int], RankOutput],
     recover: Callable[[], None],
 ) -> RankOutput:
-    """Call `run(tokens per row)`, which undoes itself on errors; if memory runs out twice, all requests fail.
+    """Call `run(tokens per row)`, which undoes itself on errors; if memory runs out, all requests fail.
 
     `recover` makes the worker fit to run again.
     """
-    budgets = (budget, retry_budget(budget))
-    for tokens in budgets:
-        try:
-            return replace(run(tokens), retried=tokens != budget)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = (str(error).splitlines() or [repr(error)])[0]
-            _log.warning("out of memory in rows of %d tokens: %s", tokens, reason)
-        recover()  # not above: the error's traceback keeps what the pass had allocated
-    return _refused(batch, budgets)
-
-
-def _refused(batch: TrainingInputBatch, budgets: tuple[int, int]) -> RankOutput:
+    try:
+        return run(tokens)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        _log.warning("out of memory in rows of %d tokens: %s", tokens, reason)
+    recover()  # not above: the error's traceback keeps what the pass had allocated
     failure = Failure(
-        f"{len(batch.tokens)} tokens in {len(batch.lengths)} datums did not fit into the trainer's memory, "
-        f"neither in rows of {budgets[0]} tokens (token_budget) nor of {budgets[1]}; the longest datum has "
+        f"{len(batch.tokens)} tokens in {len(batch.lengths)} datums did not fit into the trainer's memory in "
+        f"rows of {tokens} tokens (token_budget is {token_budget}); the longest datum has "
         f"{batch.lengths.max()} tokens. Send shorter sequences, or start the server with a smaller "
         "--token-budget, with --gradient-checkpointing or with more trainer ranks; no gradients were left",
         "server",
     )
     failures = dict.fromkeys(range(len(batch.requests)), failure)
-    return RankOutput((), np.empty(0, np.float32), {}, failures, retried=True, exhausted=True)
+    return RankOutput((), np.empty(0, np.float32), {}, failures, exhausted=True)

@@ -200,6 +200,33 @@ def test_a_row_that_is_put_back_runs_before_all_others_of_its_model() -> None:
     (rows,) = lanes.runnable(BUDGET).values()
     lanes.start(rows)
     lanes.put_back(rows[0])
+    lanes.hold(MODEL)
     assert lanes.runnable(BUDGET) == {}
     lanes.resume(MODEL)
     assert drain(lanes) == [1, 2]
+
+
+def test_rows_that_are_put_back_apart_come_together_and_without_those_behind_them() -> None:
+    lanes = created(row(1), row(2), row(3))
+    rows = lanes.runnable(BUDGET)[MODEL]
+    lanes.start(rows[:2])
+    lanes.put_back_apart(rows[:2])
+    assert lanes.runnable(BUDGET) == {MODEL: list(rows[:2])}
+    assert lanes.apart(rows[0]) == lanes.apart(rows[1]) == {rows[0].id, rows[1].id}
+    assert not lanes.apart(rows[2])
+    lanes.start(rows[:2])
+    for each in rows[:2]:
+        lanes.put_back_apart([each])
+    assert lanes.runnable(BUDGET) == {MODEL: [rows[0]]}
+    assert drain(lanes) == [1, 2, 3]
+    assert not lanes.apart(rows[0])
+
+
+def test_a_refused_row_that_was_skipped_while_one_ran_is_no_gap_once_that_is_put_back() -> None:
+    lanes = created(row(1, RequestKind.SAVE_WEIGHTS), refused(2), row(3))
+    lanes.start([row(1, RequestKind.SAVE_WEIGHTS)])
+    assert lanes.runnable(BUDGET) == {MODEL: [row(3)]}
+    lanes.put_back(row(1, RequestKind.SAVE_WEIGHTS))
+    lanes.add(refused(2))  # again
+    assert drain(lanes) == [1, 3]
+    assert lanes.window_error(MODEL) is not None

@@ -9,7 +9,7 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.engine.scheduling.fair_share import FairShare
 from skyrl_tinker.engine.scheduling.lanes import PASSES
-from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, PassBudget, Unit, next_unit
+from skyrl_tinker.engine.scheduling.planner import Apart, Barriers, Pass, PassBudget, Unit, next_unit
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 
@@ -57,11 +57,13 @@ def planned(left: list[QueuedRow], budget: int = 100) -> Iterator[Unit]:
         yield unit
 
 
-def take(rows: Sequence[QueuedRow], shares: FairShare, budget: int) -> tuple[Unit | None, FairShare]:
+def take(
+    rows: Sequence[QueuedRow], shares: FairShare, budget: int, apart: Apart = lambda row: ()
+) -> tuple[Unit | None, FairShare]:
     """The next unit, and the shares once it has taken as long as was estimated."""
     waiting = lanes(rows)
     shares = shares.joined_by(waiting.values())
-    unit = next_unit(waiting, waiting, shares, PassBudget(budget), seconds)
+    unit = next_unit(waiting, waiting, shares, PassBudget(budget), seconds, apart)
     return unit, shares.charged((each, seconds(each)) for each in unit.rows) if unit else FairShare()
 
 
@@ -131,6 +133,19 @@ def test_two_floods_share_equally() -> None:
     for unit in run_all(rows)[:4]:
         of_a = sum(each.model_key == A for each in unit.rows)
         assert abs(of_a - (len(unit.rows) - of_a)) <= 1
+
+
+def test_what_did_not_fit_into_memory_runs_with_no_others() -> None:
+    rows = [row(A), row(A), row(B), row(C)]
+    first, second = frozenset(each.id for each in rows[:3]), frozenset()
+
+    def apart(each: QueuedRow) -> frozenset[int]:
+        return first if each.id in first else second
+
+    unit, shares = take(rows, FairShare(), 100, apart)
+    assert unit == Pass(tuple(rows[:3]), full=True, again=True)
+    unit, _ = take(rows, shares, 100, apart)
+    assert unit == Pass((rows[3],), full=False)
 
 
 def test_every_request_runs_exactly_once() -> None:

@@ -179,3 +179,36 @@ async def test_a_read_that_fails_delays_a_barrier_and_ends_nothing(
     accepted = await journal.submit(world.store, model, 1, kind, body)
     assert (await world.done(accepted)).status is FutureStatus.DONE
     assert failures == []
+
+
+async def test_others_run_between_the_tries_of_a_pass_for_which_there_is_no_memory(world: World) -> None:
+    """It fails as soon as it was tried twice."""
+    large, model = await world.model(), await world.model()
+    keys = [await journal.key_of(world.store, each) for each in (large, model)]
+    world.workers.large = {keys[0]}
+    world.workers.go_on.clear()
+    bad = await journal.submit_pass(world.store, large, 1)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    fine = await journal.submit_pass(world.store, model, 1)
+    world.bell.ring("engine")
+    await asyncio.sleep(0.2)  # it is taken in before the workers go on
+    world.workers.go_on.set()
+    assert (await world.done(fine)).status is FutureStatus.DONE
+    await world.done(bad)
+    assert (await journal.error_of(world.store, bad)).message == "no memory"
+    passes = [items[0][0] for what, items in world.workers.told if what == "pass"]
+    assert passes == [keys[0], keys[1], keys[0]]
+
+
+async def test_a_model_given_up_while_there_was_no_memory_for_its_pass_is_told(world: World) -> None:
+    model = await world.model()
+    key = await journal.key_of(world.store, model)
+    world.workers.large = {key}
+    world.workers.go_on.clear()
+    late = await journal.submit_pass(world.store, model, 1)
+    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    await world.driver.give_up({key: Failure("a request is missing", "user")})
+    world.workers.go_on.set()
+    await world.done(late)
+    assert (await journal.error_of(world.store, late)).message == "a request is missing"
+    assert world.workers.names().count("pass") == 1

@@ -121,13 +121,16 @@ async def _trained(group: TrainerGroup, model: int, directory: Path) -> dict[str
 
 async def _squeezed(group: TrainerGroup, model: int) -> PassOutput | Failure:
     """Shrink memory until whole rows do not fit: the memory that a process already has differs."""
-    before = group.retried_passes
+    prepared = group.prepare([_share(group, model, BUDGET)])
     for tenths in range(10, 5, -1):
-        await group.zero_gradients([ModelKey(model)])
+        before = group.exhausted_passes
         async with _room(group, ROOM[model] * tenths // 10):
-            (output,) = await _run(group, _share(group, model, BUDGET))
-        if group.retried_passes > before:
-            return output
+            if not (await group.run_pass(prepared)).exhausted:
+                await group.zero_gradients([ModelKey(model)])
+                continue
+            result = await group.run_pass(prepared, BUDGET // 2)
+        assert group.exhausted_passes == before + 1
+        return result.outputs[0]
     raise AssertionError("whole rows fitted into the least room")
 
 
@@ -162,8 +165,8 @@ async def test_a_pass_too_large_fails_alone_and_says_what_to_do(group: TrainerGr
         assert isinstance(output, Failure), output
         assert output.category == "server"
         assert output.message.startswith(
-            f"{tokens} tokens in {tokens // 512} datums did not fit into the trainer's memory, neither in "
-            "rows of 16384 tokens (token_budget) nor of 8192; the longest datum has 512 tokens. Send shorter"
+            f"{tokens} tokens in {tokens // 512} datums did not fit into the trainer's memory in "
+            "rows of 16384 tokens (token_budget is 16384); the longest datum has 512 tokens. Send shorter"
         )
     for model, data in earlier.items():
         for key in (model, TWINS[model]):
