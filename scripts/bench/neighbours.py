@@ -135,11 +135,15 @@ def sample(run: Run, sampler: tinker.SamplingClient, number: int) -> list[int] |
 
 @dataclass(frozen=True)
 class Case:
-    """An attack of `attacks.py`, and the holders of its keys. `aid`: what the bench itself does meanwhile."""
+    """An attack of `attacks.py`, and the holders of its keys.
+
+    What the bench itself does: `around` all of it, and `then`, once it has begun.
+    """
 
     attack: str
     holders: Sequence[str] = (OTHER,)
-    aid: Callable[[Serve], Any] = lambda serve: nullcontext()
+    around: Callable[[Serve], Any] = lambda serve: nullcontext()
+    then: Callable[[Serve], object] = lambda serve: None
     expected: str = ""
     """An answer that the attacker must get: else nothing was shown."""
 
@@ -159,15 +163,13 @@ def trainer_without_memory(serve: Serve) -> Iterator[None]:
             trainer.rlimit(psutil.RLIMIT_DATA, (psutil.RLIM_INFINITY, most))
 
 
-@contextmanager
-def key_revoked(serve: Serve) -> Iterator[None]:
-    """Revoke the other one's key once its attack has begun."""
+def revoke(serve: Serve) -> None:
+    """Revoke the other one's key."""
     keys(serve.home, "revoke", "revoked")
-    yield
 
 
 CASES = {
-    "out_of_memory": Case("long_rows", aid=trainer_without_memory, expected="out of memory"),
+    "out_of_memory": Case("long_rows", around=trainer_without_memory, expected="out of memory"),
     "train_same_key": Case("train", (QUIET,) * 8, expected="ok"),
     "train_other_keys": Case("train", EIGHT, expected="ok"),
     "sample": Case("sample", expected="ok"),
@@ -178,7 +180,7 @@ CASES = {
     "spin": Case("spin", expected="ok"),
     "half_open": Case("half_open", expected="opened"),
     "killed": Case("killed", expected="killed"),
-    "revoked": Case("train", ("revoked",) * 2, aid=key_revoked, expected="ok"),
+    "revoked": Case("train", ("revoked",) * 2, then=revoke, expected="ok"),
 }
 """`out_of_memory` is the first: the trainer keeps memory that it once had, and longer rows fit then."""
 
@@ -190,11 +192,12 @@ def keys(home: Path, *arguments: str) -> str:
 
 def beside(serve: Serve, case: Case, made: Mapping[str, str], seconds: float, most: int) -> "Beside":
     with Attacker(case.attack, serve.url, [made[holder] for holder in case.holders]) as attacker:
-        attacker.go()
-        time.sleep(SETTLE_S)
-        with case.aid(serve):
+        with case.around(serve):
+            attacker.go()
+            time.sleep(SETTLE_S)
+            case.then(serve)
             run = quiet(serve.url, made[QUIET], seconds, most)
-            outcomes = attacker.stop()
+        outcomes = attacker.stop()  # which measures a unit of its work, unaided
     return Beside(run, 1000 * attacker.unit_s, outcomes)
 
 
