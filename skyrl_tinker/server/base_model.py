@@ -26,12 +26,23 @@ def resolve(settings: Settings) -> BaseModelFacts:
     directory = _download(settings.base_model) if local is None else local
     config = _read_json(directory / "config.json")
     facts = _facts(settings, directory, config, None if local else settings.base_model)
+    _check_workers(settings.tensor_parallel_size, facts)
     if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         raise StartupError(
             f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
             f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
         )
     return facts
+
+
+def _check_workers(count: int, facts: BaseModelFacts) -> None:
+    """Refuse heads that the workers of a replica cannot share; vLLM's would die of an assertion."""
+    few, many = sorted((count, facts.num_kv_heads))
+    if facts.num_heads % count or many % few:
+        raise StartupError(
+            f"tensor_parallel_size {count}: expected a divisor of the {facts.num_heads} attention heads and "
+            f"a divisor or multiple of the {facts.num_kv_heads} key-value heads of {facts.directory}"
+        )
 
 
 def _directory(settings: Settings) -> Path | None:

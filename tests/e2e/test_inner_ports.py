@@ -22,6 +22,7 @@ import ray.core.generated
 import tinker
 
 from skyrl_tinker.inference.constants import TOKEN
+from skyrl_tinker.server.tiny_model import make_model
 from tests.e2e.support.client import Client, random_tokens, train
 from tests.support import serve
 from tests.support.processes import title
@@ -77,11 +78,14 @@ class Port:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """One with everything that has ports: two ranks, two replicas, a router, weights over gloo."""
+    """One with everything that has ports: ranks, replicas and their workers two each, a router, gloo."""
     directory = tmp_path_factory.mktemp("doors")
     config = directory / "settings.toml"
-    config.write_text('weight_transport = "gloo"\n')
-    options = ["--replicas", "2", "--trainer-ranks", "2", "--config", str(config)]
+    config.write_text('weight_transport = "gloo"\ntensor_parallel_size = 2\n')
+    model = directory / "model"
+    make_model(model, hidden=128)  # two workers cannot share three key-value heads
+    models = ["--base-model", str(model), "--model-name", "tiny"]
+    options = ["--replicas", "2", "--trainer-ranks", "2", "--config", str(config), *models]
     with serving(directory / "home", *options) as running:
         with tinker.ServiceClient(base_url=running.url) as service:
             full = Client(running.url, service).new_lora(rank=0)

@@ -78,6 +78,22 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(
         base_model.resolve(config.load(base_model=str(model)))
 
 
+@pytest.mark.parametrize(("workers", "heads", "kv_heads"), [(2, 6, 3), (3, 4, 3), (4, 6, 2)])
+def test_workers_that_cannot_share_the_heads_are_refused(
+    model: Path, workers: int, heads: int, kv_heads: int
+) -> None:
+    change(model, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    with pytest.raises(StartupError, match=f"tensor_parallel_size {workers}: .* {kv_heads} key-value heads"):
+        base_model.resolve(config.load(base_model=str(model), tensor_parallel_size=workers))
+
+
+@pytest.mark.parametrize(("workers", "heads", "kv_heads"), [(3, 6, 3), (2, 8, 4), (8, 8, 2)])
+def test_workers_share_heads_that_they_divide(model: Path, workers: int, heads: int, kv_heads: int) -> None:
+    change(model, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    found = base_model.resolve(config.load(base_model=str(model), tensor_parallel_size=workers))
+    assert (found.num_heads, found.num_kv_heads) == (heads, kv_heads)
+
+
 def test_a_head_size_that_only_the_cpu_lacks_is_fine_on_cuda(model: Path) -> None:
     change(model, head_dim=16)
     assert base_model.resolve(config.load(base_model=str(model), device="cuda")).head_dim == 16

@@ -13,6 +13,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch.distributed import Backend, distributed_c10d
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
@@ -63,22 +64,18 @@ def _end_with_parent() -> None:
 
 
 def _seal_meeting_ports() -> None:
-    """Let nobody in at gloo's ports, which stay open and ask for no token, once the workers have met.
+    """Let nobody in at gloo's ports, which stay open and ask for no token, once the members have met.
 
-    Not where several GPUs meet, too: NCCL makes some of its connections later.
+    Those of NCCL stay: it makes some of its connections later.
     """
-    from vllm.v1.worker import cpu_worker, gpu_worker
-
-    meet = gpu_worker.init_worker_distributed_environment
+    meet = distributed_c10d._new_process_group_helper
 
     @wraps(meet)
-    def meet_and_seal(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        gloo_alone = current_platform.is_cpu() or vllm_config.parallel_config.world_size == 1
-        with sealing_new_listeners() if gloo_alone else nullcontext():
-            meet(vllm_config, *args, **kwargs)
+    def meet_and_seal(size: int, rank: int, ranks: Any, backend: str, *args: Any, **kwargs: Any) -> Any:
+        with sealing_new_listeners() if backend == Backend.GLOO else nullcontext():
+            return meet(size, rank, ranks, backend, *args, **kwargs)
 
-    for module in (cpu_worker, gpu_worker):
-        setattr(module, meet.__name__, meet_and_seal)
+    setattr(distributed_c10d, meet.__name__, meet_and_seal)
 
 
 def _fork_workers() -> None:
