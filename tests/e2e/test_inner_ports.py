@@ -189,7 +189,9 @@ def _is_private(directory: Path) -> bool:
 
 
 def _knock(port: Port) -> list[str]:
-    """Return what is wrong with the port. An unknown kind is wrong."""
+    """Return what is wrong with the port, unless it has closed. An unknown kind is wrong."""
+    if not _connects(port):
+        return []
     for word, knock in KINDS.items():
         if word in port.process:
             return [f"{port}: {complaint}" for complaint in knock(port)]
