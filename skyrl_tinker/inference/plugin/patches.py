@@ -18,7 +18,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
-from skyrl_tinker.inference.plugin import score_extraction
+from skyrl_tinker.inference.constants import TOKEN
+from skyrl_tinker.inference.plugin import score_extraction, signed_pickles
 from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 
@@ -34,6 +35,8 @@ def apply() -> None:
     WeightTransferEngineFactory.register_engine(*STAGED)
     _end_with_parent()
     _seal_meeting_ports()
+    if token := os.environ.get(TOKEN):  # servers that users start themselves have none
+        signed_pickles.apply(token)
     _count_cached_prompts_once()
     if current_platform.is_cpu():
         _require_version(vllm_version)
