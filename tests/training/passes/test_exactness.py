@@ -239,7 +239,7 @@ def test_a_pass_that_breaks_leaves_all_gradients_as_they_were(worker: Worker) ->
 def test_memory_that_runs_out_between_passes_costs_nobody_his_gradients(
     make_worker: MakeWorker, untied_model: str, monkeypatch: pytest.MonkeyPatch, short: int
 ) -> None:
-    """LoRA models copy their gradients first; here the copy number `short` does not fit."""
+    """LoRA models copy their gradients first; copy number `short` does not fit. Then it runs again."""
     early = [make_item(6, make_data((20,), 1)), make_item(1, make_data((20,), 2))]
     late = [make_item(6, make_data((30,), 3)), make_item(1, make_data((30,), 4), seq_id=1)]
     late.append(make_item(1, _overflowing(5), seq_id=2))
@@ -250,7 +250,9 @@ def test_memory_that_runs_out_between_passes_costs_nobody_his_gradients(
     expected = run_pass(workers[0], *late)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "clone", _failing_once(torch.Tensor.clone, short))
-        found = run_pass(workers[1], *late)
+        refused = run_pass(workers[1], *late)
+    assert all(isinstance(output, Failure) and output.category == "server" for output in refused)
+    found = run_pass(workers[1], *late)
     for output, other in zip(found[:2], expected[:2], strict=True):
         assert isinstance(other, PassOutput)
         _assert_same_output(output, other)
