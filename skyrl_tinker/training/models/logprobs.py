@@ -11,6 +11,8 @@ KEPT = 1 << 22
 """Most logits of one model's tokens in a row (16 MiB) that wait for backward; more are computed again."""
 KEPT_OF_ROW = 4 * KEPT
 """Limit for all models of a row together."""
+COLUMNS = 1 << 14
+"""Columns of a bfloat16 matrix that a CPU has in float32 at one time."""
 
 
 def shared_tokens(vocab: int) -> int:
@@ -46,8 +48,15 @@ def token_logprobs(
     """
     few = len(hidden) * len(head.weight) <= KEPT
     frozen = head.outer is None and not head.weight.requires_grad
-    if dense and frozen and not few and torch.is_grad_enabled() and hidden.requires_grad:
-        return frozen_logprobs(hidden, head.weight, targets, cell_tokens)
+    if (
+        dense
+        and frozen
+        and not few
+        and cell_tokens is None
+        and torch.is_grad_enabled()
+        and hidden.requires_grad
+    ):
+        return frozen_logprobs(hidden, head.weight, targets)
     keep = keep and few
     result: torch.Tensor = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.inner, head.outer, targets, cell_tokens, keep, cuts
@@ -55,17 +64,13 @@ def token_logprobs(
     return result
 
 
-def frozen_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, cell_tokens: torch.Tensor | None
-) -> torch.Tensor:
-    """Score targets as `token_logprobs`, differentiable in hidden only and without logits in backward.
+def frozen_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Score one target of each token, differentiable in hidden only and without logits in backward.
 
     What backward needs of them is made in forward, at the price of a product that is wasted where no gradient
     comes.
     """
-    result: torch.Tensor = _FrozenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, cell_tokens
-    )
+    result: torch.Tensor = _FrozenLogprobs.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -133,36 +138,30 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _FrozenLogprobs(torch.autograd.Function):
-    """Logprobs with d logp / d hidden = weight[target] - sum_v p(v) weight[v]; keeps the sum, [T, D]."""
+    """Logprobs with d logp / d hidden = (onehot(target) - p) @ weight; keeps that, [T, D].
+
+    The difference is taken in float32, before the product: of a confident token weight[target] and p @ weight
+    are nearly the same, and in bfloat16 nothing would be left of theirs.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        cell_tokens: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         result = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        expected = torch.empty_like(hidden)
-        for part in _parts(len(hidden), targets, cell_tokens):
+        saved = torch.empty_like(hidden)
+        ones = torch.ones(min(CHUNK, len(hidden)), device=hidden.device)
+        for part in _parts(len(hidden), targets, None):
             logits = _logits(hidden[part.tokens], weight, None, None)
             lse = logits.logsumexp(-1)
-            result[part.cells] = _pick(logits, part) - _per_cell(lse, part)
-            probabilities = logits.sub_(lse[:, None]).exp_().to(weight.dtype)
-            torch.mm(probabilities, weight, out=expected[part.tokens])
-        ctx.save_for_backward(weight, targets, cell_tokens, expected)
+            result[part.cells] = _pick(logits, part) - lse
+            delta = _delta(logits, lse, part, ones[: len(lse)]).to(weight.dtype)
+            torch.mm(delta, weight, out=saved[part.tokens])
+        ctx.save_for_backward(saved)
         return result
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, targets, cell_tokens, expected = ctx.saved_tensors
-        gradient = upstream[0].to(weight.dtype)[:, None]
-        if cell_tokens is None:
-            return (weight[targets] - expected).mul_(gradient), None, None, None
-        total = torch.zeros_like(expected[:, :1]).index_add_(0, cell_tokens, gradient)
-        grad = torch.mul(expected, -total).index_add_(0, cell_tokens, weight[targets] * gradient)
-        return grad, None, None, None
+        (saved,) = ctx.saved_tensors
+        return saved * upstream[0].to(saved.dtype)[:, None], None, None
 
 
 def _parts(tokens: int, targets: torch.Tensor, cell_tokens: torch.Tensor | None) -> Iterator[_Part]:
@@ -189,10 +188,25 @@ def _logits(
     cuts: Sequence[int] = (),
 ) -> torch.Tensor:
     """Compute logits [n, V] float32."""
-    logits = hidden.new_empty(len(hidden), len(weight))
-    _multiply(hidden, weight.T, logits, cuts)
-    logits = logits.float()
-    return logits if inner is None or outer is None else logits.add_(inner @ outer.T)
+    logits = _wide_product(hidden, weight.T, cuts)
+    return logits if inner is None or outer is None else logits.add_(_wide_product(inner, outer.T))
+
+
+def _wide_product(left: torch.Tensor, right: torch.Tensor, cuts: Sequence[int] = ()) -> torch.Tensor:
+    """Compute left @ right in float32, each cut of the rows separately.
+
+    Rounded to bfloat16, a logit of 30 would be off by up to 0.06.
+    """
+    out = torch.empty(len(left), right.shape[1], dtype=torch.float32, device=left.device)
+    if left.dtype == torch.float32:
+        _multiply(left, right, out, cuts)
+    elif left.is_cuda:
+        torch.mm(left, right, out_dtype=torch.float32, out=out)
+    else:  # a CPU multiplies only into its inputs' type
+        for start in range(0, right.shape[1], COLUMNS):
+            part = slice(start, start + COLUMNS)
+            _multiply(left.float(), right[:, part].float(), out[:, part], cuts)
+    return out
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, cuts: Sequence[int]) -> None:
@@ -237,11 +251,11 @@ def _accumulate(
     if of_hidden is not None:
         _multiply(delta, weight, of_hidden[part], cuts)
     if of_weight is not None:
-        of_weight += delta.T @ hidden[part]
+        of_weight += _wide_product(delta.T, hidden[part])
     if of_inner is not None and outer is not None:
         torch.mm(delta, outer, out=of_inner[part])
     if of_outer is not None and inner is not None:
-        of_outer += delta.T @ inner[part]
+        of_outer += _wide_product(delta.T, inner[part])
 
 
 def _match(grads: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None, ...]) -> None:
