@@ -13,7 +13,7 @@ WORKDIR /app
 COPY --chown=tinker . .
 RUN PIP_NO_CACHE_DIR=1 scripts/setup gpu
 
-ENV PATH=/app/.venv/bin:$PATH SKYRL_TINKER_HOME=/data SKYRL_TINKER_DEVICE=cuda SKYRL_TINKER_TRAINER_DTYPE=bfloat16
+ENV PATH=/app/.venv/bin:$PATH SKYRL_TINKER_HOME=/data SKYRL_TINKER_DEVICE=cuda
 VOLUME /data
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=180s \

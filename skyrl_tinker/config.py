@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -18,6 +18,10 @@ from pydantic_settings import (
 from skyrl_tinker.domain.key_limits import NAMES, KeyLimits
 
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
+_ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
+"""Defaults that device cuda changes: attention in float32 would keep matrices of [T, T], and a GPU waits for
+the launches of short rows.
+"""
 
 
 class Settings(BaseSettings):
@@ -48,10 +52,16 @@ class Settings(BaseSettings):
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu or cuda")
     trainer_ranks: int = Field(1, ge=1, le=64, description="FSDP workers")
     trainer_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="float32 or bfloat16, of the trainer's computation"
+        "float32",
+        description="float32 or bfloat16, of the trainer's computation and the samplers "
+        f"[on cuda: {_ON_CUDA['trainer_dtype']}]",
     )
     trainer_threads: int = Field(1, ge=1, description="Torch threads per FSDP worker on CPU")
-    token_budget: int = Field(2048, ge=1, description="Tokens per micro-batch and FSDP worker")
+    token_budget: int = Field(
+        2048,
+        ge=1,
+        description=f"Tokens per micro-batch and FSDP worker [on cuda: {_ON_CUDA['token_budget']}]",
+    )
     gradient_checkpointing: bool = Field(
         False,
         description="Keep only the inputs of the layers for the backward pass and compute the rest again: "
@@ -68,7 +78,12 @@ class Settings(BaseSettings):
         description="Memory that models may take per FSDP worker; beyond it no full-parameter model is made "
         "[default: what the machine has]",
     )
-    unit_tokens: int = Field(16384, ge=1, description="Tokens that one unit of work takes from all lanes")
+    unit_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that one unit of work takes from all lanes [default: 16384, or two micro-batches "
+        "of every worker if that is more]",
+    )
     unit_ms: float = Field(
         150.0,
         gt=0,
@@ -95,9 +110,10 @@ class Settings(BaseSettings):
     router_policy: Literal[
         "consistent_hash", "sticky_least_loaded", "round_robin", "random", "cache_aware"
     ] = Field("consistent_hash", description="Policy of the vllm-router, which runs before several replicas")
-    placement: Literal["separate", "colocated"] = Field(
-        "separate",
-        description="separate, or colocated: trainer and samplers take turns on the same devices",
+    placement: Literal["auto", "separate", "colocated"] = Field(
+        "auto",
+        description="separate, or colocated: trainer and samplers take turns on the same devices; auto: "
+        "colocated on GPUs that are too few for both",
     )
     phase_min_s: float = Field(0.2, gt=0, description="Shortest phase when colocated")
     phase_max_s: float = Field(
@@ -293,9 +309,18 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _change_defaults(cls, values: Any) -> Any:
+        return {**_ON_CUDA, **values} if values.get("device") == "cuda" else values
+
     @property
     def root(self) -> Path:
         return self.home.absolute()
+
+    @property
+    def colocated(self) -> bool:
+        return self.placement == "colocated"
 
     @property
     def key_limits(self) -> KeyLimits:

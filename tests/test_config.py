@@ -17,6 +17,17 @@ def test_arguments_beat_the_environment_which_beats_the_file(
     assert (settings.port, settings.host, settings.base_model) == (3, "environment", "file")
 
 
+def test_the_device_changes_defaults_from_any_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (config.load().trainer_dtype, config.load().token_budget) == ("float32", 2048)
+    file = tmp_path / "settings.toml"
+    file.write_text('device = "cuda"\ntoken_budget = 4096\n')
+    settings = config.load(file)
+    assert (settings.trainer_dtype, settings.token_budget) == ("bfloat16", 4096)
+    monkeypatch.setenv("SKYRL_TINKER_DEVICE", "cuda")
+    assert config.load().token_budget == 16384
+    assert config.load(trainer_dtype="float32").trainer_dtype == "float32"
+
+
 def test_none_counts_as_not_given() -> None:
     assert config.load(port=None).port == 8000
 

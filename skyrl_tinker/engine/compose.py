@@ -161,7 +161,7 @@ def sampler_spec(
 
 
 def _transport_name(settings: Settings) -> TransportName:
-    return choose(settings.weight_transport, settings.device, settings.placement)
+    return choose(settings.weight_transport, settings.device, colocated=settings.colocated)
 
 
 def _register_gauges(metrics: Metrics, backends: Backends, sampler: SamplerDriver) -> None:

@@ -104,13 +104,13 @@ class StartUp:
     async def _start_trainer(self, trainer: TrainerGroup) -> startup_check.Probe | None:
         await self._await_ready("trainer", trainer.ready())
         probed = await startup_check.probe(trainer, self._facts) if self._settings.canary else None
-        if self._settings.placement == "colocated":
+        if self._settings.colocated:
             await trainer.offload()  # the samplers have the first phase
         return probed
 
     async def _shared_gpus(self, trainer: TrainerGroup, started: Awaitable[Any]) -> tuple[Gpu, ...]:
         """Return the trainer's GPUs once it has left them: vLLM takes its memory when it starts."""
-        if self._settings.placement != "colocated":
+        if not self._settings.colocated:
             return ()
         await started
         return await trainer.gpus()

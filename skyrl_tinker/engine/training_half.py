@@ -33,6 +33,9 @@ from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
+UNIT_TOKENS = 16384
+"""Least default of the setting unit_tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingHalf:
@@ -91,7 +94,8 @@ def compose_training(
     )
     execution = UnitExecution(store, trainer, lanes, models, executors, commits, snapshots, metrics, woken)
     pace = TrainerPace()
-    planner = Planner(lanes, PassBudget(settings.unit_tokens, settings.unit_ms / 2000), pace.seconds)
+    unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
+    planner = Planner(lanes, PassBudget(unit_tokens, settings.unit_ms / 2000), pace.seconds)
     driver = TrainerDriver(
         store,
         trainer,

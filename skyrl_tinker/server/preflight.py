@@ -5,6 +5,9 @@ import os
 import shutil
 import socket
 import ssl
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,12 +23,40 @@ START_BYTES = 16 * MiB
 _BACKLOG = 4096  # thousands of long polls may connect at once
 
 
+def count_gpus() -> int:
+    """Count the GPUs that a process of torch sees. Not in this process, which imports no torch."""
+    script = "import torch; print(torch.cuda.device_count())"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if found.returncode:
+        raise StartupError(f"--device cuda: torch cannot count the GPUs: {found.stderr.strip()[-500:]}")
+    return int(found.stdout.split()[-1])
+
+
+def place(settings: Settings, count: Callable[[], int] = count_gpus) -> Settings:
+    """Decide the placement, if it is auto. Raises StartupError when there are too few GPUs either way."""
+    if settings.placement != "auto":
+        return settings
+    colocated = False
+    if settings.device == "cuda" and not settings.sampler_urls:
+        ranks, samplers = settings.trainer_ranks, settings.replicas * settings.tensor_parallel_size
+        gpus = count()
+        colocated = gpus < ranks + samplers
+        if colocated and not ranks == samplers <= gpus:
+            raise StartupError(
+                f"--device cuda found {gpus} GPUs: {ranks} trainer ranks and {samplers} sampler GPUs "
+                f"(replicas x tensor_parallel_size) need {ranks + samplers}, or {ranks} that they share in "
+                "turns if the numbers are equal"
+            )
+    return settings.model_copy(update={"placement": "colocated" if colocated else "separate"})
+
+
 def check_settings(settings: Settings) -> None:
     """Refuse settings that are not implemented yet or contradict each other."""
     _check_samplers(settings)
     _check_tls(settings)
-    choose(settings.weight_transport, settings.device, settings.placement)
-    if settings.placement == "colocated":
+    _check_dtype(settings)
+    choose(settings.weight_transport, settings.device, colocated=settings.colocated)
+    if settings.colocated:
         _check_colocated(settings)
     if settings.ray_address is not None:
         raise StartupError("--ray-address: joining a Ray cluster is not supported yet; leave it out")
@@ -50,6 +81,15 @@ def check_host(settings: Settings) -> None:
         raise StartupError(
             f"--host {settings.host} is open to the network and there are no API keys; make one with "
             f"`skyrl-tinker keys create`, use 127.0.0.1, or add --insecure on a network that you trust"
+        )
+
+
+def _check_dtype(settings: Settings) -> None:
+    """Refuse what vLLM's replicas would die of: their LoRA kernels on CUDA take 16-bit types only."""
+    if settings.device == "cuda" and settings.trainer_dtype == "float32" and not settings.sampler_urls:
+        raise StartupError(
+            "--trainer-dtype float32 with --device cuda: vLLM serves adapters on GPUs in 16-bit types only; "
+            "leave it out, or set bfloat16"
         )
 
 

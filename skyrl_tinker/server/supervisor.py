@@ -46,6 +46,7 @@ def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> 
 
     Raises StartupError when it cannot start, or when a child keeps dying; no process is left running then.
     """
+    settings = preflight.place(settings)
     preflight.check_settings(settings)
     preflight.check_room(settings.root)
     directories = Directories(settings)

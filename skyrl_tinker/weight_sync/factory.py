@@ -12,7 +12,6 @@ from skyrl_tinker.weight_sync.transport import Senders, WeightTransport
 Setting = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 TransportName = Literal["shared_memory", "gloo", "nccl", "cuda_ipc"]
 Device = Literal["cpu", "cuda"]
-PlacementName = Literal["separate", "colocated"]
 
 _BACKENDS: dict[TransportName, str] = {
     "shared_memory": SharedMemoryTransport.backend,
@@ -23,15 +22,16 @@ _BACKENDS: dict[TransportName, str] = {
 _CPU: tuple[TransportName, ...] = ("shared_memory", "gloo")
 
 
-def choose(setting: Setting, device: Device, placement: PlacementName) -> TransportName:
+def choose(setting: Setting, device: Device, *, colocated: bool) -> TransportName:
     """Return the transport to use. StartupError when the setting does not fit."""
     if device == "cpu":
         chosen: TransportName = "shared_memory" if setting == "auto" else setting
         if chosen not in _CPU:
             raise StartupError(f"weight_transport {chosen} needs device cuda: set shared_memory or gloo")
         return chosen
-    fitting: TransportName = "nccl" if placement == "separate" else "cuda_ipc"
+    fitting: TransportName = "cuda_ipc" if colocated else "nccl"
     if setting not in ("auto", fitting):
+        placement = "colocated" if colocated else "separate"
         raise StartupError(
             f"weight_transport {setting} does not fit device cuda with placement {placement}: set {fitting}"
         )

@@ -131,16 +131,16 @@ def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path: Path) -> N
 
 
 def test_the_transport_follows_device_and_placement() -> None:
-    assert choose("auto", "cpu", "separate") == choose("auto", "cpu", "colocated") == "shared_memory"
-    assert choose("gloo", "cpu", "separate") == "gloo"
-    assert choose("auto", "cuda", "separate") == "nccl"
-    assert choose("auto", "cuda", "colocated") == "cuda_ipc"
+    assert choose("auto", "cpu", colocated=False) == choose("auto", "cpu", colocated=True) == "shared_memory"
+    assert choose("gloo", "cpu", colocated=False) == "gloo"
+    assert choose("auto", "cuda", colocated=False) == "nccl"
+    assert choose("auto", "cuda", colocated=True) == "cuda_ipc"
     with pytest.raises(StartupError, match="nccl needs device cuda"):
-        choose("nccl", "cpu", "separate")
+        choose("nccl", "cpu", colocated=False)
     with pytest.raises(StartupError, match=r"nccl does not fit .* set cuda_ipc"):
-        choose("nccl", "cuda", "colocated")
+        choose("nccl", "cuda", colocated=True)
     with pytest.raises(StartupError, match=r"gloo does not fit .* set nccl"):
-        choose("gloo", "cuda", "separate")
+        choose("gloo", "cuda", colocated=False)
 
 
 @pytest.mark.parametrize(

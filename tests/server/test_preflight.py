@@ -33,6 +33,7 @@ from tests.support.certificates import write_certificate
             "2 trainer ranks share their GPUs with 1 sampler GPUs .* make the numbers equal",
         ),
         ({"ray_address": "auto"}, "--ray-address"),
+        ({"device": "cuda", "trainer_dtype": "float32"}, "--trainer-dtype float32 with --device cuda"),
     ],
 )
 def test_what_is_not_built_or_not_safe_is_refused_with_what_to_change(
@@ -40,6 +41,45 @@ def test_what_is_not_built_or_not_safe_is_refused_with_what_to_change(
 ) -> None:
     with pytest.raises(StartupError, match=message):
         preflight.check_settings(config.load(**setting))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "setting", "placement"),
+    [
+        (2, {}, "separate"),
+        (1, {}, "colocated"),
+        (8, {"trainer_ranks": 4, "replicas": 2, "tensor_parallel_size": 2}, "separate"),
+        (4, {"trainer_ranks": 4, "replicas": 2, "tensor_parallel_size": 2}, "colocated"),
+        (8, {"placement": "colocated"}, "colocated"),
+        (1, {"placement": "separate"}, "separate"),
+        (0, {"device": "cpu"}, "separate"),
+        (1, {"sampler_urls": ["http://a:9"]}, "separate"),
+    ],
+)
+def test_gpus_that_are_too_few_for_both_are_shared(
+    gpus: int, setting: dict[str, Any], placement: str
+) -> None:
+    placed = preflight.place(config.load(**{"device": "cuda"} | setting), lambda: gpus)
+    assert placed.placement == placement
+
+
+@pytest.mark.parametrize(
+    ("gpus", "setting", "message"),
+    [
+        (0, {}, "found 0 GPUs: 1 trainer ranks and 1 sampler GPUs .* need 2, or 1 that they share"),
+        (3, {"trainer_ranks": 3, "replicas": 2}, "found 3 GPUs: 3 trainer ranks and 2 sampler GPUs"),
+    ],
+)
+def test_gpus_that_are_too_few_for_either_are_refused(
+    gpus: int, setting: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(StartupError, match=message):
+        preflight.place(config.load(device="cuda", **setting), lambda: gpus)
+
+
+def test_gpus_are_counted_as_torch_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert preflight.count_gpus() == 0
 
 
 def test_a_certificate_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:

@@ -276,6 +276,6 @@ def _finite(seconds: float) -> float | None:
 
 
 def make_placement(settings: Settings, trainer: Movable) -> Placement:
-    if settings.placement == "separate":
-        return SEPARATE
-    return Colocated(trainer, PhaseLimits(settings.phase_min_s, settings.phase_max_s))
+    if settings.colocated:
+        return Colocated(trainer, PhaseLimits(settings.phase_min_s, settings.phase_max_s))
+    return SEPARATE

@@ -52,5 +52,5 @@ async def assemble(
 
 def sampler_gpus(settings: Settings) -> int:
     """Count the GPUs that our replicas take beside the trainer's."""
-    none = settings.sampler_urls or settings.placement == "colocated"
+    none = settings.sampler_urls or settings.colocated
     return 0 if none else settings.replicas * settings.tensor_parallel_size
