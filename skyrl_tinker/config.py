@@ -62,10 +62,10 @@ class Settings(BaseSettings):
         ge=1,
         description=f"Tokens per micro-batch and FSDP worker [on cuda: {_ON_CUDA['token_budget']}]",
     )
-    gradient_checkpointing: bool = Field(
-        False,
+    gradient_checkpointing: bool | None = Field(
+        None,
         description="Keep only the inputs of the layers for the backward pass and compute the rest again: "
-        "less memory for a third more work",
+        "less memory for a third more work [default: in micro-batches that would not fit otherwise]",
     )
     resident_models: int = Field(
         0,

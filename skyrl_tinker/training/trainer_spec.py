@@ -9,7 +9,8 @@ class TrainerSpec:
 
     `token_budget`: tokens per packed row. `timeout_s`: time that a collective waits for its peers.
     `resident_models`: LoRA models whose state is on the device at once, 0 = all. `memory_gb`: memory of
-    models per rank, None = the machine's. `gradient_checkpointing`: layers run twice to keep less.
+    models per rank, None = the machine's. `gradient_checkpointing`: layers run twice to keep less;
+    None: in rows that would not fit otherwise.
     """
 
     directory: str  # of the base model, Hugging Face layout
@@ -21,7 +22,7 @@ class TrainerSpec:
     timeout_s: float = 60.0
     resident_models: int = 0
     memory_gb: float | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
 
 
 def retry_budget(token_budget: int) -> int:

@@ -18,6 +18,7 @@ from skyrl_tinker.training.checkpoints import checkpoint_load, checkpoint_save, 
 from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory import allocator, memory_budget
+from skyrl_tinker.training.memory.activation_memory import ActivationMemory
 from skyrl_tinker.training.memory.device_cache import DeviceCache
 from skyrl_tinker.training.memory.offload import OffloadBuffer
 from skyrl_tinker.training.models.full_parameter import FullModel
@@ -59,7 +60,8 @@ class Worker:
         """Load the base model, sharded over `ranks`."""
         self._ranks = ranks
         self._base = frozen_network(self.spec, ranks.mesh)
-        self._runner = PassRunner(self._base, self._models, ranks)
+        activations = ActivationMemory.measure(self._base, self.spec.gradient_checkpointing, ranks)
+        self._runner = PassRunner(self._base, self._models, ranks, activations.recomputed)
         freeze_gc()
 
     def create_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw") -> None:

@@ -4,7 +4,10 @@ import ctypes
 import gc
 from contextlib import suppress
 
+import psutil
 import torch
+
+from skyrl_tinker.training.distributed import Ranks
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _MIB = 1 << 20
@@ -24,6 +27,14 @@ def give_back() -> None:
     empty_cuda_cache()
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_bytes(ranks: Ranks) -> float:
+    """Count the bytes that this rank can still take: on its GPU, or its part of the host's memory."""
+    if ranks.device.type == "cuda":
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return float(torch.cuda.mem_get_info()[0] + cached)
+    return psutil.virtual_memory().available / ranks.world  # CPU ranks share one host's memory
 
 
 def empty_cuda_cache() -> None:

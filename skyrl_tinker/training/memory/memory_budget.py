@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-import psutil
 import torch
 
 from skyrl_tinker.domain.values import OptimizerFamily
@@ -48,7 +47,7 @@ def require_memory(
     others = list(models)
     needed = _whole(parameters, optimizer, ranks) + _FLOAT32 * parameters  # each rank reads it whole first
     reserved = bytes_reserved(others, ranks)
-    free = _free(ranks)
+    free = allocator.free_bytes(ranks)
     if limit_gb is not None:
         held = bytes_held(base) + sum(bytes_held(model.tensors()) for model in others)
         free = min(free, limit_gb * _GB - held)
@@ -64,10 +63,3 @@ def require_memory(
 def _whole(parameters: int, optimizer: OptimizerFamily, ranks: Ranks) -> float:
     """Bytes of weights, gradients and moments of one rank's share."""
     return parameters * _FLOAT32 * (2 + len(MOMENTS[optimizer])) / ranks.world
-
-
-def _free(ranks: Ranks) -> float:
-    if ranks.device.type == "cuda":
-        allocator.empty_cuda_cache()
-        return float(torch.cuda.mem_get_info()[0])
-    return psutil.virtual_memory().available / ranks.world  # CPU ranks share one host's memory

@@ -21,17 +21,19 @@ Adapters = tuple[tuple[Span, LoraModel], ...]
 
 
 class Active(NamedTuple):
-    """Adapters of a row, and the number of tokens to which each applies."""
+    """Adapters of a row, the number of tokens to which each applies, and how its layers run."""
 
     models: tuple[LoraModel, ...]  # of each request
     sizes: list[int]  # tokens of each request and, if any, the rest of the row
+    recompute: bool = False  # run layers again in backward
 
     @classmethod
-    def from_adapters(cls, adapters: Adapters, tokens: int) -> "Active":
+    def from_adapters(cls, adapters: Adapters, tokens: int, recompute: bool) -> "Active":
         """Lay adapters over a row of `tokens` tokens; the spans tile it but for its end."""
         sizes = [len(span) for span, _ in adapters]
         rest = tokens - sum(sizes)
-        return cls(tuple(model for _, model in adapters), [*sizes, rest] if rest else sizes)
+        models = tuple(model for _, model in adapters)
+        return cls(models, [*sizes, rest] if rest else sizes, recompute)
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ _Part = tuple[int, Factors, float]
 
 
 def _forward(module: nn.Linear, name: str, routing: Routing, x: torch.Tensor) -> torch.Tensor:
-    models, sizes = routing.active
+    models, sizes = routing.active.models, routing.active.sizes
     parts = [
         (index, model.factors[name], model.scale)
         for index, model in enumerate(models)

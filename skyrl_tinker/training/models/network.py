@@ -49,16 +49,19 @@ class Network(nn.Module):
         logprobs: torch.Tensor = super().__call__(*args, **kwargs)
         return logprobs
 
-    def forward(self, row: Row, adapters: Adapters = (), whole_backward: bool = False) -> torch.Tensor:
+    def forward(
+        self, row: Row, adapters: Adapters = (), *, whole_backward: bool = False, recompute: bool = False
+    ) -> torch.Tensor:
         """Compute target logprobs [C] float32. The adapters' spans tile the row's datums, or there are none.
 
         `whole_backward`: let gradients flow down to the first layer even if no adapter needs it there, so
-        that all ranks gather the same layers in backward.
+        that all ranks gather the same layers in backward. `recompute`: keep less for backward, and run the
+        layers again there.
         """
         embedded = self.causal_lm.get_input_embeddings()(row.tokens)
         if whole_backward and not embedded.requires_grad:
             embedded.requires_grad_()
-        with self.routing.using(Active.from_adapters(adapters, row.tokens.shape[1])):
+        with self.routing.using(Active.from_adapters(adapters, row.tokens.shape[1], recompute)):
             hidden = self.causal_lm.base_model(
                 inputs_embeds=embedded,
                 position_ids=row.positions,
@@ -156,8 +159,7 @@ def _load(spec: TrainerSpec, dtype: torch.dtype) -> Network:
     causal_lm.eval()
     _refuse_unsupported(causal_lm)
     network = Network(causal_lm)
-    if spec.gradient_checkpointing:
-        recompute.install(network.layers, network.routing)
+    recompute.install(network.layers, network.routing)
     return network
 
 

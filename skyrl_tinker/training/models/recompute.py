@@ -1,4 +1,4 @@
-"""Gradient checkpointing (arXiv:1604.06174): a layer keeps its input only and runs again in backward."""
+"""Gradient checkpointing (arXiv:1604.06174), by row: layers keep their inputs and run again in backward."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,13 +13,18 @@ _Forward = Callable[..., Any]
 
 
 def install(layers: Sequence[nn.Module], routing: Routing) -> None:
-    """Wrap the layers, before `fully_shard`: FSDP's hooks then gather the weights for both runs."""
+    """Wrap the layers, before `fully_shard`: FSDP's hooks then gather the weights for both runs.
+
+    Rows whose routing says so are run with checkpoints.
+    """
     for layer in layers:
         layer.forward = partial(_forward, layer.forward, routing)
 
 
 def _forward(forward: _Forward, routing: Routing, *args: Any, **kwargs: Any) -> Any:
-    """Run with a checkpoint; the layers draw no random numbers, so their state need not be kept."""
+    """Run, with a checkpoint or without; layers draw no random numbers, so their state need not be kept."""
+    if not routing.active.recompute:
+        return forward(*args, **kwargs)
     routed = partial(_routed, forward, routing, routing.active)
     return checkpoint(routed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,6 +65,8 @@ class PassRunner:
     base: Network
     models: Mapping[ModelKey, TrainableModel]
     ranks: Ranks
+    recomputed: Callable[[int], bool]
+    """(tokens of a row) -> whether its layers run again in backward."""
 
     def execute_pass(self, batch: TrainingInputBatch, budget: int) -> RankOutput:
         """Execute a pass in rows of `budget` tokens; a request without finite loss and gradient fails alone.
@@ -188,9 +190,11 @@ class PassRunner:
         device = self.ranks.device
         row = make_row(batch, micro.segments, device) if micro.segments else idle_row(device)
         shared = self.ranks.world > 1
+        recompute = micro.backward and self.recomputed(row.tokens.shape[1])
         with torch.set_grad_enabled(micro.backward):
             network = self._network(micro.network)
-            return row, network(row, self._adapters(micro, row), micro.backward and shared)
+            whole = micro.backward and shared
+            return row, network(row, self._adapters(micro, row), whole_backward=whole, recompute=recompute)
 
     def _network(self, key: ModelKey | None) -> Network:
         if key is None:

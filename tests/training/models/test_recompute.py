@@ -32,13 +32,13 @@ FULL_SPEC = LoraSpec(0, 0)
 DTYPES = ("float32", "bfloat16")
 
 
-def _spec(directory: str, *, on: bool, ranks: int = 1, dtype: str = "float32") -> TrainerSpec:
+def _spec(directory: str, *, on: bool | None, ranks: int = 1, dtype: str = "float32") -> TrainerSpec:
     return TrainerSpec(
         directory, ranks, "cpu", dtype, 1, token_budget=96, timeout_s=30.0, gradient_checkpointing=on
     )
 
 
-def _worker(ranks: Ranks, directory: str, *, on: bool, dtype: str = "float32") -> Worker:
+def _worker(ranks: Ranks, directory: str, *, on: bool | None, dtype: str = "float32") -> Worker:
     worker = Worker(_spec(directory, on=on, dtype=dtype), 0)
     worker.attach(ranks)
     return worker
