@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.batching.packed_row import Row
-from skyrl_tinker.training.models import attention, lora, lora_layers, recompute
+from skyrl_tinker.training.models import attention, fsdp_state, lora, lora_layers, recompute
 from skyrl_tinker.training.models.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.lora_layers import Active, Adapters, Routing
@@ -40,9 +40,8 @@ class Network(nn.Module):
 
     def reset(self) -> None:
         """Reset after a forward or backward pass that was aborted, with the peers' connections intact."""
-        assert isinstance(self, FSDPModule)
         if self._has_run:
-            self.reset_iter_state()
+            fsdp_state.reset(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._has_run = True  # before FSDP's hooks, which set up what `reset` clears
