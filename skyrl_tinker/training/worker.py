@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,10 +57,10 @@ class Worker:
         spec = self.spec
         self.attach(distributed.join(place, self.rank, spec.ranks, spec.device, spec.timeout_s))
 
-    def attach(self, ranks: Ranks) -> None:
-        """Load the base model, sharded over `ranks`."""
+    def attach(self, ranks: Ranks, causal_lm: Any = None) -> None:
+        """Load the base model, sharded over `ranks`; or take `causal_lm`, which calls our attention."""
         self._ranks = ranks
-        self._base = frozen_network(self.spec, ranks.mesh)
+        self._base = frozen_network(self.spec, ranks.mesh, causal_lm)
         activations = ActivationMemory.measure(self._base, self.spec.gradient_checkpointing, ranks)
         self._runner = PassRunner(self._base, self._models, ranks, activations.recomputed)
         freeze_gc()

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,11 +32,25 @@ def register(device: str, dtype: torch.dtype) -> None:
 def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
     """Choose a kernel; the flash kernels are for CUDA and 16-bit types only."""
     if device == "cuda" and dtype in (torch.float16, torch.bfloat16):
-        if find_spec("flash_attn") is not None:
-            return "flash_attn", _flash_attn
-        if find_spec("torch.nn.attention.varlen") is not None:
-            return "varlen_attn of torch", _varlen_attn
+        # flash-attn 4 has the package without the function, some builds of torch have no varlen_attn
+        if (flash := _find("flash_attn", "flash_attn_varlen_func")) is not None:
+            return "flash_attn", partial(_flash_attn, flash)
+        if (varlen := _find("torch.nn.attention.varlen", "varlen_attn")) is not None:
+            return "varlen_attn of torch", partial(_varlen_attn, partial(varlen, **_grouped_queries(varlen)))
     return "SDPA by segments", _segment_by_segment
+
+
+def _find(module: str, name: str) -> Callable[..., Any] | None:
+    """Return a function of a module, or None where the module or the function is absent."""
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _grouped_queries(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
+    """Return what allows several query heads per key head; torch 2.11 allows them without."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _attend(
@@ -77,10 +92,13 @@ def _attend_run(
 
 
 def _flash_attn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+    flash_attn_varlen_func: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
 ) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
-
     bounds, longest = segments.cu_seqlens, segments.longest
     q, k, v = _tokens_first(query, key, value)
     out: torch.Tensor = flash_attn_varlen_func(
@@ -90,16 +108,18 @@ def _flash_attn(
 
 
 def _varlen_attn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+    varlen_attn: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # absent from builds without it
-
     bounds, longest = segments.cu_seqlens, segments.longest
     q, k, v = _tokens_first(query, key, value)
-    out = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
+    out: torch.Tensor = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0)
     )
-    assert isinstance(out, torch.Tensor)
     return out
 
 

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.batching.packed_row import Row
-from skyrl_tinker.training.models import attention, lora, lora_layers, recompute
+from skyrl_tinker.training.models import attention, fsdp_state, lora, lora_layers, recompute
 from skyrl_tinker.training.models.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.lora_layers import Active, Adapters, Routing
@@ -40,9 +40,8 @@ class Network(nn.Module):
 
     def reset(self) -> None:
         """Reset after a forward or backward pass that was aborted, with the peers' connections intact."""
-        assert isinstance(self, FSDPModule)
         if self._has_run:
-            self.reset_iter_state()
+            fsdp_state.reset(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._has_run = True  # before FSDP's hooks, which set up what `reset` clears
@@ -126,9 +125,9 @@ class Network(nn.Module):
         return Head(weight, inner, lora_layers.accumulate_alone(pair.b).to(hidden.dtype))
 
 
-def frozen_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
-    """Load the base under all adapters, in the compute type."""
-    network = _load(spec, getattr(torch, spec.dtype))
+def frozen_network(spec: TrainerSpec, mesh: DeviceMesh, causal_lm: Any = None) -> Network:
+    """Shard the base under all adapters: `causal_lm`, or else that of the spec in the compute type."""
+    network = _network(spec, _load(spec, getattr(torch, spec.dtype)) if causal_lm is None else causal_lm)
     network.requires_grad_(False)
     _shard(network, mesh, MixedPrecisionPolicy())
     return network
@@ -136,7 +135,7 @@ def frozen_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
 
 def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
     """Load a full copy to train: float32 weights and gradients, computed in the compute type."""
-    network = _load(spec, torch.float32)
+    network = _network(spec, _load(spec, torch.float32))
     compute = None if spec.dtype == "float32" else getattr(torch, spec.dtype)
     _shard(network, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
     return network
@@ -149,13 +148,17 @@ def _shard(network: Network, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
     fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
-def _load(spec: TrainerSpec, dtype: torch.dtype) -> Network:
-    """Load with weights in `dtype`, not sharded yet."""
+def _load(spec: TrainerSpec, dtype: torch.dtype) -> Any:
+    """Load a causal LM with weights in `dtype`."""
     attention.register(spec.device, getattr(torch, spec.dtype))
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    causal_lm: Any = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         spec.directory, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, local_files_only=True
     )
+
+
+def _network(spec: TrainerSpec, causal_lm: Any) -> Network:
+    """Wrap a causal LM, not sharded yet."""
     causal_lm.eval()
     _refuse_unsupported(causal_lm)
     network = Network(causal_lm)

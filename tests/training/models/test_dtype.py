@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec, PassOutput
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.models.attention import choose
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
@@ -70,11 +69,3 @@ def test_what_is_kept_between_passes_is_float32(ranks: Ranks, usual_model: str) 
     step(worker, 1)
     assert {tensor.dtype for tensor in _adapter(worker, 1).tensors()} == {torch.float32}
     assert {parameter.dtype for parameter in worker._base.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float32)]
-)
-def test_flash_attention_is_for_16_bit_types_on_cuda(device: str, dtype: torch.dtype) -> None:
-    assert choose(device, dtype)[0] == "SDPA by segments"
-    assert choose("cuda", torch.bfloat16)[0] in ("flash_attn", "varlen_attn of torch")

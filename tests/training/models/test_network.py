@@ -2,14 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, Qwen3ForCausalLM
 
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.models import attention
+from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
+from tests.training.support.passes import make_data, make_item, run_one
 
 
 def _mistral(directory: Path, sliding_window: int | None) -> str:
@@ -52,3 +60,18 @@ def test_positions_that_depend_on_the_longest_neighbour_are_refused(
     path.write_text(json.dumps(config))
     with pytest.raises(StartupError, match=f"rope type {rope['rope_type']}"):
         make_worker(str(directory))
+
+
+def test_a_base_made_in_memory_is_that_of_its_directory(
+    make_worker: MakeWorker, ranks: Ranks, untied_model: str
+) -> None:
+    loaded = make_worker(untied_model)
+    causal_lm = Qwen3ForCausalLM.from_pretrained(untied_model, attn_implementation=attention.IMPLEMENTATION)
+    given = Worker(replace(loaded.spec, directory="/nowhere"), 0)
+    given.attach(ranks, causal_lm)
+    outputs = []
+    for worker in (loaded, given):
+        worker.create_model(ModelKey(1), LoraSpec(8, 1))
+        outputs.append(run_one(worker, make_item(1, make_data((40, 7), 1))))
+    for found, expected in zip(outputs[0].logprobs, outputs[1].logprobs, strict=True):
+        np.testing.assert_array_equal(found, expected)

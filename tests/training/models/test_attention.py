@@ -1,0 +1,124 @@
+"""Kernels for CUDA are chosen by what is installed; torch's own is called as each version takes it.
+
+The functions themselves need a GPU: stand-ins with their signatures compute the same on a CPU.
+"""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_tinker.training.batching.packed_row import Segments
+from skyrl_tinker.training.models.attention import choose
+
+LENGTHS = (1, 7, 7, 33)
+
+
+def _segments() -> Segments:
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    return Segments(((1, 1), (2, 7), (1, 33)), bounds, max(LENGTHS))
+
+
+def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, sum(LENGTHS), 16, generator=generator) for heads in (4, 2, 2))
+    return query, key, value
+
+
+def _causal(q: Any, k: Any, v: Any, bounds: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Attention of each segment by its definition; [T, H, D] each."""
+    outputs = []
+    for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        heads = q.shape[1] // k.shape[1]
+        one, two, three = q[start:stop], *(x[start:stop].repeat_interleave(heads, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", one, two) * (scale or q.shape[2] ** -0.5)
+        later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, three))
+    return torch.cat(outputs)
+
+
+def varlen_attn_2_11(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    assert window_size == (-1, 0)
+    assert max_q == max_k == max(LENGTHS)
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    return _causal(query, key, value, cu_seq_q, scale)
+
+
+def varlen_attn_2_13(*args: Any, enable_gqa: bool = False, **kwargs: Any) -> torch.Tensor:
+    assert enable_gqa, "it refuses fewer key heads than query heads"
+    return varlen_attn_2_11(*args, **kwargs)
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    assert causal
+    return _causal(q, k, v, cu_seqlens_q, softmax_scale)
+
+
+@pytest.mark.parametrize("varlen_attn", [varlen_attn_2_11, varlen_attn_2_13])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_varlen_attention_of_either_torch_is_that_by_segments(
+    monkeypatch: pytest.MonkeyPatch, varlen_attn: Callable[..., torch.Tensor], scale: float | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    name, kernel = choose("cuda", torch.bfloat16)
+    assert name == "varlen_attn of torch"
+    _, by_segments = choose("cpu", torch.float32)
+    expected = by_segments(*_tensors(), _segments(), scale)
+    torch.testing.assert_close(kernel(*_tensors(), _segments(), scale), expected)
+
+
+def test_flash_attention_is_that_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    name, kernel = choose("cuda", torch.float16)
+    assert name == "flash_attn"
+    _, by_segments = choose("cpu", torch.float32)
+    expected = by_segments(*_tensors(), _segments(), None)
+    torch.testing.assert_close(kernel(*_tensors(), _segments(), None), expected)
+
+
+def test_a_flash_attention_4_without_the_function_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    assert choose("cuda", torch.bfloat16)[0] == "varlen_attn of torch"
+
+
+def test_without_either_attention_runs_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("flash_attn", "torch.nn.attention.varlen"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert choose("cuda", torch.bfloat16)[0] == "SDPA by segments"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float32)]
+)
+def test_flash_attention_is_for_16_bit_types_on_cuda(device: str, dtype: torch.dtype) -> None:
+    assert choose(device, dtype)[0] == "SDPA by segments"
+    assert choose("cuda", torch.bfloat16)[0] in ("flash_attn", "varlen_attn of torch")
