@@ -28,7 +28,8 @@ STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_receiver", "StagedEngin
 
 
 def apply() -> None:
-    """Apply all patches once per process; RuntimeError on a CPU build of another release."""
+    """Apply all patches once per process; RuntimeError in another release."""
+    _require_version(vllm_version)
     if STAGED[0] in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(*STAGED)
@@ -40,7 +41,6 @@ def apply() -> None:
     prompt_adapters.apply()
     score_extraction.apply()
     if current_platform.is_cpu():
-        _require_version(vllm_version)
         _fork_workers()
         _multiply_adapters_by_slot()
         _draw_for_whole_prompts_only()
@@ -51,7 +51,7 @@ def apply() -> None:
 def _require_version(version: str) -> None:
     if not version.startswith(PATCHED):
         raise RuntimeError(
-            f"skyrl-tinker's patches are for vLLM {PATCHED}x on CPU, found {version}: install that release"
+            f"skyrl-tinker's patches are for vLLM {PATCHED}x, found {version}: install that release"
         )
 
 
