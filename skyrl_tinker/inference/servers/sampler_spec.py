@@ -10,6 +10,7 @@ import psutil
 
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
 
@@ -61,7 +62,7 @@ def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None =
     Weights count twice: once as loaded, once as packed for the CPU's kernels.
     """
     free = psutil.virtual_memory().available if available is None else available
-    weights = sum(file.stat().st_size for file in Path(spec.model.directory).glob("*.safetensors"))
+    weights = sum(file.stat().st_size for file in weight_files(Path(spec.model.directory)))
     processes = PROCESS_BYTES * spec.tensor_parallel_size
     needed = replicas * (kv_bytes(spec) + 2 * weights + processes)
     if spec.device == "cpu" and needed > free:
@@ -87,6 +88,10 @@ def flags(spec: SamplerSpec, port: int) -> list[str]:
         "--max-logprobs": -1,
         "--logprobs-mode": f"{spec.sampled_logprobs}_logprobs",
         "--generation-config": "vllm",
+        # Where a repository holds Mistral's own files as well, vLLM would take those.
+        "--load-format": "hf",
+        "--config-format": "hf",
+        "--tokenizer-mode": "hf",
         "--max-loras": spec.max_loras,
         "--max-lora-rank": spec.max_lora_rank,
         "--max-cpu-loras": spec.max_cpu_loras,
