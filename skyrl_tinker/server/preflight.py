@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.servers.vllm_arguments import check, workers
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import write_once
 from skyrl_tinker.weight_sync.factory import choose
@@ -81,15 +82,19 @@ def _check_colocated(settings: Settings) -> None:
         raise StartupError(
             "--placement colocated and sampler_urls: this server cannot place samplers that it does not start"
         )
-    samplers, ranks = settings.replicas * settings.tensor_parallel_size, settings.trainer_ranks
+    gpus = workers(settings.vllm_args, settings.tensor_parallel_size)
+    samplers, ranks = settings.replicas * gpus, settings.trainer_ranks
     if settings.device == "cuda" and samplers != ranks:
         raise StartupError(
             f"--placement colocated on CUDA: {ranks} trainer ranks share their GPUs with {samplers} sampler "
-            "GPUs (replicas x tensor_parallel_size): make the numbers equal"
+            f"GPUs (replicas x {gpus}): make the numbers equal"
         )
 
 
 def _check_samplers(settings: Settings) -> None:
+    if settings.sampler_urls and settings.vllm_args:
+        raise StartupError("vllm_args and sampler_urls: give the arguments to the servers that you start")
+    check(settings.vllm_args)
     if settings.sampler_urls and settings.replicas > 1:
         raise StartupError(
             f"--replicas {settings.replicas} and sampler_urls: the server either starts samplers "

@@ -12,6 +12,7 @@ from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.servers.vllm_arguments import workers
 
 STEP_S = {"cuda": 60.0, "cpu": 600.0}
 """Longer than any step. On a CPU, the prefill of a large model beside a busy trainer takes minutes."""
@@ -53,4 +54,4 @@ async def assemble(
 def sampler_gpus(settings: Settings) -> int:
     """Count the GPUs that our replicas take beside the trainer's."""
     none = settings.sampler_urls or settings.placement == "colocated"
-    return 0 if none else settings.replicas * settings.tensor_parallel_size
+    return 0 if none else settings.replicas * workers(settings.vllm_args, settings.tensor_parallel_size)
