@@ -149,7 +149,9 @@ class Settings(BaseSettings):
         32, ge=0, description="Tokens on which samplers and trainer are compared after each sync; 0 = never"
     )
     logprob_gap_bound: float | None = Field(
-        None, gt=0, description="Difference that causes a warning [default: 1e-3, for bfloat16 0.25]"
+        None,
+        gt=0,
+        description="Difference that causes a warning, at start a refusal [default: 1e-3, for bfloat16 0.25]",
     )
     ray_address: str | None = Field(None, description="Ray cluster to join; refused so far")
 

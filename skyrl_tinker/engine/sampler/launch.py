@@ -23,7 +23,9 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
     """Start the servers; returns at once, `ready` waits for them."""
     servers: ServerGroup | ExternalServers
     if settings.sampler_urls:
-        servers = ExternalServers(settings.sampler_urls, spec.startup_s, spec.hang_s, spec.sampled_logprobs)
+        servers = ExternalServers(
+            settings.sampler_urls, spec.startup_s, spec.hang_s, spec.max_model_len, spec.sampled_logprobs
+        )
     else:
         servers = ServerGroup.launch(spec)
     to_end.append(servers.shutdown)
