@@ -3,11 +3,12 @@
 Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -154,12 +155,19 @@ class Settings(BaseSettings):
         description="vLLM's parser that puts the reasoning of chat answers in a field of its own, as qwen3 "
         "[default: it stays in their text]",
     )
+    vllm_args: dict[str, JsonValue] = Field(
+        {},
+        description="A further argument of vLLM as NAME=VALUE, such as max-num-seqs=512 or "
+        "enable-prefix-caching=false; give it once for each. A table in a file, JSON in the environment",
+    )
     canary: bool = Field(True, description="Compare samplers and trainer at start; a mismatch is not served")
     gap_probe_tokens: int = Field(
         32, ge=0, description="Tokens on which samplers and trainer are compared after each sync; 0 = never"
     )
     logprob_gap_bound: float | None = Field(
-        None, gt=0, description="Difference that causes a warning [default: 1e-3, for bfloat16 0.25]"
+        None,
+        gt=0,
+        description="Difference that causes a warning, at start a refusal [default: 1e-3, for bfloat16 0.25]",
     )
     ray_address: str | None = Field(None, description="Ray cluster to join; refused so far")
 
@@ -298,6 +306,15 @@ class Settings(BaseSettings):
         True, description="Run the losses of create_custom_loss on the server, not on the client"
     )
 
+    @field_validator("vllm_args", mode="before")
+    @classmethod
+    def _read_pairs(cls, given: object) -> object:
+        """Read texts NAME=VALUE, as on the command line: JSON where it is such; a name alone is true."""
+        if not isinstance(given, list | tuple):
+            return given
+        split = [str(text).partition("=") for text in given]
+        return {name: _json_or_text(value) if equals else True for name, equals, value in split}
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -347,6 +364,13 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
         model_config = SettingsConfigDict(toml_file=config)
 
     return Settings.model_validate(_FromFile(**overridden).model_dump())
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def _unknown_variables() -> dict[str, str]:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ def test_the_device_changes_defaults_from_any_source(tmp_path: Path, monkeypatch
     assert config.load(trainer_dtype="float32").trainer_dtype == "float32"
 
 
+def test_arguments_of_vllm_are_given_one_by_one_as_a_table_or_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        '[vllm_args]\nquantization = "fp8"\n"compilation-config" = {mode = 3}\nenforce-eager = true\n'
+    )
+    table = {"quantization": "fp8", "compilation-config": {"mode": 3}, "enforce-eager": True}
+    assert config.load(file).vllm_args == table
+    given = ["quantization=fp8", 'compilation-config={"mode": 3}', "enforce-eager"]
+    assert config.load(vllm_args=given).vllm_args == table
+    monkeypatch.setenv("SKYRL_TINKER_VLLM_ARGS", json.dumps(table))
+    assert config.load().vllm_args == table
+
+
 def test_none_counts_as_not_given() -> None:
     assert config.load(port=None).port == 8000
 
@@ -49,7 +65,8 @@ def test_misspelt_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_children_read_back_the_same_settings(tmp_path: Path) -> None:
-    settings = config.load(home=tmp_path, port=1234, context_length=128)
+    arguments = {"seed": 7, "enforce-eager": False, "kv-offloading-size": 1.5, "hf-overrides": {"a": [1]}}
+    settings = config.load(home=tmp_path, port=1234, context_length=128, vllm_args=arguments)
     assert config.Settings.model_validate_json(settings.model_dump_json()) == settings
 
 

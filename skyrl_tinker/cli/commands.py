@@ -54,6 +54,7 @@ def main(
     "gradient_checkpointing",
     "replicas",
     "tensor_parallel_size",
+    "vllm_args",
     "sampler_urls",
     "router_url",
     "placement",

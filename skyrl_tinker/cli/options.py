@@ -21,7 +21,7 @@ def option(setting: str) -> Any:
     assert field.description is not None
     if field.annotation is bool:
         return typer.Option(f"--{setting.replace('_', '-')}", help=field.description)
-    default = "" if field.default in (None, ()) else f" [default: {field.default}]"
+    default = "" if field.default in (None, (), {}) else f" [default: {field.default}]"
     return typer.Option(help=field.description + default)
 
 
@@ -43,7 +43,7 @@ def with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[...
 def _option_type(setting: str) -> Any:
     """Return the type that the command line reads; Settings refuses wrong values, as from any source."""
     annotation = Settings.model_fields[setting].annotation
-    parsed: Any = {Literal: str, tuple: list[str]}.get(get_origin(annotation), annotation)
+    parsed: Any = {Literal: str, tuple: list[str], dict: list[str]}.get(get_origin(annotation), annotation)
     return parsed | None
 
 

@@ -157,6 +157,7 @@ def sampler_spec(
         gpu_memory_utilization=settings.gpu_memory_utilization,
         shared_gpus=shared_gpus,
         token=secrets.token_hex(32),
+        vllm_args=settings.vllm_args,
     )
 
 

@@ -21,6 +21,7 @@ from skyrl_tinker.engine.compose import (
 )
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.parity import startup_check
+from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, sampler_gpus
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -129,7 +130,7 @@ class StartUp:
         directory = self._directories.ephemeral_dir / "canary"
         gap = await startup_check.compare(probed, samplers, self._facts, directory)
         _log.info("logprobs of trainer and sampler differ by at most: %s", gap)
-        startup_check.require_agreement(gap, self._settings.trainer_dtype)
+        startup_check.require_agreement(gap, allowed_gap(self._settings))
 
 
 def _settle_versions(conn: Connection, ephemeral: Path) -> list[WeightVersion]:

@@ -11,7 +11,8 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import BOUNDS, DriftMonitor
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
+from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -59,9 +60,14 @@ def compose_training(
 ) -> TrainingHalf:
     directories = Directories(settings)
     root = directories.checkpoint_root
-    bound = settings.logprob_gap_bound or BOUNDS[settings.trainer_dtype]
     drift_monitor = DriftMonitor(
-        store, trainer, samplers, facts, metrics, tokens=settings.gap_probe_tokens, bound=bound
+        store,
+        trainer,
+        samplers,
+        facts,
+        metrics,
+        tokens=settings.gap_probe_tokens,
+        bound=allowed_gap(settings),
     )
     commits = UnitCommits(outbox)
     snapshots = SnapshotKeeper(

@@ -8,6 +8,7 @@ from typing import Any
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import tiny_model
 
@@ -24,6 +25,7 @@ def resolve(settings: Settings) -> BaseModelFacts:
     """
     local = _directory(settings)
     directory = _download(settings.base_model) if local is None else local
+    _check_weights(directory)
     config = _read_json(directory / "config.json")
     facts = _facts(settings, directory, config, None if local else settings.base_model)
     _check_workers(settings.tensor_parallel_size, facts)
@@ -33,6 +35,13 @@ def resolve(settings: Settings) -> BaseModelFacts:
             f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
         )
     return facts
+
+
+def _check_weights(directory: Path) -> None:
+    try:
+        weight_files(directory)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
 
 
 def _check_workers(count: int, facts: BaseModelFacts) -> None:
@@ -65,7 +74,11 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+        path = snapshot_download(
+            name,
+            allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+            ignore_patterns=["consolidated*"],  # the same weights once more, in Mistral's own format
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise StartupError(
             f"--base-model {name}: not a model directory, and the hub download failed "

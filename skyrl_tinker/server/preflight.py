@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.servers.vllm_arguments import check, workers
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import write_once
 from skyrl_tinker.weight_sync.factory import choose
@@ -38,13 +39,13 @@ def place(settings: Settings, count: Callable[[], int] = count_gpus) -> Settings
         return settings
     colocated = False
     if settings.device == "cuda" and not settings.sampler_urls:
-        ranks, samplers = settings.trainer_ranks, settings.replicas * settings.tensor_parallel_size
+        ranks, samplers = settings.trainer_ranks, _sampler_gpus(settings)
         gpus = count()
         colocated = gpus < ranks + samplers
         if colocated and not ranks == samplers <= gpus:
             raise StartupError(
                 f"--device cuda found {gpus} GPUs: {ranks} trainer ranks and {samplers} sampler GPUs "
-                f"(replicas x tensor_parallel_size) need {ranks + samplers}, or {ranks} that they share in "
+                f"(of all replicas) need {ranks + samplers}, or {ranks} that they share in "
                 "turns if the numbers are equal"
             )
     return settings.model_copy(update={"placement": "colocated" if colocated else "separate"})
@@ -121,15 +122,22 @@ def _check_colocated(settings: Settings) -> None:
         raise StartupError(
             "--placement colocated and sampler_urls: this server cannot place samplers that it does not start"
         )
-    samplers, ranks = settings.replicas * settings.tensor_parallel_size, settings.trainer_ranks
+    samplers, ranks = _sampler_gpus(settings), settings.trainer_ranks
     if settings.device == "cuda" and samplers != ranks:
         raise StartupError(
             f"--placement colocated on CUDA: {ranks} trainer ranks share their GPUs with {samplers} sampler "
-            "GPUs (replicas x tensor_parallel_size): make the numbers equal"
+            f"GPUs ({settings.replicas} replicas x {samplers // settings.replicas}): make the numbers equal"
         )
 
 
+def _sampler_gpus(settings: Settings) -> int:
+    return settings.replicas * workers(settings.vllm_args, settings.tensor_parallel_size)
+
+
 def _check_samplers(settings: Settings) -> None:
+    if settings.sampler_urls and settings.vllm_args:
+        raise StartupError("vllm_args and sampler_urls: give the arguments to the servers that you start")
+    check(settings.vllm_args)
     if settings.sampler_urls and settings.replicas > 1:
         raise StartupError(
             f"--replicas {settings.replicas} and sampler_urls: the server either starts samplers "

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from skyrl_tinker.domain.weight_files import WEIGHTS_FILE, weight_files
 from skyrl_tinker.errors import SamplerError
 
 HEADER_LENGTH_BYTES = 8
@@ -87,15 +88,14 @@ class WeightChunk:
 
 
 def read_chunks(directory: Path, limit: int) -> tuple[WeightChunk, ...]:
-    """List the tensors of all *.safetensors in `directory`, cut at `limit` bytes; no data is read.
+    """List the tensors of the weights in `directory`, cut at `limit` bytes; no data is read.
 
     Elements of more bytes come first, so that every tensor lies aligned in its chunk. SamplerError when
     there are none or a file is damaged.
     """
-    files = sorted(directory.absolute().glob("*.safetensors"))
-    entries = [entry for file in files for entry in _read_index(file)]
+    entries = [entry for file in _weight_files(directory.absolute()) for entry in _read_index(file)]
     if not entries:
-        raise SamplerError(f"{directory} holds no *.safetensors, so there are no weights to serve")
+        raise SamplerError(f"{directory} holds no {WEIGHTS_FILE}, so there are no weights to serve")
     return tuple(cut(sorted(entries, key=lambda entry: -entry.itemsize), limit))
 
 
@@ -111,6 +111,13 @@ def cut(entries: Iterable[TensorEntry], limit: int) -> Iterator[WeightChunk]:
         size += entry.size
     if group:
         yield WeightChunk(tuple(group))
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    try:
+        return weight_files(directory)
+    except ValueError as error:
+        raise SamplerError(str(error)) from error
 
 
 def _read_index(path: Path) -> list[TensorEntry]:

@@ -32,6 +32,11 @@ def test_sampler_urls_are_given_one_by_one() -> None:
     assert "sampler_urls name a server twice: http://127.0.0.1:9, http://127.0.0.1:9/" in result.stderr
 
 
+def test_arguments_of_vllm_are_given_one_by_one() -> None:
+    result = CliRunner().invoke(app, ["serve", "--vllm-args", "seed=7", "--vllm-args", "port=9"])
+    assert "vllm_args: port cannot be given: vLLM's port is set by skyrl-tinker" in result.stderr
+
+
 def test_flags_of_the_trainer_reach_the_settings() -> None:
     flags = ["--gradient-checkpointing", "--token-budget", "0", "--trainer-dtype", "float16"]
     result = CliRunner().invoke(app, ["serve", *flags])

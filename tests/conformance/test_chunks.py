@@ -16,6 +16,7 @@ from skyrl_tinker.weight_sync.chunks import read_chunks
 from skyrl_tinker.weight_sync.factory import backend_of, choose, make_transport
 from skyrl_tinker.weight_sync.nccl import in_time
 from tests.conformance.support.ends import Tensors, ThreadSenders, carry, ends, size_of
+from tests.support.shards import write_index
 
 TRANSPORTS = ("shared_memory", "gloo", "nccl", "cuda_ipc")
 LIMIT = 1000
@@ -53,8 +54,8 @@ CASES: dict[str, Callable[[], list[Tensors]]] = {
 @pytest.mark.parametrize("name", TRANSPORTS)
 async def test_what_arrives_is_what_was_written(name: str, case: str, tmp_path: Path) -> None:
     files = CASES[case]()
-    for number, tensors in enumerate(files):
-        save_file(tensors, tmp_path / f"{number:05}.safetensors")
+    for path, tensors in zip(write_index(tmp_path, files), files, strict=True):
+        save_file(tensors, path)
     written = {key: tensor for tensors in files for key, tensor in tensors.items()}
     chunks, arrived = await carry(*ends(name, LIMIT), tmp_path)
     assert [list(tensors) for tensors in arrived] == [chunk.names for chunk in chunks]
@@ -103,7 +104,7 @@ def test_nccl_is_not_waited_for_for_ever() -> None:
 
 
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(SamplerError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(SamplerError, match=r"holds no model\.safetensors"):
         read_chunks(tmp_path, LIMIT)
     file = tmp_path / "model.safetensors"
     save_file({"a": floats(100)}, file)
@@ -119,6 +120,19 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(SamplerError, match=r"model\.safetensors is not a whole safetensors file"):
             read_chunks(tmp_path, LIMIT)
+
+
+def test_weights_in_another_format_beside_them_are_not_sent(tmp_path: Path) -> None:
+    save_file({"layers.0.wq": floats(9)}, tmp_path / "consolidated.safetensors")
+    for names in (["a"], ["a", "b"]):
+        paths = [tmp_path / "model.safetensors"] if names == ["a"] else write_index(tmp_path, names)
+        for name, path in zip(names, paths, strict=True):
+            save_file({name: floats(9)}, path)
+        (chunk,) = read_chunks(tmp_path, LIMIT)
+        assert chunk.names == names
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(SamplerError, match=r"names model-00002-of-00002\.safetensors, which are not there"):
+        read_chunks(tmp_path, LIMIT)
 
 
 def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path: Path) -> None:

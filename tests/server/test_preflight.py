@@ -32,6 +32,12 @@ from tests.support.certificates import write_certificate
             {"placement": "colocated", "device": "cuda", "trainer_ranks": 2},
             "2 trainer ranks share their GPUs with 1 sampler GPUs .* make the numbers equal",
         ),
+        ({"sampler_urls": ["http://a:9"], "vllm_args": ["seed=1"]}, "vllm_args and sampler_urls"),
+        ({"vllm_args": {"max-model-len": 9}}, "max-model-len follows from the setting context_length"),
+        (
+            {"placement": "colocated", "device": "cuda", "vllm_args": {"data-parallel-size": 2}},
+            r"1 trainer ranks share their GPUs with 2 sampler GPUs \(1 replicas x 2\)",
+        ),
         ({"ray_address": "auto"}, "--ray-address"),
         ({"device": "cuda", "trainer_dtype": "float32"}, "--trainer-dtype float32 with --device cuda"),
     ],

@@ -23,6 +23,7 @@ from tests.inference.support.samplers import (
     unique,
     write_model,
 )
+from tests.support.shards import write_index
 
 
 @pytest.fixture
@@ -37,8 +38,8 @@ async def trained(each_sampler: Sampler, tmp_path: Path) -> Path:
 
 def write_files(directory: Path, files: Sequence[dict[str, np.ndarray]]) -> None:
     directory.mkdir()
-    for index, tensors in enumerate(files):
-        save_file(tensors, directory / f"{index:05}.safetensors")
+    for path, tensors in zip(write_index(directory, files), files, strict=True):
+        save_file(tensors, path)
 
 
 async def sync(sampler: Sampler, transport: WeightTransport, directory: Path, version: str) -> Synced:
@@ -112,14 +113,14 @@ async def test_a_refused_update_leaves_the_old_weights_and_the_next_one_works(
     write_files(trained / "shape", [tensors | {"model.norm.weight": norm[:-1].copy()}])
     write_files(trained / "name", [tensors | {"model.norm.weight": norm, "model.other": norm}])
     write_files(trained / "cut", [tensors])
-    cut = trained / "cut" / "00000.safetensors"
+    (cut,) = (trained / "cut").glob("*.safetensors")
     cut.write_bytes(cut.read_bytes()[:-100])
     (trained / "nothing").mkdir()
     refused = {
         "missing": r"update failed: .*missing from the update, first model\.norm",
         "shape": r"update failed: .*model\.norm\.weight: expected shape",
         "name": r"update failed: .*model\.other",
-        "cut": r"open failed: .*00000\.safetensors is not a whole safetensors file",
+        "cut": r"open failed: .*00001-of-00001\.safetensors is not a whole safetensors file",
         "nothing": r"open failed: .*no .*safetensors",
     }
     for directory, match in refused.items():
@@ -156,7 +157,7 @@ async def test_half_an_update_is_never_applied(
 async def test_a_file_that_is_cut_while_it_is_sent_leaves_the_old_weights(
     each_sampler: Sampler, transport: WeightTransport, trained: Path
 ) -> None:
-    load, file = transport.load, trained / "two" / "00001.safetensors"
+    load, file = transport.load, trained / "two" / "model-00002-of-00002.safetensors"
 
     async def cut_then_load(index: int) -> Message:
         if index == 1:  # another file in its place: what is mapped already must not shrink

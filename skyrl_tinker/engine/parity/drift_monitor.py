@@ -24,8 +24,6 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 METRIC = "sampler_logprob_gap"
-BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference allowed, by the trainer's dtype: bfloat16 alone moves logprobs by 0.02 to 0.12."""
 _log = logging.getLogger(__name__)
 
 

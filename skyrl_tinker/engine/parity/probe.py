@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import (
     BaseModelFacts,
@@ -18,6 +19,13 @@ from skyrl_tinker.domain.values import (
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.training.trainer_group import TrainerGroup
+
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference allowed, by the trainer's dtype: bfloat16 alone moves logprobs by 0.02 to 0.12."""
+
+
+def allowed_gap(settings: Settings) -> float:
+    return settings.logprob_gap_bound or BOUNDS[settings.trainer_dtype]
 
 
 def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:

@@ -33,7 +33,6 @@ VERSION = VersionId(0)  # the store counts from 1
 REQUEST = RequestId("canary")
 TOKENS = 48
 LEARNING_RATE = 0.05  # one step that an adapter cannot hide
-TOLERANCE = 1e-3  # holds for float32; other dtypes are reported, unbounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +93,12 @@ async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, dire
     return LogprobGap(largest_difference(base, probed.base), largest_difference(adapter, probed.adapter))
 
 
-def require_agreement(gap: LogprobGap, dtype: str) -> None:
-    """Raise StartupError with the numbers when they are beyond the tolerance."""
-    agree = gap.base <= TOLERANCE and gap.adapter <= TOLERANCE  # false for NaN
-    if dtype == "float32" and not agree:
-        raise StartupError(
-            f"trainer and sampler disagree on logprobs: {gap}, allowed {TOLERANCE:.0e}; "
-            "the versions of torch, transformers and vLLM may not fit each other "
-            "(set canary = false to serve anyway)"
-        )
+def require_agreement(gap: LogprobGap, allowed: float) -> None:
+    """Raise StartupError with the numbers when they are beyond `allowed`, or none at all."""
+    if gap.base <= allowed and gap.adapter <= allowed:  # false for NaN
+        return
+    raise StartupError(
+        f"trainer and sampler disagree on logprobs: {gap}, allowed {allowed:.0e} (logprob_gap_bound); "
+        "they may hold different base models, or the versions of torch, transformers and vLLM may not fit "
+        "each other (set canary = false to serve anyway)"
+    )

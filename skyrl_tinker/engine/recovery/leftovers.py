@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.store import checkpoint_records, model_records, server_state
 from skyrl_tinker.store.futures import finish, queue
 from skyrl_tinker.store.model_records import ModelRow
@@ -42,7 +43,7 @@ def sweep_unrecorded(root: Path, recorded: Iterable[str]) -> None:
 def fingerprint(base_model: Path) -> str:
     """Return what tells base models apart: the configuration, and names and heads of the weights."""
     digest = hashlib.sha256((base_model / "config.json").read_bytes())
-    for path in sorted(base_model.glob("*.safetensors")):
+    for path in weight_files(base_model):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:
             digest.update(file.read(_HEAD_BYTES))

@@ -12,6 +12,7 @@ from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.servers.vllm_arguments import workers
 
 STEP_S = {"cuda": 60.0, "cpu": 600.0}
 """Longer than any step. On a CPU, the prefill of a large model beside a busy trainer takes minutes."""
@@ -22,7 +23,9 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
     """Start the servers; returns at once, `ready` waits for them."""
     servers: ServerGroup | ExternalServers
     if settings.sampler_urls:
-        servers = ExternalServers(settings.sampler_urls, spec.startup_s, spec.hang_s, spec.sampled_logprobs)
+        servers = ExternalServers(
+            settings.sampler_urls, spec.startup_s, spec.hang_s, spec.max_model_len, spec.sampled_logprobs
+        )
     else:
         servers = ServerGroup.launch(spec)
     to_end.append(servers.shutdown)
@@ -53,4 +56,4 @@ async def assemble(
 def sampler_gpus(settings: Settings) -> int:
     """Count the GPUs that our replicas take beside the trainer's."""
     none = settings.sampler_urls or settings.colocated
-    return 0 if none else settings.replicas * settings.tensor_parallel_size
+    return 0 if none else settings.replicas * workers(settings.vllm_args, settings.tensor_parallel_size)

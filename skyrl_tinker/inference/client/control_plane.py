@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
+from skyrl_tinker.inference.constants import BASE_MODEL
 
 ABORT_POLL_S = 0.02
 PauseMode = Literal["abort", "wait", "keep"]
@@ -60,6 +61,16 @@ class ControlPlane:
         """List the names of the adapters that any replica has."""
         answers = await self._call_all("GET", "/v1/models")
         return sorted({model["id"] for answer in answers for model in answer["data"] if model.get("parent")})
+
+    async def max_model_len(self) -> int:
+        """Return the most tokens of a sequence that every replica takes."""
+        answers = await self._call_all("GET", "/v1/models")
+        return min(
+            int(model["max_model_len"])
+            for answer in answers
+            for model in answer["data"]
+            if model["id"] == BASE_MODEL
+        )
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Pause all replicas or none.

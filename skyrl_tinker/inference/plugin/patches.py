@@ -7,8 +7,7 @@ is refused: it may have fixed them itself, or moved the code that the patches re
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -19,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
 from skyrl_tinker.inference.constants import TOKEN
-from skyrl_tinker.inference.plugin import score_extraction, signed_pickles
+from skyrl_tinker.inference.plugin import prompt_adapters, score_extraction, signed_pickles
 from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 
@@ -29,7 +28,8 @@ STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_receiver", "StagedEngin
 
 
 def apply() -> None:
-    """Apply all patches once per process; RuntimeError on a CPU build of another release."""
+    """Apply all patches once per process; RuntimeError in another release."""
+    _require_version(vllm_version)
     if STAGED[0] in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(*STAGED)
@@ -38,23 +38,20 @@ def apply() -> None:
     if token := os.environ.get(TOKEN):  # servers that users start themselves have none
         signed_pickles.apply(token)
     _count_cached_prompts_once()
+    prompt_adapters.apply()
+    score_extraction.apply()
     if current_platform.is_cpu():
-        _require_version(vllm_version)
         _fork_workers()
         _multiply_adapters_by_slot()
-        _score_prompts_with_their_adapter()
         _draw_for_whole_prompts_only()
         _zero_reused_blocks()
-        score_extraction.apply(_rows_of)
         _repack_tied_heads()
-    else:
-        score_extraction.apply()
 
 
 def _require_version(version: str) -> None:
     if not version.startswith(PATCHED):
         raise RuntimeError(
-            f"skyrl-tinker's patches are for vLLM {PATCHED}x on CPU, found {version}: install that release"
+            f"skyrl-tinker's patches are for vLLM {PATCHED}x, found {version}: install that release"
         )
 
 
@@ -177,7 +174,7 @@ def bgmv_expand_slice(
 
 
 def _rows_by_slot(slots: torch.Tensor) -> list[tuple[int, torch.Tensor | slice]]:
-    """List the rows of each slot; a single slot stands for all rows, also when `slots` has one entry."""
+    """List the rows of each slot; a single slot stands for all rows."""
     first = int(slots[0])
     if bool((slots == first).all()):
         return [(first, slice(None))]
@@ -187,34 +184,6 @@ def _rows_by_slot(slots: torch.Tensor) -> list[tuple[int, torch.Tensor | slice]]
 def _matrix(weights: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tensor:
     """Slice [slots, 1, out, in] or [slots, out, in] to [out, in]."""
     return weights[slot].reshape(-1, weights.shape[-1]).to(dtype)
-
-
-def _score_prompts_with_their_adapter() -> None:
-    """Score prompts one request at a time, with a map of one row to its adapter, which stands for all rows.
-
-    Prompt logits have a row per token, but lm_head's adapter is looked up by a map with a row per request. So
-    beside other requests stock vLLM dies of unequal sizes, or scores with another's adapter.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    score = GPUModelRunner._get_prompt_logprobs_dict
-
-    @wraps(score)
-    def score_each(
-        self: GPUModelRunner, hidden_states: torch.Tensor, scheduled: dict[str, int]
-    ) -> dict[str, Any]:
-        waiting = self.num_prompt_logprobs
-        results: dict[str, Any] = {}
-        for request in [request for request in waiting if request in scheduled]:
-            self.num_prompt_logprobs = {request: waiting[request]}
-            with _rows_of(self, request):
-                results |= score(self, hidden_states, scheduled)
-            if not self.num_prompt_logprobs:  # its prompt is scored to the end
-                del waiting[request]
-        self.num_prompt_logprobs = waiting
-        return results
-
-    GPUModelRunner._get_prompt_logprobs_dict = score_each  # type: ignore[method-assign, assignment]
 
 
 def _draw_for_whole_prompts_only() -> None:
@@ -238,24 +207,6 @@ def _draw_for_whole_prompts_only() -> None:
             generators.update(withheld)
 
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign, assignment]
-
-
-@contextmanager
-def _rows_of(runner: Any, request: str) -> Iterator[None]:
-    """Context in which the map of rows to adapter slots is that of one request."""
-    from vllm.lora.layers import LogitsProcessorWithLoRA
-
-    processors = (module for module in runner.model.modules() if isinstance(module, LogitsProcessorWithLoRA))
-    rows = next(processors).punica_wrapper
-    first = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request]])
-    before = rows.sampler_indices.clone()
-    rows._sampler_indices[0] = rows.token_lora_indices[first]
-    rows.indices_len[1] = 1
-    try:
-        yield
-    finally:
-        rows.indices_len[1] = len(before)
-        rows._sampler_indices[: len(before)] = before
 
 
 def _zero_reused_blocks() -> None:

@@ -5,8 +5,6 @@ second model runner computes them, and no draws; the first one, which runs LoRA 
 first one computes both, from the hidden states of the prefill, whole or in chunks.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -15,13 +13,12 @@ import numpy as np
 import torch
 
 from skyrl_tinker.inference.client.vllm_requests import SCORES_KEY, ScoreWork, unpack_work
+from skyrl_tinker.inference.plugin.prompt_adapters import adapter_of
 
 PROCESSED = "processed_logprobs"
 """vLLM's --logprobs-mode in which logprobs are of the distribution that was sampled from."""
 LOGIT_ROWS = 128
 """Rows of logits held at once."""
-RowsOf = Callable[[Any, str], AbstractContextManager[None]]
-"""(runner, request) -> context in which lm_head uses the adapter of this request for any number of rows."""
 
 
 @dataclass
@@ -34,7 +31,7 @@ class _Progress:
     done: bool = False
 
 
-def apply(rows_of: RowsOf = lambda runner, request: nullcontext()) -> None:
+def apply() -> None:
     """Patch vLLM; once per process."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -42,7 +39,7 @@ def apply(rows_of: RowsOf = lambda runner, request: nullcontext()) -> None:
 
     @wraps(score)
     def score_more(self: Any, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        self.skyrl_tinker_scores = _score_step(self, hidden_states, scheduled, rows_of)
+        self.skyrl_tinker_scores = _score_step(self, hidden_states, scheduled)
         return score(self, hidden_states, scheduled)
 
     @wraps(sample)
@@ -59,7 +56,7 @@ def apply(rows_of: RowsOf = lambda runner, request: nullcontext()) -> None:
 
 
 def _score_step(
-    runner: Any, hidden_states: torch.Tensor, scheduled: dict[str, int], rows_of: RowsOf
+    runner: Any, hidden_states: torch.Tensor, scheduled: dict[str, int]
 ) -> dict[str, torch.Tensor]:
     """Fill in the rows of this step; return the matrices of prompts that it completed, on the host."""
     finished = {}
@@ -67,7 +64,7 @@ def _score_step(
         progress = _progress_of(runner, request)
         if progress is None or progress.done:
             continue
-        with rows_of(runner, request):
+        with adapter_of(runner, request):
             _fill(runner, request, count, hidden_states, progress)
         state = runner.requests[request]
         if state.num_computed_tokens + count >= len(state.prompt_token_ids):

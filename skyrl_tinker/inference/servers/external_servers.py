@@ -26,12 +26,14 @@ class ExternalServers:
         urls: Sequence[str],
         startup_s: float,
         hang_s: float,
+        max_model_len: int,
         sampled_logprobs: Literal["raw", "processed"] = "raw",
     ) -> None:
         """URLs as http://host:port. `startup_s`: how long `ready` waits for them."""
         self._urls = tuple(url.rstrip("/") for url in urls)
         self._startup_s = startup_s
         self._hang_s = hang_s
+        self._max_model_len = max_model_len
         self._sampled_logprobs = sampled_logprobs
         self._suspicion = Suspicion()
 
@@ -44,7 +46,7 @@ class ExternalServers:
                 raise SamplerError(
                     f"{url} (sampler_urls) gave no answer in {self._startup_s:.0f} s"
                 ) from None
-            await _require_fit(url, self._sampled_logprobs)
+            await self._require_fit(url)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -65,11 +67,25 @@ class ExternalServers:
     async def replace(self, index: int) -> str:
         """Return its URL once it is healthy again; it may have an earlier server's adapters and weights."""
         await _healthy(self._urls[index])
-        await _require_fit(self._urls[index], self._sampled_logprobs)
+        await self._require_fit(self._urls[index])
         return self._urls[index]
 
     async def shutdown(self) -> None:
         """Do nothing: these servers keep running."""
+
+    async def _require_fit(self, url: str) -> None:
+        """Raise a SamplerError that says what the server was started without."""
+        length, mode = await _prepare(url)
+        if length < self._max_model_len:
+            raise SamplerError(
+                f"{url} (sampler_urls) takes {length} tokens, expected {self._max_model_len} (context_length "
+                f"+ 1): start it with --max-model-len {self._max_model_len}"
+            )
+        if mode not in (self._sampled_logprobs, None):
+            raise SamplerError(
+                f"{url} (sampler_urls) answers {mode} logprobs, expected {self._sampled_logprobs} "
+                f"(sampled_logprobs): start it with --logprobs-mode {self._sampled_logprobs}_logprobs"
+            )
 
 
 async def _running() -> str | None:
@@ -82,8 +98,11 @@ async def _healthy(url: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def _require_fit(url: str, sampled_logprobs: str) -> None:
-    """Raise a SamplerError that says what it was started without; unload old adapters, names may recur."""
+async def _prepare(url: str) -> tuple[int, str | None]:
+    """Unload old adapters, whose names may recur; return the server's context and its logprobs mode if known.
+
+    SamplerError when it does not serve what is needed.
+    """
     client = RemoteInferenceClient(url, (url,))
     control = client.control
     try:
@@ -92,7 +111,8 @@ async def _require_fit(url: str, sampled_logprobs: str) -> None:
         for name in await control.adapters():
             await control.unload_adapter(name)
         await control.reset_prefix_cache()  # it knows adapters by name and path only
-        found = logprobs_mode(await client.data.generate({"model": BASE_MODEL, **MODE_TRIAL}))
+        trial = await client.data.generate({"model": BASE_MODEL, **MODE_TRIAL})
+        return await control.max_model_len(), logprobs_mode(trial)
     except SamplerError as error:
         raise SamplerError(
             f"{url} (sampler_urls) does not serve what is needed ({error}); "
@@ -101,8 +121,3 @@ async def _require_fit(url: str, sampled_logprobs: str) -> None:
         ) from error
     finally:
         await client.close()
-    if found not in (sampled_logprobs, None):
-        raise SamplerError(
-            f"{url} (sampler_urls) answers {found} logprobs, expected {sampled_logprobs} (sampled_logprobs): "
-            f"start it with --logprobs-mode {sampled_logprobs}_logprobs"
-        )

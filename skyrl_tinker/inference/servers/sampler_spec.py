@@ -10,8 +10,10 @@ import psutil
 
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
+from skyrl_tinker.inference.servers.vllm_arguments import Arguments, as_flags, merged, workers
 
 SMALLEST_KV_BYTES = 64 * MiB
 GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
@@ -42,10 +44,16 @@ class SamplerSpec:
     gpu_memory_utilization: float = 0.85
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
     token: str = field(default="", repr=False)  # that every request must bear; empty: none
+    vllm_args: Arguments = field(default_factory=dict)  # of the setting of that name
+
+    @property
+    def workers(self) -> int:
+        """Number of worker processes of a replica: its GPUs, unless it runs on a CPU."""
+        return workers(self.vllm_args, self.tensor_parallel_size)
 
     def gpus_of(self, replica: int) -> tuple[Gpu, ...]:
         """Return the shared GPUs that the replica runs on."""
-        size = self.tensor_parallel_size
+        size = self.workers
         return self.shared_gpus[replica * size : (replica + 1) * size]
 
 
@@ -61,14 +69,16 @@ def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None =
     Weights count twice: once as loaded, once as packed for the CPU's kernels.
     """
     free = psutil.virtual_memory().available if available is None else available
-    weights = sum(file.stat().st_size for file in Path(spec.model.directory).glob("*.safetensors"))
-    processes = PROCESS_BYTES * spec.tensor_parallel_size
-    needed = replicas * (kv_bytes(spec) + 2 * weights + processes)
+    weights = sum(file.stat().st_size for file in weight_files(Path(spec.model.directory)))
+    copies = spec.workers // spec.tensor_parallel_size
+    kv_cache, loaded = copies * kv_bytes(spec), copies * 2 * weights
+    processes = PROCESS_BYTES * spec.workers
+    needed = replicas * (kv_cache + loaded + processes)
     if spec.device == "cpu" and needed > free:
         times = f"{replicas} times " if replicas > 1 else ""
         raise SamplerError(
-            f"the sampler needs {needed // MiB} MiB ({times}{kv_bytes(spec) // MiB} for the KV "
-            f"cache of {KV_CONTEXTS} x {spec.max_model_len} tokens, {2 * weights // MiB} for weights, "
+            f"the sampler needs {needed // MiB} MiB ({times}{kv_cache // MiB} for the KV "
+            f"cache of {KV_CONTEXTS} x {spec.max_model_len} tokens, {loaded // MiB} for weights, "
             f"{processes // MiB} for its processes) but {free // MiB} MiB are free: "
             "set a smaller context_length, fewer replicas or free memory"
         )
@@ -76,37 +86,52 @@ def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None =
 
 def flags(spec: SamplerSpec, port: int) -> list[str]:
     """Return the arguments of vLLM's API server."""
-    common: dict[str, str | int] = {
-        "--model": spec.model.directory,
-        "--host": "127.0.0.1",
-        "--port": port,
-        "--dtype": spec.dtype,
-        "--max-model-len": spec.max_model_len,
-        "--max-num-seqs": MAX_SEQUENCES + RESERVED_SEQUENCES,
-        "--tensor-parallel-size": spec.tensor_parallel_size,
-        "--max-logprobs": -1,
-        "--logprobs-mode": f"{spec.sampled_logprobs}_logprobs",
-        "--generation-config": "vllm",
-        "--max-loras": spec.max_loras,
-        "--max-lora-rank": spec.max_lora_rank,
-        "--max-cpu-loras": spec.max_cpu_loras,
-        "--weight-transfer-config": f'{{"backend": "{spec.weight_backend}"}}',
-    }
-    switches = ["--enable-scale-out", "--enable-lora", "--enable-prompt-tokens-details"]
-    # A dead engine core fails all requests with one exception, whose traceback grows by each that logs it.
-    quiet = ["--disable-uvicorn-access-log", "--disable-log-stats", "--no-log-error-stack"]
-    cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes(spec))] if spec.device == "cpu" else []
-    device = cpu if spec.device == "cpu" else _gpu_flags(spec)
-    guard = ["--middleware", GUARD] if spec.token else []
-    parser = ["--reasoning-parser", spec.reasoning_parser] if spec.reasoning_parser else []
-    pairs = [text for flag, value in common.items() for text in (flag, str(value))]
+    return as_flags({**_fixed(spec, port), **merged(_defaults(spec), spec.vllm_args)})
+
+
+def _fixed(spec: SamplerSpec, port: int) -> Arguments:
+    """Return what `vllm_args` may not give."""
     names = [BASE_MODEL, *(name for name in spec.model.names if name != BASE_MODEL)]
-    return [*pairs, "--served-model-name", *names, *switches, *quiet, *guard, *parser, *device]
+    common: Arguments = {
+        "model": spec.model.directory,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": spec.dtype,
+        "max-model-len": spec.max_model_len,
+        "tensor-parallel-size": spec.tensor_parallel_size,
+        "max-logprobs": -1,
+        "logprobs-mode": f"{spec.sampled_logprobs}_logprobs",
+        "generation-config": "vllm",
+        # Where a repository holds Mistral's own files as well, vLLM would take those.
+        "load-format": "hf",
+        "config-format": "hf",
+        "tokenizer-mode": "hf",
+        "max-loras": spec.max_loras,
+        "max-lora-rank": spec.max_lora_rank,
+        "max-cpu-loras": spec.max_cpu_loras,
+        "weight-transfer-config": {"backend": spec.weight_backend},
+        "served-model-name": names,
+        "enable-scale-out": True,
+        "enable-lora": True,
+        "enable-prompt-tokens-details": True,
+    }
+    guard = {"middleware": GUARD} if spec.token else {}
+    parser = {"reasoning-parser": spec.reasoning_parser} if spec.reasoning_parser else {}
+    gpu = {} if spec.device == "cpu" else {"gpu-memory-utilization": spec.gpu_memory_utilization}
+    sleep = {"enable-sleep-mode": True} if spec.shared_gpus and spec.device == "cuda" else {}
+    return {**common, **guard, **parser, **gpu, **sleep}
 
 
-def _gpu_flags(spec: SamplerSpec) -> list[str]:
-    share = ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
-    return [*share, "--enable-sleep-mode"] if spec.shared_gpus else share
+def _defaults(spec: SamplerSpec) -> Arguments:
+    common: Arguments = {
+        "max-num-seqs": MAX_SEQUENCES + RESERVED_SEQUENCES,
+        "disable-uvicorn-access-log": True,
+        "disable-log-stats": True,
+        # A dead engine core fails all requests with one exception; its traceback grows by each that logs it.
+        "log-error-stack": False,
+    }
+    cpu = {"enforce-eager": True, "kv-cache-memory-bytes": kv_bytes(spec)}
+    return {**common, **(cpu if spec.device == "cpu" else {})}
 
 
 def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
@@ -140,7 +165,7 @@ def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) ->
     }
     cpu = {
         # A single worker runs in the engine process.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if spec.tensor_parallel_size == 1 else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if spec.workers == 1 else "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCH_COMPILE_DISABLE": "1",  # the first prompt logprobs would wait many seconds for a C++ compiler

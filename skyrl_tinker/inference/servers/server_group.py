@@ -157,7 +157,7 @@ def _ray_options(spec: SamplerSpec, index: int) -> dict[str, Any]:
     if shared:
         beside = NodeAffinitySchedulingStrategy(shared[0].node, soft=False)
         return {"num_gpus": 0, "scheduling_strategy": beside}
-    return {"num_gpus": spec.tensor_parallel_size if spec.device == "cuda" else 0}
+    return {"num_gpus": spec.workers if spec.device == "cuda" else 0}
 
 
 async def _answer(reference: Awaitable[T]) -> T:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALPHA, KEY_PREFIX
 from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.models.lora import ATTENTION, MLP, AdaptedLayer, LoraModel, find_targets
 from skyrl_tinker.training.models.trainable_model import Part
@@ -208,7 +209,7 @@ def _require_copy(key: str, tensor: torch.Tensor, base_model: Path) -> None:
 
 
 def _base_tensor(base_model: Path, name: str) -> torch.Tensor | None:
-    for path in base_model.glob("*.safetensors"):
+    for path in weight_files(base_model):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118
                 tensor: torch.Tensor = file.get_tensor(name)

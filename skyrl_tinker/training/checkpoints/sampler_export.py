@@ -5,10 +5,9 @@ from pathlib import Path
 import torch
 
 from skyrl_tinker.atomic_directory import storage_errors
+from skyrl_tinker.domain.weight_files import WEIGHTS_FILE
 from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
-
-FILE = "model.safetensors"
 
 
 def write_weights(model: TrainableModel, directory: Path, dtype: torch.dtype, *, writer: bool) -> None:
@@ -21,7 +20,7 @@ def write_weights(model: TrainableModel, directory: Path, dtype: torch.dtype, *,
         if writer:
             with storage_errors("the weights could not be written"):
                 directory.mkdir(parents=True, exist_ok=True)
-                write_tensors(directory / FILE, model.shapes(), dtype, weights)
+                write_tensors(directory / WEIGHTS_FILE, model.shapes(), dtype, weights)
     finally:  # gathering is collective: a rank that does not write, or fails to, takes part all the same
         for _ in weights:
             pass

@@ -68,6 +68,7 @@ def test_base_models_differ_by_configuration_or_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ }")
     found.append(fingerprint(tmp_path))
     assert len(set(found)) == 4
+    (tmp_path / "consolidated.safetensors").write_bytes(b"a")  # not served
     assert fingerprint(tmp_path) == found[-1]
 
 

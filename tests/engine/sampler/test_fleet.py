@@ -80,7 +80,9 @@ async def line(servers: dict[str, Served]) -> AsyncIterator[Line]:
 
 @pytest.fixture
 async def fleet(servers: dict[str, Served], line: Line, tmp_path: Path) -> AsyncIterator[Fleet]:
-    external = ExternalServers([servers["tied"].group.urls[0], line.url], startup_s=30.0, hang_s=2.0)
+    external = ExternalServers(
+        [servers["tied"].group.urls[0], line.url], startup_s=30.0, hang_s=2.0, max_model_len=2
+    )
     await external.ready()
     router = Router(RouterSpec(str(tmp_path), "of the router"))
     await router.start(external.urls)
@@ -188,7 +190,7 @@ async def test_what_no_loss_explains_is_raised_and_what_cannot_be_served_is_refu
 
     with pytest.raises(SamplerError, match="a fault of its own"):
         await fleet.with_retry(broken)
-    nobody = ExternalServers(["http://127.0.0.1:9"], startup_s=1.0, hang_s=2.0)
+    nobody = ExternalServers(["http://127.0.0.1:9"], startup_s=1.0, hang_s=2.0, max_model_len=2)
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 \(sampler_urls\) gave no answer in 1 s"):
         await nobody.ready()
 

@@ -11,6 +11,7 @@ from skyrl_tinker.domain.values import SampledSequence, TargetTokens
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from tests.inference.support.samplers import (
+    CONTEXT,
     Sampler,
     Served,
     all_logprobs,
@@ -143,13 +144,20 @@ async def test_drawn_alternatives_have_the_logprobs_of_sampled_tokens(
     np.testing.assert_allclose(tempered.prompt_alt_tokens.logprobs, of_draws.gather(1, drawn), atol=ATOL)
 
 
+async def test_an_external_server_with_too_small_a_context_is_refused(processing: Served) -> None:
+    (url,) = processing.group.urls
+    await ExternalServers([url], 5.0, 2.0, CONTEXT + 1, "processed").ready()
+    with pytest.raises(SamplerError, match=r"takes 257 tokens, expected 258 .*--max-model-len 258"):
+        await ExternalServers([url], 5.0, 2.0, CONTEXT + 2, "processed").ready()
+
+
 async def test_an_external_server_of_the_other_mode_is_refused_with_the_flag_it_needs(
     servers: dict[str, Served], processing: Served
 ) -> None:
     (raw_url,), (processed_url,) = servers["untied"].group.urls, processing.group.urls
-    await ExternalServers([processed_url], 5.0, 2.0, "processed").ready()
-    await ExternalServers([raw_url], 5.0, 2.0, "raw").ready()
+    await ExternalServers([processed_url], 5.0, 2.0, 2, "processed").ready()
+    await ExternalServers([raw_url], 5.0, 2.0, 2, "raw").ready()
     with pytest.raises(SamplerError, match=r"answers raw logprobs.* --logprobs-mode processed_logprobs"):
-        await ExternalServers([raw_url], 5.0, 2.0, "processed").ready()
+        await ExternalServers([raw_url], 5.0, 2.0, 2, "processed").ready()
     with pytest.raises(SamplerError, match=r"answers processed logprobs.* --logprobs-mode raw_logprobs"):
-        await ExternalServers([processed_url], 5.0, 2.0, "raw").ready()
+        await ExternalServers([processed_url], 5.0, 2.0, 2, "raw").ready()

@@ -1,0 +1,96 @@
+"""Arguments of vLLM's API server by name: which of them users may give, and how they are written.
+
+vLLM itself refuses unknown names and values: its parser takes seconds to import.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_tinker.errors import StartupError
+
+Arguments = Mapping[str, Any]
+"""Name without dashes before it -> JSON value. true is a switch, a list several values, an object JSON."""
+
+SETTINGS = {
+    "model": "base_model",
+    "served-model-name": "model_name",
+    "dtype": "trainer_dtype",
+    "max-model-len": "context_length",
+    "tensor-parallel-size": "tensor_parallel_size",
+    "gpu-memory-utilization": "gpu_memory_utilization",
+    "max-loras": "max_loras",
+    "max-lora-rank": "max_lora_rank",
+    "max-cpu-loras": "max_cpu_loras",
+    "logprobs-mode": "sampled_logprobs",
+    "weight-transfer-config": "weight_transport",
+    "reasoning-parser": "reasoning_parser",
+    "enable-sleep-mode": "placement",
+}
+"""Arguments that follow from a setting."""
+OURS = frozenset(
+    {
+        *("host", "port", "uds", "grpc-port", "root-path", "middleware", "api-key", "config", "headless"),
+        *("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers"),
+        *("load-format", "config-format", "generation-config", "tokenizer", "tokenizer-mode"),
+        *("skip-tokenizer-init", "tokens-only", "runner", "convert"),
+        *("enable-lora", "enable-scale-out", "enable-prompt-tokens-details", "max-logprobs"),
+    }
+)
+"""Arguments on which skyrl-tinker relies."""
+_NAME = re.compile(r"[a-z][a-z0-9-]*(\.[\w.-]+)?")
+
+
+def check(given: Arguments) -> None:
+    """Raise StartupError for an argument that users may not give, or that is none."""
+    for name, value in given.items():
+        if not _NAME.fullmatch(name) or value is None:
+            raise StartupError(
+                f"vllm_args: found {name} = {value!r}, expected a name as max-num-seqs and its value"
+            )
+        _check_free(name)
+    workers(given, 1)
+
+
+def merged(ours: Arguments, given: Arguments) -> dict[str, Any]:
+    """Return ours, replaced by those given; a switch of ours that is given as false is left out."""
+    both = {**ours, **given}
+    return {name: value for name, value in both.items() if not (ours.get(name) is True and value is False)}
+
+
+def as_flags(arguments: Arguments) -> list[str]:
+    return [part for name, value in arguments.items() for part in _flag(name, value)]
+
+
+def workers(arguments: Arguments, tensor_parallel_size: int) -> int:
+    """Count the worker processes of a replica, each with a GPU of its own."""
+    others = (arguments.get(f"{kind}-parallel-size", 1) for kind in ("data", "pipeline", "prefill-context"))
+    count = tensor_parallel_size
+    for size in others:
+        if not isinstance(size, int) or size < 1:
+            raise StartupError(f"vllm_args: found a parallel size of {size!r}, expected a positive integer")
+        count *= size
+    return count
+
+
+def _check_free(name: str) -> None:
+    option = name.partition(".")[0]
+    if option.startswith("no-"):
+        raise StartupError(f"vllm_args: found {name}, expected {name.removeprefix('no-')} = false")
+    taken = next(
+        (each for each in (*SETTINGS, *OURS) if each.startswith(option)), None
+    )  # vLLM takes prefixes
+    if taken is None:
+        return
+    advice = f"follows from the setting {SETTINGS[taken]}" if taken in SETTINGS else "is set by skyrl-tinker"
+    raise StartupError(f"vllm_args: {name} cannot be given: vLLM's {taken} {advice}")
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is True:
+        return [f"--{name}"]
+    if value is False:
+        return [f"--no-{name}"]
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]

@@ -1,0 +1,36 @@
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker.domain.weight_files import INDEX_FILE, weight_files
+from tests.support.shards import write_index
+
+
+def touch(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).touch()
+
+
+def test_the_same_weights_in_another_format_are_no_part_of_the_model(tmp_path: Path) -> None:
+    """As in Mistral's repositories: one file or several, and all of them once more."""
+    touch(tmp_path, "consolidated.safetensors")
+    assert weight_files(tmp_path) == []
+    touch(tmp_path, "model.safetensors")
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    shards = write_index(tmp_path, ["a", "b"])
+    touch(tmp_path, *(shard.name for shard in shards))
+    assert weight_files(tmp_path) == shards
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": ["a"]}', "\xff"])
+def test_a_damaged_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX_FILE).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"index\.json is not an index of weights"):
+        weight_files(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    first, second = write_index(tmp_path, ["a", "b"])
+    touch(tmp_path, first.name)
+    with pytest.raises(ValueError, match=f"names {second.name}, which are not there"):
+        weight_files(tmp_path)

@@ -1,0 +1,92 @@
+"""Memory and flags of a replica, from its specification alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from skyrl_tinker.errors import SamplerError, StartupError
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, flags, require_memory
+from skyrl_tinker.inference.servers.vllm_arguments import check
+
+FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
+SPEC = SamplerSpec(FACTS, 129, "cpu", "float32", 8, 1, 1, "/nowhere", 1.0)
+
+
+ON_GPU = replace(SPEC, device="cuda", dtype="bfloat16")
+
+
+def value_of(given: list[str], flag: str) -> str:
+    assert given.count(flag) == 1, flag
+    return given[given.index(flag) + 1]
+
+
+def test_weights_in_another_format_take_no_memory(tmp_path: Path) -> None:
+    spec = replace(SPEC, model=replace(FACTS, directory=str(tmp_path)))
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1024 * MiB)
+    with pytest.raises(SamplerError, match=r"2048 for weights"):
+        require_memory(spec, available=0)
+
+
+def test_vllm_reads_the_same_files_of_a_model_as_the_trainer() -> None:
+    given = flags(SPEC, 1)
+    assert {value_of(given, f"--{name}") for name in ("load-format", "config-format", "tokenizer-mode")} == {
+        "hf"
+    }
+
+
+def test_arguments_of_vllm_are_added_or_take_the_place_of_defaults() -> None:
+    given = flags(replace(ON_GPU, vllm_args={"max-num-seqs": 512, "quantization": "fp8"}), 1)
+    assert value_of(given, "--max-num-seqs") == "512"
+    assert value_of(given, "--quantization") == "fp8"
+    assert value_of(flags(ON_GPU, 1), "--max-num-seqs") == "320"
+
+
+def test_arguments_are_switches_lists_or_json() -> None:
+    arguments = {
+        "enable-expert-parallel": True,
+        "enable-prefix-caching": False,
+        "disable-log-stats": False,  # a switch of ours, for which vLLM has no opposite
+        "kv-offloading-size": 1.5,
+        "kv-cache-dtype-skip-layers": ["0", "1"],
+        "compilation-config": {"mode": 3},
+    }
+    given = flags(replace(ON_GPU, vllm_args=arguments), 1)
+    assert "--enable-expert-parallel" in given
+    assert "--no-enable-prefix-caching" in given
+    assert not any("log-stats" in flag for flag in given)
+    assert value_of(given, "--kv-offloading-size") == "1.5"
+    assert value_of(given, "--compilation-config") == '{"mode": 3}'
+    skipped = given.index("--kv-cache-dtype-skip-layers")
+    assert given[skipped + 1 : skipped + 3] == ["0", "1"]
+    assert "--enforce-eager" not in flags(replace(SPEC, vllm_args={"enforce-eager": False}), 1)
+
+
+def test_what_every_server_needs_cannot_be_given() -> None:
+    """However vLLM lets it be written."""
+    defaults = {"max-num-seqs", "disable-uvicorn-access-log", "disable-log-stats", "no-log-error-stack"}
+    defaults |= {"enforce-eager", "kv-cache-memory-bytes"}
+    shared = replace(ON_GPU, shared_gpus=(Gpu("node", "0"),), token="t", reasoning_parser="qwen3")
+    for spec in (SPEC, shared):
+        ours = {flag.removeprefix("--") for flag in flags(spec, 1) if flag.startswith("--")} - defaults
+        for name in ours:
+            with pytest.raises(StartupError, match=f"vllm_args: {name} cannot be given"):
+                check({name: 1})
+    for name in ("weight-transfer-config.backend", "por", "no-enable-lora", "max_model_len", "--host", "O 3"):
+        with pytest.raises(StartupError, match=f"vllm_args: .*{name}"):
+            check({name: 1})
+    check({name: True for name in defaults if not name.startswith("no-")})
+
+
+def test_a_replica_takes_a_gpu_for_each_of_its_workers() -> None:
+    spec = replace(ON_GPU, tensor_parallel_size=2, vllm_args={"data-parallel-size": 3})
+    assert spec.workers == 6
+    gpus = tuple(Gpu("node", str(index)) for index in range(12))
+    assert replace(spec, shared_gpus=gpus, replicas=2).gpus_of(1) == gpus[6:]
+    for size in (0, -1, 1.5, "2"):
+        with pytest.raises(StartupError, match="expected a positive integer"):
+            check({"data-parallel-size": size})
