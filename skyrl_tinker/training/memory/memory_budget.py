@@ -45,7 +45,7 @@ def require_memory(
     it. Raises UserError with the numbers, on all ranks alike, when there is too little.
     """
     others = list(models)
-    needed = _whole(parameters, optimizer, ranks) + _FLOAT32 * parameters  # each rank reads it whole first
+    needed = _whole(parameters, optimizer, ranks)
     reserved = bytes_reserved(others, ranks)
     free = allocator.free_bytes(ranks)
     if limit_gb is not None:

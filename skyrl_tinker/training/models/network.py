@@ -7,12 +7,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.batching.packed_row import Row
-from skyrl_tinker.training.models import attention, fsdp_state, lora, lora_layers, recompute
+from skyrl_tinker.training.models import (
+    attention,
+    fsdp_state,
+    lora,
+    lora_layers,
+    recompute,
+    weight_loading,
+)
 from skyrl_tinker.training.models.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.lora_layers import Active, Adapters, Routing
@@ -127,17 +132,22 @@ class Network(nn.Module):
 
 def frozen_network(spec: TrainerSpec, mesh: DeviceMesh, causal_lm: Any = None) -> Network:
     """Shard the base under all adapters: `causal_lm`, or else that of the spec in the compute type."""
-    network = _network(spec, _load(spec, getattr(torch, spec.dtype)) if causal_lm is None else causal_lm)
+    dtype = getattr(torch, spec.dtype)
+    given = causal_lm is not None
+    network = _network(causal_lm if given else _empty(spec, dtype))
     network.requires_grad_(False)
     _shard(network, mesh, MixedPrecisionPolicy())
+    if not given:
+        weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
     return network
 
 
 def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
     """Load a full copy to train: float32 weights and gradients, computed in the compute type."""
-    network = _network(spec, _load(spec, torch.float32))
+    network = _network(_empty(spec, torch.float32))
     compute = None if spec.dtype == "float32" else getattr(torch, spec.dtype)
     _shard(network, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
+    weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
     return network
 
 
@@ -148,16 +158,13 @@ def _shard(network: Network, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
     fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
-def _load(spec: TrainerSpec, dtype: torch.dtype) -> Any:
-    """Load a causal LM with weights in `dtype`."""
+def _empty(spec: TrainerSpec, dtype: torch.dtype) -> Any:
+    """Build the base model without memory, with weights in `dtype`."""
     attention.register(spec.device, getattr(torch, spec.dtype))
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    return AutoModelForCausalLM.from_pretrained(
-        spec.directory, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, local_files_only=True
-    )
+    return weight_loading.empty_causal_lm(spec.directory, dtype, attention.IMPLEMENTATION)
 
 
-def _network(spec: TrainerSpec, causal_lm: Any) -> Network:
+def _network(causal_lm: Any) -> Network:
     """Wrap a causal LM, not sharded yet."""
     causal_lm.eval()
     _refuse_unsupported(causal_lm)
@@ -179,6 +186,8 @@ def _refuse_unsupported(causal_lm: Any) -> None:
     unsupported += [f"rope type {kind}" for kind in ("dynamic", "longrope") if kind in _rope_types(config)]
     if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
         unsupported.append("a bias of the output head")
+    if getattr(config, "quantization_config", None) is not None:
+        unsupported.append("quantized weights")
     if unsupported:
         raise StartupError(f"{config.architectures}: the trainer does not support {', '.join(unsupported)}")
 

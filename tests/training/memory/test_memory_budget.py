@@ -16,7 +16,7 @@ from skyrl_tinker.training.worker import Worker
 from tests.training.support.passes import make_data, make_item, run_one, step
 
 FULL = LoraSpec(0, 0)
-LOADING, ADAMW, DIMUON = 4, 16, 12  # bytes per parameter: the file; weight, gradient and moments
+ADAMW, DIMUON = 16, 12  # bytes per parameter: weight, gradient and moments
 Make = Callable[[float], tuple[Worker, int]]
 
 
@@ -37,7 +37,7 @@ def with_room(untied_model: str, ranks: Ranks) -> Make:
 
 
 def test_as_many_as_fit_trained_or_not(with_room: Make) -> None:
-    worker, _ = with_room(ADAMW + ADAMW + LOADING + 0.5)
+    worker, _ = with_room(ADAMW + ADAMW + 0.5)
     for trained in (False, True):
         for key in (1, 2):
             if trained:
@@ -60,19 +60,19 @@ def test_what_a_model_has_not_asked_for_yet_is_kept_for_it(with_room: Make) -> N
         worker.create_model(ModelKey(2), FULL)
     found = [float(number) for number in re.findall(r"([\d.e-]+) GB", str(refused.value))]
     parameters = size / 1e9
-    assert found == pytest.approx([20 * parameters, 26 * parameters, 12 * parameters], rel=0.01)
+    assert found == pytest.approx([16 * parameters, 26 * parameters, 12 * parameters], rel=0.01)
     assert f"{size:,} parameters with adamw" in str(refused.value)
 
 
 def test_dimuon_needs_one_moment_less(with_room: Make) -> None:
-    worker, _ = with_room(DIMUON + LOADING + 0.5)
+    worker, _ = with_room(DIMUON + 0.5)
     with pytest.raises(UserError, match="with adamw needs"):
         worker.create_model(ModelKey(1), FULL, "adamw")
     worker.create_model(ModelKey(1), FULL, "dimuon")
 
 
 def test_adapters_count_too(with_room: Make) -> None:
-    worker, _ = with_room(ADAMW + LOADING + 0.5)
+    worker, _ = with_room(ADAMW + 0.5)
     for key in range(2):
         worker.create_model(ModelKey(key), LoraSpec(64, 0))
     with pytest.raises(UserError, match="needs"):

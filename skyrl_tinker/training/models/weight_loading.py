@@ -1,0 +1,69 @@
+"""Weights of a base model from its files: every rank reads its own slices of them, into its shards."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl_tinker.domain.weight_files import weight_files
+from skyrl_tinker.errors import StartupError
+
+
+def empty_causal_lm(directory: str, dtype: torch.dtype, attention: str) -> Any:
+    """Build the model that config.json names, on the meta device: without memory."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=attention
+        )
+
+
+def load(causal_lm: Any, root: nn.Module, directory: str, device: torch.device) -> None:
+    """Give `root`, sharded on the meta device, memory on `device`, and the weights of `causal_lm` within.
+
+    Raises StartupError, with its name, for a tensor that is missing or has another shape.
+    """
+    root.to_empty(device=device)
+    for module in causal_lm.modules():
+        if module._non_persistent_buffers_set:  # in no file: rotary frequencies
+            causal_lm._init_weights(module)
+    with ExitStack() as stack, torch.no_grad():
+        tensors = dict(_stored(Path(directory), stack))
+        loaded: set[int] = set()
+        for name, tensor in causal_lm.state_dict(keep_vars=True).items():
+            if name in tensors or id(tensor) not in loaded:  # a tied head is often not stored
+                _read(name, tensor, tensors)
+                loaded.add(id(tensor))
+
+
+def _stored(directory: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
+    """Yield name and slice of each tensor in the files, which stay open as long as the stack."""
+    for path in weight_files(directory):
+        file = stack.enter_context(safe_open(path, "pt"))
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_slice(name)
+
+
+def _read(name: str, tensor: torch.Tensor, stored: dict[str, Any]) -> None:
+    if name not in stored:
+        raise StartupError(f"the base model's files hold no tensor {name}")
+    found = tuple(stored[name].get_shape())
+    if found != tuple(tensor.shape):
+        raise StartupError(f"tensor {name} of the base model: expected {tuple(tensor.shape)}, found {found}")
+    local, start = _share(tensor)
+    local.copy_(stored[name][start : start + len(local)])
+
+
+def _share(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return this rank's rows, and the number of the first of them."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), 0
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local().detach(), offsets[0]
