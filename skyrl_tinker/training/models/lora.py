@@ -11,7 +11,7 @@ from torch import nn
 
 from skyrl_tinker.domain.peft_config import ALPHA, KEY_PREFIX
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models.trainable_model import Kind, TrainableModel
 
@@ -168,10 +168,22 @@ class LoraModel(TrainableModel):
 
 
 def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[AdaptedLayer, ...]:
+    """List the linear layers. Raises StartupError for weights of a model that no adapter here would reach."""
+    linear = {name: module for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)}
+    known = {
+        name
+        for name, module in linear.items()
+        if module is head or name.rpartition(".")[2] in ATTENTION | MLP
+    }
+    experts = [name for name, parameter in causal_lm.named_parameters() if parameter.ndim > 2]
+    if others := [*(linear.keys() - known), *experts]:
+        raise StartupError(
+            f"{type(causal_lm).__name__}: adapters would leave out {min(others)} and {len(others) - 1} "
+            f"others; expected no linear layers but {', '.join(sorted(ATTENTION | MLP))} and the head"
+        )
     return tuple(
-        AdaptedLayer(name, module.in_features, module.out_features, module is head)
-        for name, module in causal_lm.named_modules()
-        if isinstance(module, nn.Linear) and (module is head or name.rpartition(".")[2] in ATTENTION | MLP)
+        AdaptedLayer(name, linear[name].in_features, linear[name].out_features, linear[name] is head)
+        for name in linear
     )
 
 

@@ -45,7 +45,7 @@ class Network(nn.Module):
 
     def reset(self) -> None:
         """Reset after a forward or backward pass that was aborted, with the peers' connections intact."""
-        if self._has_run:
+        if self._has_run and isinstance(self, FSDPModule):
             fsdp_state.reset(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -131,12 +131,16 @@ class Network(nn.Module):
 
 
 def frozen_network(spec: TrainerSpec, mesh: DeviceMesh, causal_lm: Any = None) -> Network:
-    """Shard the base under all adapters: `causal_lm`, or else that of the spec in the compute type."""
+    """Make the base under all adapters: of `causal_lm`, or else that of the spec in the compute type.
+
+    A rank without peers holds it as it is: FSDP would copy every weight in each forward and backward pass.
+    """
     dtype = getattr(torch, spec.dtype)
     given = causal_lm is not None
     network = _network(causal_lm if given else _empty(spec, dtype))
     network.requires_grad_(False)
-    _shard(network, mesh, MixedPrecisionPolicy())
+    if mesh.size() > 1:
+        _shard(network, mesh, MixedPrecisionPolicy())
     if not given:
         weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
     return network

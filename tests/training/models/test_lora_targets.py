@@ -1,0 +1,34 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig, Qwen3MoeConfig
+
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.models.lora import find_targets
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Phi3Config(**SHAPE), "Phi3ForCausalLM: .* leave out model.layers.0.mlp.gate_up_proj and 3 others"),
+        (
+            Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2),
+            "Qwen3MoeForCausalLM: .* leave out model.layers.0.mlp.experts.down_proj and 3 others",
+        ),
+    ],
+    ids=["fused projections", "experts"],
+)
+def test_layers_that_adapters_would_leave_out_are_refused(config: PreTrainedConfig, message: str) -> None:
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(StartupError, match=message):
+        find_targets(causal_lm, causal_lm.get_output_embeddings())
