@@ -96,7 +96,11 @@ def idle_row(device: torch.device) -> Row:
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
+    """Copy to the device; to a GPU from pinned memory, which does not wait for what is queued there."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _ranges(bounds: Int64, segments: Iterable[int]) -> Int64:

@@ -127,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ]
         for part in _parts(len(hidden), targets, cell_tokens):
             tokens, gradient = part.tokens, upstream[0][part.cells]
-            if gradient.any():
+            if gradient.is_cuda or gradient.any():  # a GPU would have to finish before the host knows
                 logits = ctx.kept.pop(tokens.start, None)  # once: _delta overwrites it
                 if logits is None:
                     logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer, ctx.cuts)

@@ -93,14 +93,17 @@ class TrainableModel(ABC):
         self._in_pass = False
         self.has_gradients = True
 
+    def gradient_sum(self) -> torch.Tensor:
+        """Sum up all entries of this rank's gradients, within a pass; without any zero.
+
+        Entries that are not finite make the sum so. It may also overflow by itself: `gradients_finite`.
+        """
+        sums = [gradient.sum() for gradient in self._local_gradients()]
+        return torch.stack(sums).sum() if sums else torch.zeros(())
+
     def gradients_finite(self) -> bool:
-        """Check this rank's gradients, within a pass."""
-        gradients = self._local_gradients()
-        # Entries that are not finite make the sum so. It may also overflow: only then is each entry checked.
-        sums = [gradient.sum() for gradient in gradients]
-        if not sums or bool(torch.stack(sums).sum().isfinite()):
-            return True
-        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+        """Check each entry of this rank's gradients, within a pass."""
+        return all(bool(gradient.isfinite().all()) for gradient in self._local_gradients())
 
     def clear_gradients(self) -> None:
         self._drop_gradients()

@@ -31,6 +31,7 @@ def load(causal_lm: Any, root: nn.Module, directory: str, device: torch.device) 
     Raises StartupError, with its name, for a tensor that is missing or has another shape.
     """
     root.to_empty(device=device)
+    causal_lm.tie_weights()
     for module in causal_lm.modules():
         if module._non_persistent_buffers_set:  # in no file: rotary frequencies
             causal_lm._init_weights(module)

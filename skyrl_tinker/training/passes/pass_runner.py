@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,12 +43,32 @@ class _Attempt:
     """Upstream gradients by segment [cells], of requests whose loss is taken over all datums at once."""
     spent: dict[int, float] = field(default_factory=dict)  # by request: seconds that its custom loss took
     spent_on_row: float = 0.0  # seconds that all custom losses of the current row took
+    unread: list[tuple[int, RequestLoss, bool]] = field(default_factory=list)
+    """Losses whose numbers are still on the device, of which requests, and whether to report metrics."""
+    suspects: list[TrainableModel] = field(default_factory=list)
+    """Models whose gradients, summed up, are not finite."""
 
-    def record(self, request: int, scored: RequestLoss) -> None:
+    def record(self, request: int, scored: RequestLoss, *, report: bool = True) -> None:
         if scored.failure is not None:
             self.failures[request] = scored.failure
         else:
-            self.metrics[request] = merge_metrics(self.metrics.get(request, {}), scored.metrics)
+            self.unread.append((request, scored, report))
+
+    def read(self, models: Sequence[TrainableModel], device: torch.device) -> None:
+        """Read at once what the host must know of the device: which losses failed, metrics, overflows."""
+        sums = [model.gradient_sum() for model in models]
+        losses = [
+            value for _, scored, _ in self.unread for value in (scored.finite, *scored.metrics.values())
+        ]
+        scalars = [scalar.to(device, torch.float64) for scalar in (*sums, *losses)]
+        numbers = iter(torch.stack(scalars).tolist() if scalars else ())
+        self.suspects = [model for model in models if not math.isfinite(next(numbers))]
+        for request, scored, report in self.unread:
+            finite, metrics = next(numbers), {name: next(numbers) for name in scored.metrics}
+            if not finite:
+                self.failures.setdefault(request, scored.explain())
+            elif report:
+                self.metrics[request] = merge_metrics(self.metrics.get(request, {}), metrics)
 
     def seconds_left(self, request: int) -> float:
         return seconds_left(self.spent.get(request, 0.0), self.spent_on_row)
@@ -129,7 +149,9 @@ class PassRunner:
         """Return the requests with a finite loss whose gradients overflow in the network."""
         overflown: set[int] = set()
         models = self._training(attempt.batch, alive)
-        flags = self.ranks.any_([not model.gradients_finite() for model in models])
+        flags = self.ranks.any_(
+            [model in attempt.suspects and not model.gradients_finite() for model in models]
+        )
         for model, bad in zip(models, flags, strict=True):
             if bad:
                 overflown |= self._culprits(attempt.batch, model, alive, budget)
@@ -148,8 +170,8 @@ class PassRunner:
         for index in sorted(suspects) if len(suspects) > 1 else ():
             model.rollback()
             model.begin()
-            self._attempt(batch, frozenset({index}), budget)
-            if any(self.ranks.any_([not model.gradients_finite()])):
+            alone = self._attempt(batch, frozenset({index}), budget)
+            if any(self.ranks.any_([bool(alone.suspects) and not model.gradients_finite()])):
                 culprits.add(index)
         return culprits or suspects
 
@@ -158,6 +180,7 @@ class PassRunner:
         self._score_whole(attempt, alive, budget)
         for micro in self._plan(batch, alive, budget):
             self._run_micro_batch(micro, attempt)
+        attempt.read(self._training(batch, alive), self.ranks.device)
         # Joining takes memory, so it comes before gradients are committed.
         parts = attempt.logprobs
         attempt.joined = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.float32)
@@ -232,8 +255,7 @@ class PassRunner:
     def _score_request(self, attempt: _Attempt, index: int, logprobs: torch.Tensor) -> None:
         """Score one whole request. All ranks get the same result; rank 0 reports it."""
         scored = whole_loss(attempt.batch, index, logprobs, self._seed(attempt.batch.requests[index]))
-        if scored.failure is not None or self.ranks.rank == 0:
-            attempt.record(index, scored)
+        attempt.record(index, scored, report=self.ranks.rank == 0)
         start = 0
         for segment in attempt.batch.segments_of(index):
             size = math.prod(attempt.batch.shapes[segment])

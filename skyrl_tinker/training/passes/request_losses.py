@@ -1,8 +1,12 @@
-"""Loss of one request over some or all of its datums: value, metrics, and gradients of the logprobs."""
+"""Loss of one request over some or all of its datums: value, metrics, and gradients of the logprobs.
+
+All of it stays on the device: a read by the host would wait for what is queued there.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,7 +14,6 @@ import torch
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.batching.batch import RequestInfo, TrainingInputBatch
-from skyrl_tinker.training.batching.outputs import PassMetrics
 from skyrl_tinker.training.batching.packed_row import Row, Span
 from skyrl_tinker.training.losses import LOSS_FUNCTIONS
 from skyrl_tinker.training.losses.base import LossContext, LossTerms
@@ -18,10 +21,15 @@ from skyrl_tinker.training.losses.base import LossContext, LossTerms
 
 @dataclass(frozen=True, slots=True)
 class RequestLoss:
-    """Result of one loss. `upstream` [n]: d loss / d logprobs, zero without a backward pass or on failure."""
+    """Result of one loss. `upstream` [n]: d loss / d logprobs, zero without a backward pass or on failure.
+
+    `finite`: bool scalar; where it is false, `explain` names the fault. `failure`: one that is known already.
+    """
 
     upstream: torch.Tensor
-    metrics: PassMetrics
+    finite: torch.Tensor
+    metrics: Mapping[str, torch.Tensor]  # scalars, as PassMetrics
+    explain: Callable[[], Failure]
     failure: Failure | None = None
 
 
@@ -72,12 +80,20 @@ def _score(
             terms = LOSS_FUNCTIONS[info.loss_fn](leaf, context)
         upstream = _gradient(terms, leaf) if backward else torch.zeros_like(leaf)
     except UserError as error:  # a custom loss beyond its bounds
-        return RequestLoss(torch.zeros_like(logprobs), {}, Failure(str(error), error.category))
-    loss = float(terms.values.detach().sum(dtype=torch.float64))
-    if math.isfinite(loss) and bool(upstream.isfinite().all()):
-        metrics = {name: float(value) for name, value in terms.metrics.items()}
-        return RequestLoss(upstream, {"loss:sum": loss} | metrics)
-    return RequestLoss(torch.zeros_like(logprobs), {}, _not_finite(batch, info, segments, terms, upstream))
+        return _refused(logprobs, Failure(str(error), error.category))
+    loss = terms.values.detach().sum(dtype=torch.float64)
+    finite = loss.isfinite() & upstream.isfinite().all()
+    return RequestLoss(
+        upstream.where(finite, 0.0),
+        finite,
+        {"loss:sum": loss, **terms.metrics},
+        partial(_not_finite, batch, info, segments, terms.values.detach(), upstream),
+    )
+
+
+def _refused(logprobs: torch.Tensor, failure: Failure) -> RequestLoss:
+    none = torch.zeros((), dtype=torch.bool, device=logprobs.device)
+    return RequestLoss(torch.zeros_like(logprobs), none, {}, lambda: failure, failure)
 
 
 def _context(
@@ -118,11 +134,10 @@ def _not_finite(
     batch: TrainingInputBatch,
     info: RequestInfo,
     segments: list[int],
-    terms: LossTerms,
+    values: torch.Tensor,
     upstream: torch.Tensor,
 ) -> Failure:
     """Name the first datum at fault, and the position in it."""
-    values = terms.values.detach()
     if len(values) == len(upstream):
         cell = int((~(values.isfinite() & upstream.isfinite())).int().argmax())
         finding = f"loss {float(values[cell])}, gradient {float(upstream[cell])}"
