@@ -15,6 +15,9 @@ from skyrl_tinker.training.batching.packed_row import Segments
 IMPLEMENTATION = "skyrl_tinker_packed"
 """Name by which transformers finds the chosen kernel; it builds no mask for names that it does not know."""
 
+PLANNED = f"{IMPLEMENTATION}_planned"
+"""Name of the kernel that fake tensors run through: `register_planned`."""
+
 _log = logging.getLogger(__name__)
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None], torch.Tensor]
@@ -26,6 +29,19 @@ def register(device: str, dtype: torch.dtype) -> None:
     name, kernel = choose(device, dtype)
     _log.info("attention on %s in %s: %s", device, dtype, name)
     AttentionInterface.register(IMPLEMENTATION, partial(_attend, kernel))
+
+
+def register_planned(device: str, dtype: torch.dtype) -> None:
+    """Make a kernel for fake tensors, which are on no device, that keeps what the chosen one would keep.
+
+    On CUDA that is torch's varlen_attn, which has shapes for fake tensors; flash_attn keeps the same: q, k,
+    v, the output and its log-sum-exp.
+    """
+    name, kernel = choose(device, dtype)
+    if kernel is _flash_attn:
+        name, kernel = "varlen_attn of torch", _varlen_attn
+    _log.info("attention of fake tensors for %s in %s: %s", device, dtype, name)
+    AttentionInterface.register(PLANNED, partial(_attend, kernel))
 
 
 def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:

@@ -125,7 +125,11 @@ class Network(nn.Module):
 
 def frozen_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
     """Load the base under all adapters, in the compute type."""
-    network = _load(spec, getattr(torch, spec.dtype))
+    return freeze(_load(spec, getattr(torch, spec.dtype)), mesh)
+
+
+def freeze(network: Network, mesh: DeviceMesh) -> Network:
+    """Shard a network that is to be the base of adapters."""
     network.requires_grad_(False)
     _shard(network, mesh, MixedPrecisionPolicy())
     return network
@@ -133,9 +137,13 @@ def frozen_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
 
 def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
     """Load a full copy to train: float32 weights and gradients, computed in the compute type."""
-    network = _load(spec, torch.float32)
-    compute = None if spec.dtype == "float32" else getattr(torch, spec.dtype)
-    _shard(network, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
+    return make_trainable(_load(spec, torch.float32), getattr(torch, spec.dtype), mesh)
+
+
+def make_trainable(network: Network, compute: torch.dtype, mesh: DeviceMesh) -> Network:
+    """Shard a network with float32 weights that are to be trained."""
+    dtype = None if compute == torch.float32 else compute
+    _shard(network, mesh, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
     return network
 
 
@@ -153,10 +161,15 @@ def _load(spec: TrainerSpec, dtype: torch.dtype) -> Network:
     causal_lm: Any = AutoModelForCausalLM.from_pretrained(
         spec.directory, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, local_files_only=True
     )
+    return build_network(causal_lm, spec.gradient_checkpointing)
+
+
+def build_network(causal_lm: Any, gradient_checkpointing: bool) -> Network:
+    """Make the network around a causal LM. Raises StartupError for one that it would compute wrongly."""
     causal_lm.eval()
     _refuse_unsupported(causal_lm)
     network = Network(causal_lm)
-    if spec.gradient_checkpointing:
+    if gradient_checkpointing:
         recompute.install(network.layers, network.routing)
     return network
 
