@@ -1,7 +1,7 @@
 """Base model: find, make or download it and read its facts. Imports no transformers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,7 @@ def resolve(settings: Settings) -> BaseModelFacts:
 
     Raises StartupError, with what to change, when there is no such model or it cannot be served.
     """
-    local = _directory(settings)
-    directory = _download(settings.base_model) if local is None else local
-    config = _read_json(directory / "config.json")
-    facts = _facts(settings, directory, config, None if local else settings.base_model)
+    _, facts = _read(settings, "*.json", "*.safetensors", "*.txt", "*.jinja")
     _check_workers(settings.tensor_parallel_size, facts)
     if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         raise StartupError(
@@ -33,6 +30,19 @@ def resolve(settings: Settings) -> BaseModelFacts:
             f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
         )
     return facts
+
+
+def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
+    """Read config.json, of a hub's model without its weights, and the facts; raises as `resolve` does."""
+    return _read(settings, "*.json")
+
+
+def _read(settings: Settings, *patterns: str) -> tuple[Mapping[str, Any], BaseModelFacts]:
+    """Read config.json and the facts; `patterns`: the files that are needed of a model on the hub."""
+    local = _directory(settings)
+    directory = _download(settings.base_model, patterns) if local is None else local
+    config = _read_json(directory / "config.json")
+    return config, _facts(settings, directory, config, None if local else settings.base_model)
 
 
 def _check_workers(count: int, facts: BaseModelFacts) -> None:
@@ -60,12 +70,12 @@ def _directory(settings: Settings) -> Path | None:
     return None
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download  # only a hub name needs it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+        path = snapshot_download(name, allow_patterns=list(patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise StartupError(
             f"--base-model {name}: not a model directory, and the hub download failed "

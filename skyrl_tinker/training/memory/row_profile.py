@@ -54,7 +54,8 @@ class Training:
     def with_layers(self, layers: int) -> "Training":
         changed = dict(self.config, num_hidden_layers=layers)
         if changed.get("layer_types"):
-            changed["layer_types"] = (list(changed["layer_types"]) * layers)[:layers]
+            kinds = sorted(changed["layer_types"], key="full_attention".__eq__)  # refused ones stay
+            changed["layer_types"] = (kinds * layers)[:layers]
         return replace(self, config=changed)
 
 
