@@ -303,7 +303,7 @@ def main() -> None:
     dtype = arguments.dtype or ("bfloat16" if device == "cuda" else "float32")
     torch.set_num_threads(arguments.threads)
     disable_progress_bar()
-    ranks = distributed.join(distributed.open_store(60.0), 0, 1, device, 60.0)
+    ranks = distributed.join(distributed.meeting_place(), 0, 1, device, 60.0)
     with tempfile.TemporaryDirectory() as root:
         setting = Setting(
             Path(root), ranks, device, dtype, arguments.threads, arguments.gradient_checkpointing

@@ -1,4 +1,4 @@
-"""The command line: serve | engine | demo | make-model | import-adapter | keys | db | doctor."""
+"""The command line: serve | engine | demo | make-model | import-adapter | keys | db | plan | doctor."""
 
 import os
 import sys
@@ -10,6 +10,8 @@ import typer
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys
 from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
+from skyrl_tinker.domain.units import GB, MiB
+from skyrl_tinker.server.capacity_plan import Demand
 
 # no markup: it would take "[default: 8000]" for a style and drop it
 app = typer.Typer(
@@ -153,6 +155,35 @@ def import_adapter(
         settings = config.load(config_file, home=home, database_url=database_url, checkpoints=checkpoints)
         path = importing.import_adapter(directory, settings, name=name, served=base_model, key=key)
     print(path)
+
+
+@app.command()
+def plan(
+    base_model: Annotated[str, typer.Option(help="A directory with config.json, or a hub name")],
+    gpus: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    gpu_memory: Annotated[float, typer.Option(help="GB of each GPU", min=1)] = 80,
+    rank: Annotated[int, typer.Option(help="Of LoRA adapters", min=1, max=512)] = 32,
+    full: Annotated[bool, typer.Option("--full", help="Train all parameters, without adapters")] = False,
+    context: Annotated[int, typer.Option(help="Tokens of the longest sequence", min=16)] = 32768,
+    tenants: Annotated[int, typer.Option(help="Models in training at once", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+) -> None:
+    """Show what fits on GPUs, before there are any; exit code 1 if it does not.
+
+    The trainer's forward and backward run on tensors without content, which takes seconds on a CPU and no
+    weights: config.json is enough.
+    """
+    from skyrl_tinker.cli import plan as planning
+
+    with one_line_errors():
+        settings = config.load(base_model=base_model, device="cuda", context_length=context)
+        demand = Demand(
+            gpus, gpu_memory * GB, context, 0 if full else rank, tenants, settings.weight_chunk_mb * MiB
+        )
+        found = planning.plan(settings, demand)
+    print(planning.as_json(found) if as_json else planning.as_table(found))
+    if found.problem is not None:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Base model: find, make or download it and read its facts. Imports no transformers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,8 @@ def resolve(settings: Settings) -> BaseModelFacts:
 
     Raises StartupError, with what to change, when there is no such model or it cannot be served.
     """
-    local = _directory(settings)
-    directory = _download(settings.base_model) if local is None else local
-    _check_weights(directory)
-    config = _read_json(directory / "config.json")
-    facts = _facts(settings, directory, config, None if local else settings.base_model)
+    _, facts = _read(settings, "*.json", "*.safetensors", "*.txt", "*.jinja")
+    _check_weights(Path(facts.directory))
     _check_workers(settings.tensor_parallel_size, facts)
     if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         raise StartupError(
@@ -42,6 +39,19 @@ def _check_weights(directory: Path) -> None:
         weight_files(directory)
     except ValueError as error:
         raise StartupError(str(error)) from error
+
+
+def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
+    """Read config.json, of a hub's model without its weights, and the facts; raises as `resolve` does."""
+    return _read(settings, "*.json")
+
+
+def _read(settings: Settings, *patterns: str) -> tuple[Mapping[str, Any], BaseModelFacts]:
+    """Read config.json and the facts; `patterns`: the files that are needed of a model on the hub."""
+    local = _directory(settings)
+    directory = _download(settings.base_model, patterns) if local is None else local
+    config = _read_json(directory / "config.json")
+    return config, _facts(settings, directory, config, None if local else settings.base_model)
 
 
 def _check_workers(count: int, facts: BaseModelFacts) -> None:
@@ -69,14 +79,14 @@ def _directory(settings: Settings) -> Path | None:
     return None
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download  # only a hub name needs it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         path = snapshot_download(
             name,
-            allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+            allow_patterns=list(patterns),
             ignore_patterns=["consolidated*"],  # the same weights once more, in Mistral's own format
         )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -1,5 +1,5 @@
-"""Placement of state in memory: device cache, offload to the host, budget, state kept for restarts.
+"""State in memory: device cache, offload to the host, budget, allocator; and costs of rows, known beforehand.
 
-In: trainable models. Out: tensors on the device when they are needed, copies elsewhere. Imports
-`training.models`.
+In: trainable models. Out: tensors on the device when they are needed, copies elsewhere; profiles of rows.
+Imports `training.models` and `training.losses`.
 """

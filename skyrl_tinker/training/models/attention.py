@@ -16,6 +16,10 @@ from skyrl_tinker.training.batching.packed_row import Segments
 IMPLEMENTATION = "skyrl_tinker_packed"
 """Name by which transformers finds the chosen kernel; it builds no mask for names that it does not know."""
 
+PLANNED = f"{IMPLEMENTATION}_planned"
+"""Name of the kernel that fake tensors run through: `register_planned`."""
+
+_FLASH = "flash_attn"
 _log = logging.getLogger(__name__)
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None], torch.Tensor]
@@ -29,15 +33,32 @@ def register(device: str, dtype: torch.dtype) -> None:
     AttentionInterface.register(IMPLEMENTATION, partial(_attend, kernel))
 
 
+def register_planned(device: str, dtype: torch.dtype) -> None:
+    """Make a kernel for fake tensors, which are on no device, that keeps what the chosen one would keep.
+
+    On CUDA that is torch's varlen_attn, which has shapes for fake tensors; flash_attn keeps the same: q, k,
+    v, the output and its log-sum-exp.
+    """
+    name, kernel = choose(device, dtype)
+    if name == _FLASH:
+        kernel = _varlen_kernel() or kernel
+    AttentionInterface.register(PLANNED, partial(_attend, kernel))
+
+
 def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
     """Choose a kernel; the flash kernels are for CUDA and 16-bit types only."""
     if device == "cuda" and dtype in (torch.float16, torch.bfloat16):
         # flash-attn 4 has the package without the function, some builds of torch have no varlen_attn
         if (flash := _find("flash_attn", "flash_attn_varlen_func")) is not None:
-            return "flash_attn", partial(_flash_attn, flash)
-        if (varlen := _find("torch.nn.attention.varlen", "varlen_attn")) is not None:
-            return "varlen_attn of torch", partial(_varlen_attn, partial(varlen, **_grouped_queries(varlen)))
+            return _FLASH, partial(_flash_attn, flash)
+        if (varlen := _varlen_kernel()) is not None:
+            return "varlen_attn of torch", varlen
     return "SDPA by segments", _segment_by_segment
+
+
+def _varlen_kernel() -> Kernel | None:
+    varlen = _find("torch.nn.attention.varlen", "varlen_attn")
+    return varlen and partial(_varlen_attn, partial(varlen, **_grouped_queries(varlen)))
 
 
 def _find(module: str, name: str) -> Callable[..., Any] | None:

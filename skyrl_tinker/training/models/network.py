@@ -131,27 +131,38 @@ class Network(nn.Module):
 
 
 def frozen_network(spec: TrainerSpec, mesh: DeviceMesh, causal_lm: Any = None) -> Network:
-    """Make the base under all adapters: of `causal_lm`, or else that of the spec in the compute type.
+    """Make the base under all adapters: of `causal_lm`, or else that of the spec in the compute type."""
+    if causal_lm is not None:
+        return freeze(causal_lm, mesh)
+    network = freeze(_empty(spec, getattr(torch, spec.dtype)), mesh)
+    weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
+    return network
+
+
+def freeze(causal_lm: Any, mesh: DeviceMesh) -> Network:
+    """Make the base of adapters.
 
     A rank without peers holds it as it is: FSDP would copy every weight in each forward and backward pass.
     """
-    dtype = getattr(torch, spec.dtype)
-    given = causal_lm is not None
-    network = _network(causal_lm if given else _empty(spec, dtype))
+    network = _network(causal_lm)
     network.requires_grad_(False)
     if mesh.size() > 1:
         _shard(network, mesh, MixedPrecisionPolicy())
-    if not given:
-        weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
     return network
 
 
 def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
     """Load a full copy to train: float32 weights and gradients, computed in the compute type."""
-    network = _network(_empty(spec, torch.float32))
-    compute = None if spec.dtype == "float32" else getattr(torch, spec.dtype)
-    _shard(network, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
+    network = make_trainable(_empty(spec, torch.float32), getattr(torch, spec.dtype), mesh)
     weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
+    return network
+
+
+def make_trainable(causal_lm: Any, compute: torch.dtype, mesh: DeviceMesh) -> Network:
+    """Shard a copy with float32 weights, to train it."""
+    network = _network(causal_lm)
+    dtype = None if compute == torch.float32 else compute
+    _shard(network, mesh, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
     return network
 
 
@@ -169,7 +180,7 @@ def _empty(spec: TrainerSpec, dtype: torch.dtype) -> Any:
 
 
 def _network(causal_lm: Any) -> Network:
-    """Wrap a causal LM, not sharded yet."""
+    """Wrap a causal LM. Raises StartupError for one that would be computed wrongly."""
     causal_lm.eval()
     _refuse_unsupported(causal_lm)
     network = Network(causal_lm)

@@ -1,0 +1,76 @@
+"""Memory of a base model's training by tokens of a row, from profiles of two and three layers.
+
+The peak is the largest of several sums, each of which grows evenly with layers and with tokens. In layers, it
+grows by what each keeps for backward or by each one's gradients, whichever is more, since these come as those
+go. In tokens it is convex: the line between a short row and the longest one lies above it and meets it there.
+"""
+
+from dataclasses import replace
+from math import ceil
+
+import torch
+
+from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.memory.row_profile import FakeTrainer, RowProfile, Training
+
+_FEW = 2  # layers
+_SHORT = 512  # tokens
+_STATE = 16  # bytes for each parameter of an adapter: weight, gradient and two moments, float32
+
+
+class _Profiles:
+    """Profiles of a short and a long row, with few layers and with one more."""
+
+    def __init__(self, training: Training, tokens: int, ranks: Ranks) -> None:
+        self._more = int(training.config["num_hidden_layers"]) - _FEW
+        self._full = training.lora.rank == 0
+        self._trainers = [FakeTrainer(training.with_layers(layers), ranks) for layers in (_FEW, _FEW + 1)]
+        self._rows = [[trainer.measure(length) for trainer in self._trainers] for length in (_SHORT, tokens)]
+
+    def parameters(self) -> int:
+        few, more = (sum(each.numel() for each in trainer.network.parameters()) for trainer in self._trainers)
+        return self._extrapolate(few, more)
+
+    def weights(self) -> int:
+        few, more = self._rows[0]
+        return self._extrapolate(few.weights, more.weights)
+
+    def state(self) -> int:
+        few, more = self._rows[0]
+        return self._extrapolate(few.state, more.state)
+
+    def row_memory(self) -> RowMemory:
+        (short, few), (long, most) = ((pair[0].tokens, self._peak(*pair)) for pair in self._rows)
+        per_token = (most - few) / (long - short)
+        return RowMemory(ceil(few - per_token * short), ceil(per_token), long)
+
+    def _peak(self, few: RowProfile, more: RowProfile) -> int:
+        gradients = more.weights - few.weights if self._full else 0  # both float32
+        return more.peak + (self._more - 1) * max(more.saved - few.saved, gradients)
+
+    def _extrapolate(self, few: int, more: int) -> int:
+        return few + self._more * (more - few)
+
+
+def measure_costs(training: Training, tokens: int, ranks: Ranks) -> MemoryCosts:
+    """Measure one model of `training` on one of `ranks`, with and without recomputation.
+
+    `tokens`: of the longest row that is of interest. Raises StartupError for a base model that the trainer
+    does not support.
+    """
+    training = replace(training, tenants=1)
+    kept, recomputed = (
+        _Profiles(replace(training, gradient_checkpointing=on), tokens, ranks) for on in (False, True)
+    )
+    parameters, weights, state = kept.parameters(), kept.weights(), kept.state()
+    full = training.lora.rank == 0
+    itemsize = getattr(torch, training.dtype).itemsize
+    return MemoryCosts(
+        parameters=parameters,
+        trained=parameters if full else state // _STATE,
+        weights=parameters * itemsize // ranks.world if full else weights,
+        state=weights + state if full else state,
+        kept=kept.row_memory(),
+        recomputed=recomputed.row_memory(),
+    )

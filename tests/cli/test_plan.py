@@ -1,0 +1,81 @@
+"""`skyrl-tinker plan` from config.json alone, in a process of its own, since it forms a process group."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+QWEN3_8B = SMALL | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+
+
+def _plan(directory: Path, config: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
+    (directory / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "skyrl_tinker", "plan", "--base-model", str(directory), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _lines(plan: dict[str, Any], place: str) -> dict[str, float]:
+    return {line["name"]: line["bytes"] for line in plan["lines"] if line["place"] == place}
+
+
+def test_an_8b_trains_32k_tokens_on_one_gpu_with_recomputed_layers(tmp_path: Path) -> None:
+    result = _plan(tmp_path, QWEN3_8B, "--tenants", "8", "--json")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    chosen = {choice["setting"]: choice["value"] for choice in plan["choices"]}
+    assert plan["fits"]
+    assert chosen["gradient_checkpointing"]
+    assert chosen["token_budget"] == 16384
+    trainer = _lines(plan, "GPU of a trainer rank")
+    assert trainer["weights of the frozen base"] == pytest.approx(2 * 8_190_735_360, rel=1e-6)
+    kept = trainer["row of 32768 tokens, all activations kept"]
+    recomputed = trainer["row of 32768 tokens, layers recomputed"]
+    assert recomputed < 25e9 < 200e9 < kept
+    assert plan["longest"] == 32768
+
+
+def test_the_table_names_places_settings_and_reasons(tmp_path: Path) -> None:
+    result = _plan(tmp_path, SMALL, "--gpus", "2", "--context", "4096")
+    assert result.returncode == 0, result.stderr
+    for text in ("GPU of a trainer rank, GB", "host memory, GB", "shared memory, GB", "disk, GB"):
+        assert f"\n{text}\n" in result.stdout
+    assert "--placement separate" in result.stdout
+    assert result.stdout.endswith("\nfits\n")
+
+
+def test_what_does_not_fit_ends_with_an_error(tmp_path: Path) -> None:
+    result = _plan(tmp_path, SMALL, "--full", "--gpu-memory", "3.2", "--context", "32768")
+    assert result.returncode == 1
+    assert "does not fit: " in result.stdout
+
+
+def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
+    result = _plan(tmp_path, SMALL, "--context", "100000")
+    assert result.returncode == 1
+    assert result.stderr.startswith("skyrl-tinker: context_length is 100000")
+    assert len(result.stderr.splitlines()) == 1

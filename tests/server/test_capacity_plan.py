@@ -1,0 +1,103 @@
+"""A plan fits what it says, in the simplest way there is."""
+
+from dataclasses import replace
+
+import pytest
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
+from skyrl_tinker.domain.units import GB
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.server.capacity_plan import SAMPLER, TRAINER, CapacityPlan, Demand, make_plan
+
+FACTS = BaseModelFacts(
+    "/m", ("m",), "Qwen3ForCausalLM", 151936, 32768, 36, 8, 128, 4096, False, (), num_heads=32
+)
+DEMAND = Demand(gpus=1, gpu_bytes=80 * GB, context=32768, rank=32, tenants=1, chunk_bytes=0)
+
+
+def costs(ranks: int, scale: int = 1) -> MemoryCosts:
+    """About those of Qwen3-8B, or of a larger one, with an adapter of rank 32."""
+    parameters = 8 * GB * scale
+    return MemoryCosts(
+        parameters,
+        100_000_000,
+        2 * parameters // ranks,
+        1_600_000_000,
+        RowMemory(3 * GB, 6_800_000, 32768),
+        RowMemory(3 * GB, 540_000, 32768),
+    )
+
+
+def full_costs(ranks: int) -> MemoryCosts:
+    parameters = 8 * GB
+    return replace(costs(ranks), trained=parameters, state=16 * parameters // ranks)
+
+
+def settings_of(plan: CapacityPlan) -> dict[str, object]:
+    return {choice.setting: choice.value for choice in plan.choices}
+
+
+def test_layers_are_recomputed_only_where_the_longest_sequence_needs_it() -> None:
+    long, short = (make_plan(replace(DEMAND, context=length), FACTS, costs) for length in (32768, 4096))
+    assert settings_of(long)["gradient_checkpointing"] is True
+    assert settings_of(short)["gradient_checkpointing"] is False
+    assert (settings_of(long)["token_budget"], settings_of(short)["token_budget"]) == (16384, 4096)
+    assert long.problem is short.problem is None
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_what_fits_is_within_the_gpus_memory(gpus: int) -> None:
+    for tenants in (1, 8, 64):
+        plan = make_plan(replace(DEMAND, gpus=gpus, tenants=tenants), FACTS, costs)
+        assert plan.problem is None
+        for place in (TRAINER, SAMPLER):
+            lines = [line.bytes for line in plan.lines if line.place == place and line.counted]
+            assert min(lines) >= 0
+            assert sum(lines) <= DEMAND.gpu_bytes
+        trainer = [line.bytes for line in plan.lines if line.place == TRAINER and line.counted]
+        assert sum(trainer) > 20 * GB
+
+
+def test_models_wait_on_the_host_when_the_gpu_holds_no_more() -> None:
+    few, many = (make_plan(replace(DEMAND, tenants=tenants), FACTS, costs) for tenants in (4, 64))
+    assert "resident_models" not in settings_of(few)
+    resident = settings_of(many)["resident_models"]
+    assert 4 < resident < 64
+    assert any(line.name.startswith(f"{64 - resident} models off the GPU") for line in many.lines)
+
+
+def test_trainer_and_samplers_share_gpus_only_if_they_must() -> None:
+    assert settings_of(make_plan(replace(DEMAND, gpus=2), FACTS, costs))["placement"] == "separate"
+    assert settings_of(make_plan(DEMAND, FACTS, costs))["placement"] == "colocated"
+    full = make_plan(replace(DEMAND, gpus=4, rank=0), FACTS, full_costs)
+    assert (settings_of(full)["placement"], settings_of(full)["trainer_ranks"]) == ("colocated", 4)
+    assert full.problem is None
+
+
+def test_what_does_not_fit_is_refused_with_the_length_that_would() -> None:
+    plan = make_plan(replace(DEMAND, gpu_bytes=28 * GB), FACTS, costs)
+    assert plan.problem is not None
+    assert f"at most {plan.longest} tokens do" in plan.problem
+    assert 0 < plan.longest < DEMAND.context
+    shorter, longer = (
+        make_plan(replace(DEMAND, gpu_bytes=28 * GB, context=plan.longest + more), FACTS, costs)
+        for more in (0, 1)
+    )
+    assert shorter.problem is None
+    assert longer.problem is not None
+    huge = make_plan(DEMAND, FACTS, lambda ranks: costs(ranks, scale=10))
+    assert huge.problem is not None
+
+
+def test_replicas_get_the_gpus_that_their_weights_need() -> None:
+    plan = make_plan(replace(DEMAND, gpus=8), FACTS, lambda ranks: costs(ranks, scale=4))
+    chosen = settings_of(plan)
+    assert chosen["replicas"] * chosen["tensor_parallel_size"] + chosen["trainer_ranks"] == 8
+    assert chosen["tensor_parallel_size"] == 2  # 64 GB of weights, half of 68 GB on each GPU
+
+
+def test_every_choice_is_a_setting() -> None:
+    for demand in (DEMAND, replace(DEMAND, gpus=8, tenants=100)):
+        chosen = settings_of(make_plan(demand, FACTS, costs))
+        assert Settings(**chosen).trainer_ranks == chosen["trainer_ranks"]

@@ -1,0 +1,45 @@
+"""Costs from few layers and tokens are those of all of them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.memory.row_costs import measure_costs
+from skyrl_tinker.training.memory.row_profile import FakeTrainer, Training
+
+
+def _training(directory: str, lora: LoraSpec, **config: Any) -> Training:
+    found = json.loads((Path(directory) / "config.json").read_text())
+    # a vocabulary so large that no logits are kept for backward, whatever the row
+    larger = {"vocab_size": 1 << 17, "max_position_embeddings": 1024} | config
+    return Training(found | larger, "cuda", "bfloat16", lora)
+
+
+@pytest.mark.parametrize("rank", [8, 0])
+def test_other_layers_and_tokens_cost_what_was_computed(ranks: Ranks, untied_model: str, rank: int) -> None:
+    training = _training(untied_model, LoraSpec(rank, 0)).with_layers(7)
+    costs = measure_costs(training, 4096, ranks)
+    for recompute, memory in ((False, costs.kept), (True, costs.recomputed)):
+        trainer = FakeTrainer(replace(training, gradient_checkpointing=recompute), ranks)
+        longest = trainer.measure(4096)
+        assert memory.needed(4096) == pytest.approx(longest.peak, rel=0.01)
+        middle = trainer.measure(1536).peak
+        assert middle <= memory.needed(1536) <= 1.05 * middle
+    own = longest.state + (longest.weights if rank == 0 else 0)
+    assert costs.state == pytest.approx(own, rel=1e-3)  # buffers are no part of it
+    assert costs.parameters == sum(parameter.numel() for parameter in trainer.network.parameters())
+    assert costs.trained == pytest.approx(costs.state / 16, rel=1e-3)
+    assert costs.recomputed.per_token < costs.kept.per_token / 2
+
+
+def test_a_model_that_the_trainer_refuses_is_refused(ranks: Ranks, untied_model: str) -> None:
+    kinds = ["full_attention"] * 5 + ["sliding_attention"]
+    training = _training(untied_model, LoraSpec(8, 0), layer_types=kinds, num_hidden_layers=6)
+    with pytest.raises(StartupError, match="layer_types other than full_attention"):
+        measure_costs(training, 1024, ranks)
