@@ -2,15 +2,12 @@
 """What the trainer's worker does in a second and in how much memory, without a server around it.
 
 usage: scripts/bench/train.py [--device cpu|cuda] [--dtype float32|bfloat16] [--rounds N] [--threads N]
-                              [--mfu [--rows N] [--length N] [--peak-tflops X]]
 
 `memory`: what a forward_backward takes beyond what was there, by tokens of a row and by vocabulary.
 `packed`: 32 sequences of 16 to 512 tokens, forward_backward and optim_step of a LoRA of rank 32 (attention
 and MLP) on a Qwen3 of 30 M parameters, against a loop that pads them, in turns. `tenants`: one unit of work
 for 4 tenants of one short sequence each, forward_backward and optim_step, against one tenant's alone, in
 aggregate tokens per second; `tenants4_vs_1` is that of 8 tokens on the model `tiny`.
-`--mfu` instead: the share of the GPU's peak that useful work takes, LoRA of rank 32 on a model of the shape
-of Qwen3-8B with random weights; needs torch and transformers, neither Ray nor vLLM.
 Seconds are wall-clock; `cpu` is processor time of this process, which other work on the machine does not
 change. Prints tables and, as its last line, one JSON object.
 """
@@ -49,9 +46,8 @@ SHAPES: dict[str, dict[str, int]] = {
     "30M": {"hidden_size": 384, "num_hidden_layers": 8, "intermediate_size": 1536, "vocab_size": 32000},
     "V=32k": {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 32000},
     "V=150k": {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 150000},
-    "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936},
 }
-HEADS = {"tiny": (6, 2, 32), "30M": (6, 2, 64), "V=32k": (4, 2, 32), "V=150k": (4, 2, 32), "8B": (32, 8, 128)}
+HEADS = {"tiny": (6, 2, 32), "30M": (6, 2, 64), "V=32k": (4, 2, 32), "V=150k": (4, 2, 32)}
 """Query heads, key heads, their size."""
 TENANT_TOKENS = (8, 32)
 
@@ -109,8 +105,8 @@ def alternate(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Sec
 # Models and data
 
 
-def write_model(root: Path, name: str, device: str) -> None:
-    """Random weights; bfloat16 for the large one."""
+def write_model(root: Path, name: str) -> None:
+    """Write random weights."""
     heads, key_heads, size = HEADS[name]
     config = Qwen3Config(
         **SHAPES[name],
@@ -118,14 +114,10 @@ def write_model(root: Path, name: str, device: str) -> None:
         num_key_value_heads=key_heads,
         head_dim=size,
         max_position_embeddings=1 << 15,
-        tie_word_embeddings=name != "8B",
+        tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    with torch.device(device if name == "8B" else "cpu"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if name == "8B" else torch.float32
-        )
-    model.save_pretrained(root / name)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(root / name)
 
 
 def make_data(lengths: list[int], vocab: int) -> tuple[Datum, ...]:
@@ -246,38 +238,9 @@ def resident(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
-def mfu(setting: Setting, rows: int, length: int, peak_tflops: float, rounds: int) -> dict[str, float]:
-    """Return the useful operations per token.
-
-    Forward 2 and backward 2 for each frozen weight (their own gradients are not computed), 6 for each of the
-    adapter's, and 3 times the forward's of causal attention, 2 · length · width of all heads in each layer.
-    The embedding multiplies nothing; recomputed layers count once.
-    """
-    worker = setting.worker("8B", rows * length)
-    create(worker, [1])
-    shape = SHAPES["8B"]
-    data = make_data([length] * rows, shape["vocab_size"])
-    wall, _ = alternate({"8B": make_step(worker, [1], data)}, rounds)["8B"].medians()
-    base = sum(parameter.numel() for parameter in worker._base.parameters())
-    frozen = base - shape["vocab_size"] * shape["hidden_size"]
-    adapter = sum(int(np.prod(shape_)) for shape_ in worker._models[ModelKey(1)].shapes().values())
-    attention = 3 * 2 * length * HEADS["8B"][0] * HEADS["8B"][2] * shape["num_hidden_layers"]
-    rate = rows * length / wall
-    tflops = rate * (4 * frozen + 6 * adapter + attention) / 1e12
-    print(f"\n8B: {wall:.2f} s a step, {rate:.0f} tokens/s, {tflops:.0f} TFLOP/s of {peak_tflops:.0f}")
-    return {
-        "mfu": round(tflops / peak_tflops, 3),
-        "tokens_per_s": round(rate),
-        "peak_mb": round(torch.cuda.max_memory_allocated() / MiB),
-    }
-
-
 def measure(setting: Setting, arguments: argparse.Namespace) -> dict[str, float]:
-    if arguments.mfu:
-        write_model(setting.root, "8B", setting.device)
-        return mfu(setting, arguments.rows, arguments.length, arguments.peak_tflops, arguments.rounds)
-    for name in ("tiny", "30M", "V=32k", "V=150k"):
-        write_model(setting.root, name, setting.device)
+    for name in SHAPES:
+        write_model(setting.root, name)
     summary = peaks(setting, 2048)  # first: what later ones leave in the allocator would hide growth
     summary |= packed(setting, arguments.rounds)
     for name in ("30M", "tiny"):
@@ -294,19 +257,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--mfu", action="store_true", help="the 8B shape instead; on cuda")
-    parser.add_argument("--rows", type=int, default=4, help="sequences of a step (--mfu)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of each (--mfu)")
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="dense bfloat16 of an H100 or H200")
     arguments = parser.parse_args()
-    device = "cuda" if arguments.mfu else arguments.device
-    dtype = arguments.dtype or ("bfloat16" if device == "cuda" else "float32")
+    dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
     torch.set_num_threads(arguments.threads)
     disable_progress_bar()
-    ranks = distributed.join(distributed.meeting_place(), 0, 1, device, 60.0)
+    ranks = distributed.join(distributed.meeting_place(), 0, 1, arguments.device, 60.0)
     with tempfile.TemporaryDirectory() as root:
         setting = Setting(
-            Path(root), ranks, device, dtype, arguments.threads, arguments.gradient_checkpointing
+            Path(root), ranks, arguments.device, dtype, arguments.threads, arguments.gradient_checkpointing
         )
         summary = measure(setting, arguments)
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Transport to samplers on the trainer's own GPUs: they read a chunk in place, through vLLM's `ipc` engine.
 
-Not run on a GPU yet: tests/gpu sends between two processes where there is one. Run on CPU: messages, chunks
-and their bytes, against vLLM's own message types and unpacking.
+Not run on a GPU yet: scripts/gpu-check sends between two processes there. Run on CPU: messages, chunks and
+their bytes, against vLLM's own message types and unpacking.
 """
 
 import base64

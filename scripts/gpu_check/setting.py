@@ -1,0 +1,45 @@
+"""What all checks are given: the device, and with it the sizes."""
+
+import os
+from dataclasses import dataclass
+
+from skyrl_tinker.training.trainer_spec import TrainerSpec
+
+NOT_ON_CPU = "not on cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`device`: cuda, or cpu: the same code at small sizes. `ranks`: of the trainers in `parity`."""
+
+    device: str
+    ranks: int = 1
+
+    @property
+    def small(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def threads(self) -> int:
+        return 1 if self.small else os.cpu_count() or 1
+
+    def spec(
+        self,
+        directory: str,
+        dtype: str,
+        token_budget: int,
+        *,
+        recompute: bool | None = None,
+        device: str = "",
+        ranks: int = 1,
+    ) -> TrainerSpec:
+        """`recompute` None: in rows that would not fit otherwise."""
+        return TrainerSpec(
+            directory,
+            ranks,
+            device or self.device,
+            dtype,
+            self.threads,
+            token_budget,
+            gradient_checkpointing=recompute,
+        )
