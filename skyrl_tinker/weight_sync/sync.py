@@ -86,12 +86,14 @@ class _Update:
         try:
             chunks = await self._transport.open(directory)
             await self._form()
+            message = await self._load(0)
             if not staged:
                 await self._pause()
             self._spoiled = not staged
             await self._call_all("start", self._start)
-            for index in range(len(chunks)):
-                await self._transfer(index)
+            await self._send(message)
+            for index in range(1, len(chunks)):
+                await self._send(await self._load(index))
             if staged:
                 await self._pause()
             lost = await self._finish(version)
@@ -147,9 +149,11 @@ class _Update:
             await self._replicas[url].set_weight_version(PARTIAL)
         await self._replicas[url].start_weight_update()
 
-    async def _transfer(self, index: int) -> None:
+    async def _load(self, index: int) -> Message:
         self._phase = "update"
-        message = await self._transport.load(index)
+        return await self._transport.load(index)
+
+    async def _send(self, message: Message) -> None:
         await self._call_all(
             "update", lambda url: self._replicas[url].update_weights(message), self._transport.send()
         )
