@@ -159,9 +159,8 @@ class _Update:
         )
 
     async def _pause(self) -> None:
-        """Pause and clear caches of the old weights; running sequences are computed again."""
         self._paused_at = time.monotonic()
-        await self._call_all("pause", lambda url: self._replicas[url].pause("keep", clear_cache=True))
+        await self._call_all("pause", lambda url: self._replicas[url].pause("keep", clear_cache=False))
 
     async def _finish(self, version: str) -> Mapping[str, BaseException]:
         """Have each replica serve the new weights; return those that failed, unless all did."""
@@ -178,8 +177,14 @@ class _Update:
         return failures
 
     async def _serve(self, url: str, version: str) -> None:
-        await self._replicas[url].finish_weight_update(version)
-        await self._replicas[url].resume()
+        """Let it go on with the new weights and nothing cached from the old: what ran is computed again."""
+        replica = self._replicas[url]
+        ended = await asyncio.gather(
+            replica.finish_weight_update(version), replica.reset_prefix_cache(), return_exceptions=True
+        )
+        for error in (result for result in ended if result is not None):
+            raise error
+        await replica.resume()
 
     async def _call_all(
         self,

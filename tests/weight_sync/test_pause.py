@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -24,10 +25,9 @@ class Calls:
     def replica(self, url: str) -> "Calls":
         return self
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[int]]:
-        async def call(*args: object, **kwargs: object) -> int:
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[None]]:
+        async def call(*args: object, **kwargs: object) -> None:
             self.made.append(name)
-            return 1
 
         return call
 
@@ -52,3 +52,16 @@ async def test_replicas_do_not_stand_still_while_the_first_chunk_is_read(tmp_pat
     updates = [index for index, name in enumerate(calls.made) if name == "update_weights"]
     pause, resume = calls.made.index("pause"), calls.made.index("resume")
     assert loads[0] < pause < updates[0] < loads[1] < updates[1] < resume
+
+
+@pytest.mark.parametrize("transport", [Unstaged, SharedMemoryTransport])
+async def test_nothing_cached_from_the_old_weights_outlives_them(
+    transport: type[SharedMemoryTransport], tmp_path: Path
+) -> None:
+    """Whatever vLLM makes of `clear_cache`, which it documents to ignore."""
+    save_file({"a": torch.ones(9)}, tmp_path / "model.safetensors")
+    calls = Calls()
+    chosen = Unstaged(calls, 36) if transport is Unstaged else transport(36)
+    await sync_weights(calls, chosen, tmp_path, "v1")
+    pause, reset, resume = map(calls.made.index, ("pause", "reset_prefix_cache", "resume"))
+    assert pause < reset < resume
