@@ -14,6 +14,8 @@ from skyrl_tinker.server import tiny_model
 
 DEFAULT_CONTEXT = 4096
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+LORA_VOCABULARY = 258_048
+"""Most tokens for which vLLM 0.32 adapts lm_head, as it does for every adapter that it may be given."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of the CPU attention kernels of vLLM 0.32; another fails at the first forward, not at start."""
 
@@ -26,6 +28,11 @@ def resolve(settings: Settings) -> BaseModelFacts:
     _, facts = _read(settings, "*.json", "*.safetensors", "*.txt", "*.jinja")
     _check_weights(Path(facts.directory))
     _check_workers(settings.tensor_parallel_size, facts)
+    if facts.vocab_size > LORA_VOCABULARY:
+        raise StartupError(
+            f"vocab_size {facts.vocab_size} of {facts.directory}: vLLM serves adapters for at most "
+            f"{LORA_VOCABULARY} tokens; use a model with a smaller vocabulary"
+        )
     if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         raise StartupError(
             f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "

@@ -107,6 +107,8 @@ class BroadcastSender(ABC):
         self.broadcast(self._loaded)
 
     def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
         self._buffer = self._loaded = None
 
     @abstractmethod

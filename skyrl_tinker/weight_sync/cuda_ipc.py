@@ -34,7 +34,7 @@ class CudaIpcSender:
         from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
 
         self._buffer = ChunkBuffer(Path(directory), limit, "cuda")
-        _, handle = reduce_tensor(self._buffer.whole)  # type: ignore[no-untyped-call]
+        _, handle = reduce_tensor(self._buffer.exported)  # type: ignore[no-untyped-call]
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         return self._buffer.chunks, pickle.dumps((gpu, handle))
 
@@ -49,6 +49,8 @@ class CudaIpcSender:
     def close(self) -> None:
         import torch
 
+        if self._buffer is not None:
+            self._buffer.close()
         self._buffer = None
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 

@@ -28,6 +28,12 @@ class NcclSender(BroadcastSender):
 
     device = "cuda"
 
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._stream: Any = (
+            None  # its own: a broadcast and the training that is queued do not wait for each other
+        )
+
     def prepare(self) -> str:
         """Return the id by which the members find each other, in base64. It needs no free port."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -42,9 +48,10 @@ class NcclSender(BroadcastSender):
         from vllm.utils.nccl import unpinned_nccl_env
 
         device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = stream = torch.cuda.Stream(device)
 
         def join() -> Any:
-            with unpinned_nccl_env():
+            with unpinned_nccl_env(), torch.cuda.stream(stream):
                 return PyNcclCommunicator.from_unique_id_bytes(
                     base64.b64decode(address), rank=0, world_size=world, device=device
                 )
@@ -54,9 +61,8 @@ class NcclSender(BroadcastSender):
     def broadcast(self, packed: "torch.Tensor") -> None:
         import torch
 
-        group = self._group
+        group, stream = self._group, self._stream
         assert group is not None, "meet() comes first"
-        stream = torch.cuda.current_stream()
 
         def send() -> None:
             with torch.cuda.device(packed.device):

@@ -86,12 +86,14 @@ class _Update:
         try:
             chunks = await self._transport.open(directory)
             await self._form()
+            message = await self._load(0)
             if not staged:
                 await self._pause()
             self._spoiled = not staged
             await self._call_all("start", self._start)
-            for index in range(len(chunks)):
-                await self._transfer(index)
+            await self._send(message)
+            for index in range(1, len(chunks)):
+                await self._send(await self._load(index))
             if staged:
                 await self._pause()
             lost = await self._finish(version)
@@ -147,17 +149,18 @@ class _Update:
             await self._replicas[url].set_weight_version(PARTIAL)
         await self._replicas[url].start_weight_update()
 
-    async def _transfer(self, index: int) -> None:
+    async def _load(self, index: int) -> Message:
         self._phase = "update"
-        message = await self._transport.load(index)
+        return await self._transport.load(index)
+
+    async def _send(self, message: Message) -> None:
         await self._call_all(
             "update", lambda url: self._replicas[url].update_weights(message), self._transport.send()
         )
 
     async def _pause(self) -> None:
-        """Pause and clear caches of the old weights; running sequences are computed again."""
         self._paused_at = time.monotonic()
-        await self._call_all("pause", lambda url: self._replicas[url].pause("keep", clear_cache=True))
+        await self._call_all("pause", lambda url: self._replicas[url].pause("keep", clear_cache=False))
 
     async def _finish(self, version: str) -> Mapping[str, BaseException]:
         """Have each replica serve the new weights; return those that failed, unless all did."""
@@ -174,8 +177,14 @@ class _Update:
         return failures
 
     async def _serve(self, url: str, version: str) -> None:
-        await self._replicas[url].finish_weight_update(version)
-        await self._replicas[url].resume()
+        """Let it go on with the new weights and nothing cached from the old: what ran is computed again."""
+        replica = self._replicas[url]
+        ended = await asyncio.gather(
+            replica.finish_weight_update(version), replica.reset_prefix_cache(), return_exceptions=True
+        )
+        for error in (result for result in ended if result is not None):
+            raise error
+        await replica.resume()
 
     async def _call_all(
         self,

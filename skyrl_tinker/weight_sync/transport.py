@@ -16,8 +16,8 @@ SyncPhase = Literal["open", "init", "pause", "start", "update", "finish"]
 class WeightTransport(Protocol):
     """One way to bring a version's directory of safetensors to the replicas, chunk by chunk.
 
-    A sync calls `open`; `form` and `meet` when the replicas are not `members` then; per chunk `load` and
-    `send`; `close` in any case. Every call may raise SkyrlTinkerError.
+    A sync calls `open`; `form` and `meet` when the replicas are not `members` then; per chunk, in order,
+    `load` and `send`; `close` in any case. Every call may raise SkyrlTinkerError.
     """
 
     backend: str
@@ -44,7 +44,10 @@ class WeightTransport(Protocol):
         ...
 
     async def load(self, index: int) -> Message:
-        """Make the chunk ready to send; return the update message for all replicas."""
+        """Make the chunk ready to send; return the update message for all replicas.
+
+        From `open` on the next chunk is read ahead, so that this takes little time.
+        """
         ...
 
     async def send(self) -> None:
@@ -81,6 +84,7 @@ class Replica(Protocol):
     async def health(self) -> None: ...
     async def world_size(self) -> int: ...
     async def pause(self, mode: Literal["abort", "wait", "keep"], *, clear_cache: bool) -> None: ...
+    async def reset_prefix_cache(self) -> None: ...
     async def resume(self) -> None: ...
     async def set_weight_version(self, version: str) -> None: ...
     async def shutdown_weight_transfer_engine(self) -> None: ...

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from skyrl_tinker.errors import SamplerError, StartupError
 from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
-from skyrl_tinker.weight_sync.broadcast import BroadcastTransport
-from skyrl_tinker.weight_sync.chunks import read_chunks
+from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
+from skyrl_tinker.weight_sync.chunks import WeightChunk, read_chunks
 from skyrl_tinker.weight_sync.factory import backend_of, choose, make_transport
 from skyrl_tinker.weight_sync.nccl import in_time
 from tests.conformance.support.ends import Tensors, ThreadSenders, carry, ends, size_of
@@ -84,6 +84,37 @@ async def test_no_more_is_in_a_chunk_than_fits(name: str, tmp_path: Path) -> Non
     save_file({f"t{i:02}": floats(60) for i in range(10)}, tmp_path / "model.safetensors")
     chunks, _ = await carry(*ends(name, LIMIT), tmp_path)
     assert [len(chunk.entries) for chunk in chunks] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("name", ["gloo", "nccl"])
+async def test_the_next_chunk_is_read_while_one_is_sent(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({f"t{i}": floats(250) for i in range(4)}, tmp_path / "model.safetensors")
+    been_read = [threading.Event() for _ in range(4)]
+    read = WeightChunk.read
+
+    def noted(chunk: WeightChunk, buffer: memoryview) -> None:
+        read(chunk, buffer)
+        been_read[int(chunk.names[0][1:])].set()
+
+    def patient(rank: int) -> BroadcastSender:
+        sender, to_come = make(rank), been_read[1:]
+        broadcast = sender.broadcast
+
+        def wait_and_broadcast(packed: Tensor) -> None:
+            assert not to_come or to_come.pop(0).wait(10.0)
+            broadcast(packed)
+
+        sender.broadcast = wait_and_broadcast
+        return sender
+
+    monkeypatch.setattr(WeightChunk, "read", noted)
+    transport, receiver = ends(name, LIMIT)
+    make, transport.factory = transport.factory, patient
+    chunks, arrived = await carry(transport, receiver, tmp_path)
+    assert [chunk.names for chunk in chunks] == [["t0"], ["t1"], ["t2"], ["t3"]]
+    assert all(torch.equal(tensor, floats(250)) for tensors in arrived for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("name", ["gloo", "nccl"])

@@ -81,7 +81,7 @@ async def test_capturing_gathers_one_parameter_at_a_time(group: TrainerGroup, tm
     await group.release(MODEL)
 
 
-async def test_sending_holds_one_chunk(group: TrainerGroup, model: Path) -> None:
+async def test_sending_holds_two_chunks(group: TrainerGroup, model: Path) -> None:
     await group.open_sender(watched_sender(), every_rank=False)
 
     async def load_all() -> None:
@@ -93,4 +93,4 @@ async def test_sending_holds_one_chunk(group: TrainerGroup, model: Path) -> None
     (grown,) = await growth(group, load_all)
     whole, largest = sizes(model)
     assert largest < CHUNK
-    assert grown < CHUNK + SLACK < whole / 4, grown / MiB
+    assert grown < 2 * CHUNK + SLACK < whole / 4, grown / MiB

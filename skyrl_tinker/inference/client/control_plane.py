@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -12,6 +13,7 @@ from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.constants import BASE_MODEL
 
 ABORT_POLL_S = 0.02
+RESET_POLL_S = 0.02
 PauseMode = Literal["abort", "wait", "keep"]
 Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One message for all replicas, or one for each."""
@@ -131,11 +133,8 @@ class ControlPlane:
         )
 
     async def reset_prefix_cache(self) -> None:
-        """Empty it on all replicas; running sequences are computed again."""
-        params = {"reset_running_requests": "true"}
-        for answer in await self._call_all("POST", "/reset_prefix_cache", params=params):
-            if not answer["success"]:
-                raise SamplerError("a replica could not reset its prefix cache")
+        """Empty it on all replicas, with what is offloaded of it; running sequences are computed again."""
+        _require(await self._gather(self._reset_prefix_cache))
 
     async def init_weight_transfer_engine(self, info: Messages) -> None:
         await self._messages("/init_weight_transfer_engine", "init_info", info)
@@ -167,6 +166,15 @@ class ControlPlane:
     async def health(self) -> None:
         """Raise SamplerError when a replica cannot take requests."""
         await self._call_all("GET", "/health")
+
+    async def _reset_prefix_cache(self, url: str) -> None:
+        """Try until blocks on their way to host memory are there, too."""
+        params = {"reset_running_requests": "true", "reset_external": "true"}
+        deadline = time.monotonic() + self.patience_s
+        while not (await self._call(url, "POST", "/reset_prefix_cache", params=params))["success"]:
+            if time.monotonic() > deadline:
+                raise SamplerError(f"{url} could not reset its prefix cache within {self.patience_s:g} s")
+            await asyncio.sleep(RESET_POLL_S)
 
     async def _load(self, url: str, name: str, path: str) -> bool:
         """Load it on one replica; False when it was there already."""

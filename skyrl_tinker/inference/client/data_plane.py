@@ -1,8 +1,10 @@
 """The data plane: requests that any replica may serve."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from skyrl_tinker.domain.values import SampleRequest
@@ -12,6 +14,8 @@ from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonH
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.vllm_responses import VllmResponse
 
+MOST_LISTED = 4096
+"""Tokens of a prompt's top k that are parsed on the event loop; for more, others would wait."""
 Json = Mapping[str, Any]
 Headers = Mapping[str, str]
 StreamPath = Literal["/inference/v1/generate", "/v1/completions", "/v1/chat/completions"]
@@ -50,7 +54,10 @@ class DataPlane:
             # vLLM prefers the header, which a router may set.
             headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}
             payload = await self.generate(body, headers=headers)
-        return vllm_responses.parse(payload, request, switched=attempt.switched)
+        parse = partial(vllm_responses.parse, payload, request, switched=attempt.switched)
+        if request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:
+            return await asyncio.to_thread(parse)
+        return parse()
 
     async def generate(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Generate with token ids in and out."""

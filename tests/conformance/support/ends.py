@@ -208,12 +208,13 @@ class CudaIpcOnCpu(CudaIpcSender):
         self._buffer = ChunkBuffer(Path(directory), limit, "cpu")
         return self._buffer.chunks, cuda_ipc.pickle.dumps((GPUS[self._rank], (self._rank, "handle")))
 
-    def memory(self) -> Tensor:
+    def load(self, index: int) -> None:
         assert self._buffer is not None
-        return self._buffer.whole
+        self.memory = self._buffer.load(index)
 
     def close(self) -> None:
-        pass
+        assert self._buffer is not None
+        self._buffer.close()
 
 
 class Ipc:
@@ -232,7 +233,7 @@ class Ipc:
         assert info.tensor_sizes is not None
         assert set(info.ipc_handles) == set(GPUS)
         rank, _ = info.ipc_handles[GPUS[1]]
-        memory = self._ranks.senders[rank].memory()[: sum(info.tensor_sizes)]
+        memory = self._ranks.senders[rank].memory[: sum(info.tensor_sizes)]
         dtypes = [getattr(torch, name) for name in info.dtype_names]
         return dict(packed_tensor.unpack_tensor(memory, info.names, info.shapes, dtypes, info.tensor_sizes))
 

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.errors import NotFoundError, SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
@@ -67,6 +69,26 @@ async def test_an_adapter_is_loaded_on_all_or_on_none(both: Sampler, tmp_path: P
         assert name in await client.control.replica(url).adapters()
     await client.control.unload_adapter(name)
     assert name not in await client.control.adapters()
+
+
+async def test_a_prefix_cache_is_reset_once_nothing_of_it_is_on_its_way_to_the_host() -> None:
+    answers = [False, False, True]
+
+    async def reset(request: web.Request) -> web.Response:
+        assert dict(request.query) == {"reset_running_requests": "true", "reset_external": "true"}
+        return web.json_response({"success": answers.pop(0)})
+
+    app = web.Application()
+    app.router.add_post("/reset_prefix_cache", reset)
+    async with TestServer(app) as server:
+        client = RemoteInferenceClient(str(server.make_url("")), (str(server.make_url("")).rstrip("/"),))
+        await client.control.reset_prefix_cache()
+        assert answers == []
+        answers += [False] * 100
+        client.control.patience_s = 0.1
+        with pytest.raises(SamplerError, match=r"could not reset its prefix cache within 0\.1 s"):
+            await client.control.reset_prefix_cache()
+        await client.close()
 
 
 async def test_sleep_reaches_all_or_none(both: Sampler) -> None:

@@ -2,14 +2,17 @@
 
 import json
 import pickle
+import threading
+from typing import Any
 
 import pytest
 
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
+from skyrl_tinker.inference.client import vllm_responses
 from skyrl_tinker.inference.client.data_plane import StreamPath
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from tests.inference.support.samplers import Sampler
+from tests.inference.support.samplers import Sampler, ask, prompt_of
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 COMPLETION = {"model": "base", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
@@ -85,3 +88,21 @@ def test_running_requests_are_known_by_their_tag_until_they_end() -> None:
     assert second.switched
     assert running.still(switched, "a") == []
     assert running.switch("a") == []
+
+
+async def test_long_lists_of_logprobs_are_not_parsed_on_the_event_loop(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    parse = vllm_responses.parse
+
+    def noted(*args: Any, **kwargs: Any) -> vllm_responses.VllmResponse:
+        threads.append(threading.current_thread())
+        return parse(*args, **kwargs)
+
+    monkeypatch.setattr(vllm_responses, "parse", noted)
+    for length in (20, 200):
+        output = await sampler("base", ask(prompt_of(length), max_tokens=1, topk_prompt_logprobs=32))
+        assert output.topk_prompt_logprobs is not None
+        assert [len(row) for row in output.topk_prompt_logprobs] == [0, *[32] * (length - 1)]
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]

@@ -144,6 +144,26 @@ async def test_a_server_that_cannot_start_says_why(ray_cluster: None, tmp_path: 
     await group.shutdown()
 
 
+async def test_further_arguments_reach_vllm(ray_cluster: None, tmp_path: Path) -> None:
+    arguments = {"max-num-seqs": 3, "enable-prefix-caching": False, "disable-log-stats": False}
+    facts = write_model(tmp_path / "model", tied=True)
+    group = ServerGroup.launch(replace(spec_of(facts, tmp_path), vllm_args=arguments))
+    await group.ready()
+    sampler = Sampler(RemoteInferenceClient(group.urls[0], group.urls), facts)
+    outputs = [await sampler("base", ask(prompt_of(200))) for _ in range(2)]
+    assert [output.cached_tokens for output in outputs] == [0, 0]
+    await sampler.client.close()
+    await group.shutdown()
+
+
+async def test_an_argument_that_vllm_does_not_know_is_named(ray_cluster: None, tmp_path: Path) -> None:
+    facts = write_model(tmp_path / "model", tied=True)
+    group = ServerGroup.launch(replace(spec_of(facts, tmp_path), vllm_args={"max-nun-seqs": 3}))
+    with pytest.raises(SamplerError, match=r"(?s)vLLM ended while starting.*unrecognized.*max-nun-seqs"):
+        await group.ready()
+    await group.shutdown()
+
+
 async def test_a_place_that_ray_does_not_find_is_an_error_of_the_replica(
     ray_cluster: None, tmp_path: Path
 ) -> None:
