@@ -163,7 +163,7 @@ def waits(directory: str, tenants: int, rows: int) -> Counter[str]:
         for number in range(1, tenants + 1):
             worker.create_model(ModelKey(number), LORA)
         batch = row_profile.even_batch(list(worker._models), rows * budget, TINY["vocab_size"])
-        runner = PassRunner(worker._base, worker._models, ranks)
+        runner = PassRunner(worker._base, worker._models, ranks, lambda tokens: False)
         runner.execute_pass(batch, budget)
         copies, reads = HostWaits(), ReadLines()
         with copies, reads:

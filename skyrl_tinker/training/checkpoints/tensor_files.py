@@ -45,6 +45,7 @@ def write_tensors(
             # a copy in any case: a storage that NumPy has seen cannot be resized any more
             flat = tensor.detach().to("cpu", dtype, copy=True).contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)  # `tofile` would not say why it fails
+            del tensor, flat  # before the next one is gathered
         file.flush()
         os.fsync(file.fileno())
 
