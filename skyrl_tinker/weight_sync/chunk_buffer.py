@@ -24,7 +24,7 @@ class ChunkBuffer:
         ]
         self._device = torch.empty(size, dtype=torch.uint8, device=device) if on_gpu else None
         # On the default stream a copy would wait for all training that is queued.
-        self._stream = torch.cuda.Stream() if on_gpu else None
+        self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
         self._reader = ThreadPoolExecutor(1, "weights")
         self._reading = self._read(0)
 

@@ -48,7 +48,7 @@ class NcclSender(BroadcastSender):
         from vllm.utils.nccl import unpinned_nccl_env
 
         device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = stream = torch.cuda.Stream(device)
+        self._stream = stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
         def join() -> Any:
             with unpinned_nccl_env(), torch.cuda.stream(stream):
