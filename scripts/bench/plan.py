@@ -107,6 +107,9 @@ def plain_operations(tokens: int) -> int:
 
 # A real pass
 
+NOT_ON_CUDA = "gradient.is_cuda or"
+"""Part of a line that reads a value on a CPU only."""
+
 
 class HostWaits(TorchFunctionMode):
     """Counts copies between host and device that the host would wait for, by the line that makes them."""
@@ -134,8 +137,8 @@ class ReadLines(DispatchCounter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.reads
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.reads > before:
-            self.lines[_line()] += 1
+        if self.reads > before and NOT_ON_CUDA not in (line := _line()):
+            self.lines[line] += 1
         return result
 
 

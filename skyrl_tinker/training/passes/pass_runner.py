@@ -60,7 +60,7 @@ class _Attempt:
         losses = [
             value for _, scored, _ in self.unread for value in (scored.finite, *scored.metrics.values())
         ]
-        scalars = [scalar.to(device, torch.float64) for scalar in (*sums, *losses)]
+        scalars = [scalar.to(device, torch.float64, non_blocking=True) for scalar in (*sums, *losses)]
         numbers = iter(torch.stack(scalars).tolist() if scalars else ())
         self.suspects = [model for model in models if not math.isfinite(next(numbers))]
         for request, scored, report in self.unread:
