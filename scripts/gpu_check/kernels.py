@@ -18,12 +18,12 @@ class Interval:
 def record(work: Callable[[], Any], device: str) -> list[Interval]:
     """Run `work`; return its kernels on CUDA, or torch's operators on the CPU."""
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiler:
+    with profile(activities=[activity], acc_events=True) as profiler:  # else torch 2.11 warns
         work()
     return [
         Interval(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
-        if event.device_type.name == device.upper()
+        if event.device_type.name == device.upper() and not event.is_user_annotation
     ]
 
 

@@ -28,7 +28,7 @@ SPECS = {
 }
 NAMES = {ModelKey(1): "LoRA", ModelKey(2): "LoRA without head", ModelKey(3): "full"}
 STEPS = 3
-PARAMS = AdamParams(3e-4, eps=1e-3)
+PARAMS = AdamParams(1e-4, eps=1e-3)
 """A tiny eps makes a step of full size out of the rounding of a gradient near 0."""
 LENGTHS = (150, 1, 300, 33)
 SMALL_LENGTHS = (60, 1, 200, 33)

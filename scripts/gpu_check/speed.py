@@ -90,7 +90,8 @@ class Speed:
     def time_row(self, tokens: int) -> Iterator[Row]:
         """Time passes of one row that the tenants share, each with one sequence."""
         head = "head adapted" if self._head else "head frozen"
-        title = f"{self.title}, {head}, {len(self._keys)} tenants, row of {tokens}"
+        tenants = "1 tenant" if len(self._keys) == 1 else f"{len(self._keys)} tenants"
+        title = f"{self.title}, {head}, {tenants}, row of {tokens}"
         batch = self._batch(tokens)
         if not self._setting.small:
             torch.cuda.reset_peak_memory_stats()
@@ -112,7 +113,7 @@ class Speed:
         batch = self._batch(tokens)
         ran = kernels.record(lambda: self._worker.run_pass(batch, tokens), self._setting.device)
         for name, milliseconds in kernels.longest(ran, LONGEST):
-            yield measured_together(f"{self.title}, row of {tokens}: {name[:40]}", {"ms": milliseconds})
+            yield measured_together(f"{self.title}, row of {tokens}: {name[:70]}", {"ms": milliseconds})
 
     def time_step(self, tokens: int) -> Iterator[Row]:
         """Time what follows a pass; the first step makes the moments."""
