@@ -179,8 +179,8 @@ class _Update:
     async def _serve(self, url: str, version: str) -> None:
         """Let it go on with the new weights and nothing cached from the old: what ran is computed again."""
         replica = self._replicas[url]
-        ended = await asyncio.gather(
-            replica.finish_weight_update(version), replica.reset_prefix_cache(), return_exceptions=True
+        ended = await asyncio.gather(  # the reset first: it ends while the weights are loaded
+            replica.reset_prefix_cache(), replica.finish_weight_update(version), return_exceptions=True
         )
         for error in (result for result in ended if result is not None):
             raise error
