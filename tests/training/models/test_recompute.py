@@ -1,6 +1,9 @@
 """Gradient checkpointing changes what is kept, never a number."""
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,3 +164,15 @@ async def test_two_ranks_agree(groups: tuple[TrainerGroup, TrainerGroup], tmp_pa
             np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
     for name, array in weights.items():
         np.testing.assert_allclose(array, others[name], atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_ranks_that_choose_differently_call_the_same_collectives(untied_model: str) -> None:
+    """Each rank chooses by its own row and memory: weights are gathered in the same order either way."""
+    config = (Path(untied_model) / "config.json").read_text()
+    command = [sys.executable, "-m", "tests.training.support.collectives", config]
+    root = Path(__file__).parents[3]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for kept, recomputed in json.loads(result.stdout):  # of an adapter, and of full parameters
+        assert recomputed == kept
+        assert len(kept) > 2  # both layers and the rest, in both directions
