@@ -45,7 +45,7 @@ from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.training.memory import row_profile
 from skyrl_tinker.training.memory.dispatch_counter import DispatchCounter
 from skyrl_tinker.training.memory.row_profile import FakeTrainer, RowProfile, Training
-from skyrl_tinker.training.models import attention
+from skyrl_tinker.training.models import attention, planned_device
 from skyrl_tinker.training.models.network import frozen_network, trainable_network
 from skyrl_tinker.training.passes.pass_runner import PassRunner
 from skyrl_tinker.training.trainer_spec import TrainerSpec
@@ -107,9 +107,6 @@ def plain_operations(tokens: int) -> int:
 
 # A real pass
 
-NOT_ON_CUDA = "gradient.is_cuda or"
-"""Part of a line that reads a value on a CPU only."""
-
 
 class HostWaits(TorchFunctionMode):
     """Counts copies between host and device that the host would wait for, by the line that makes them."""
@@ -137,8 +134,8 @@ class ReadLines(DispatchCounter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.reads
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.reads > before and NOT_ON_CUDA not in (line := _line()):
-            self.lines[line] += 1
+        if self.reads > before:
+            self.lines[_line()] += 1
         return result
 
 
@@ -169,7 +166,7 @@ def waits(directory: str, tenants: int, rows: int) -> Counter[str]:
         runner = PassRunner(worker._base, worker._models, ranks, lambda tokens: False)
         runner.execute_pass(batch, budget)
         copies, reads = HostWaits(), ReadLines()
-        with copies, reads:
+        with planned_device.planning("cuda"), copies, reads:
             runner.execute_pass(batch, budget)
     return copies.lines + reads.lines
 

@@ -34,6 +34,7 @@ from skyrl_tinker.training.models.network import (
     make_trainable,
     network_tensors,
 )
+from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.models.trainable_model import TrainableModel
 
 _FULL = LoraSpec(0, 0)
@@ -115,7 +116,7 @@ class FakeTrainer:
         """Measure a row that the tenants share equally."""
         batch = even_batch(list(self._models), tokens, int(self.training.config["vocab_size"]))
         row = whole_row(batch)
-        with self._mode:
+        with planning(self.training.device), self._mode:
             fake = _map_tensors(row, self._mode.from_tensor)
             recompute = self.training.gradient_checkpointing
             return measure_row(self.network, self._models, batch, fake, self._ranks, recompute=recompute)

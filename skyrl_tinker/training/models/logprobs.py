@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skyrl_tinker.training.models.planned_device import device_type
+
 CHUNK = 256
 """Number of tokens whose logits exist at one time."""
 KEPT = 1 << 22
@@ -127,7 +129,9 @@ class _TokenLogprobs(torch.autograd.Function):
         ]
         for part in _parts(len(hidden), targets, cell_tokens):
             tokens, gradient = part.tokens, upstream[0][part.cells]
-            if gradient.is_cuda or gradient.any():  # a GPU would have to finish before the host knows
+            if (
+                device_type(gradient) == "cuda" or gradient.any()
+            ):  # a GPU would have to finish before the host knows
                 logits = ctx.kept.pop(tokens.start, None)  # once: _delta overwrites it
                 if logits is None:
                     logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer, ctx.cuts)
@@ -200,7 +204,7 @@ def _wide_product(left: torch.Tensor, right: torch.Tensor, cuts: Sequence[int] =
     out = torch.empty(len(left), right.shape[1], dtype=torch.float32, device=left.device)
     if left.dtype == torch.float32:
         _multiply(left, right, out, cuts)
-    elif left.is_cuda:
+    elif device_type(left) == "cuda":
         torch.mm(left, right, out_dtype=torch.float32, out=out)
     else:  # a CPU multiplies only into its inputs' type
         for start in range(0, right.shape[1], COLUMNS):

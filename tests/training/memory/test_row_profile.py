@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from skyrl_tinker.domain.ids import ModelKey
@@ -22,6 +23,8 @@ from skyrl_tinker.training.memory.row_profile import (
     measure_row,
     whole_row,
 )
+from skyrl_tinker.training.models.logprobs import COLUMNS, _wide_product
+from skyrl_tinker.training.models.planned_device import device_type, planning
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 
@@ -132,3 +135,17 @@ def test_the_kernel_of_cuda_keeps_what_flash_attention_does(ranks: Ranks, untied
     training = _training(untied_model, device="cuda", dtype="bfloat16").with_layers(1)
     short, middle, long = (FakeTrainer(training, ranks).measure(tokens) for tokens in (256, 512, 1024))
     assert long.saved - middle.saved == 2 * (middle.saved - short.saved)
+
+
+def test_fake_rows_for_cuda_take_its_way_through_the_head() -> None:
+    """A CPU multiplies bfloat16 into float32 by columns; CUDA does in one call."""
+    operations = {}
+    with FakeTensorMode():
+        left, right = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((4, 8), (8, 3 * COLUMNS)))
+        for device in ("cuda", "cpu"):
+            with planning(device), DispatchCounter() as counter:
+                assert _wide_product(left, right).dtype == torch.float32
+            operations[device] = counter.operations
+    assert operations["cuda"] == 2  # allocate, multiply
+    assert operations["cpu"] > 9
+    assert device_type(left) == "cpu"
