@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skyrl_tinker.training.models.planned_device import device_type
+from skyrl_tinker.training.models.products import multiply, wide_product
 
 CHUNK = 256
 """Number of tokens whose logits exist at one time."""
@@ -13,8 +14,6 @@ KEPT = 1 << 22
 """Most logits of one model's tokens in a row (16 MiB) that wait for backward; more are computed again."""
 KEPT_OF_ROW = 4 * KEPT
 """Limit for all models of a row together."""
-COLUMNS = 1 << 14
-"""Columns of a bfloat16 matrix that a CPU has in float32 at one time."""
 
 
 def shared_tokens(vocab: int) -> int:
@@ -129,9 +128,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ]
         for part in _parts(len(hidden), targets, cell_tokens):
             tokens, gradient = part.tokens, upstream[0][part.cells]
-            if (
-                device_type(gradient) == "cuda" or gradient.any()
-            ):  # a GPU would have to finish before the host knows
+            # The host would have to wait for a GPU to know whether there is any.
+            if device_type(gradient) == "cuda" or gradient.any():
                 logits = ctx.kept.pop(tokens.start, None)  # once: _delta overwrites it
                 if logits is None:
                     logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer, ctx.cuts)
@@ -192,34 +190,8 @@ def _logits(
     cuts: Sequence[int] = (),
 ) -> torch.Tensor:
     """Compute logits [n, V] float32."""
-    logits = _wide_product(hidden, weight.T, cuts)
-    return logits if inner is None or outer is None else logits.add_(_wide_product(inner, outer.T))
-
-
-def _wide_product(left: torch.Tensor, right: torch.Tensor, cuts: Sequence[int] = ()) -> torch.Tensor:
-    """Compute left @ right in float32, each cut of the rows separately.
-
-    Rounded to bfloat16, a logit of 30 would be off by up to 0.06.
-    """
-    out = torch.empty(len(left), right.shape[1], dtype=torch.float32, device=left.device)
-    if left.dtype == torch.float32:
-        _multiply(left, right, out, cuts)
-    elif device_type(left) == "cuda":
-        torch.mm(left, right, out_dtype=torch.float32, out=out)
-    else:  # a CPU multiplies only into its inputs' type
-        for start in range(0, right.shape[1], COLUMNS):
-            part = slice(start, start + COLUMNS)
-            _multiply(left.float(), right[:, part].float(), out[:, part], cuts)
-    return out
-
-
-def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, cuts: Sequence[int]) -> None:
-    """Compute out = left @ right, each cut of the rows separately."""
-    if len(cuts) < 2:
-        torch.mm(left, right, out=out)
-        return
-    for rows, result in zip(left.split_with_sizes(cuts), out.split_with_sizes(cuts), strict=True):
-        torch.mm(rows, right, out=result)
+    logits = wide_product(hidden, weight.T, cuts)
+    return logits if inner is None or outer is None else logits.add_(wide_product(inner, outer.T))
 
 
 def _pick(logits: torch.Tensor, part: _Part) -> torch.Tensor:
@@ -253,13 +225,13 @@ def _accumulate(
     hidden, weight, inner, outer = inputs
     of_hidden, of_weight, of_inner, of_outer = grads
     if of_hidden is not None:
-        _multiply(delta, weight, of_hidden[part], cuts)
+        multiply(delta, weight, of_hidden[part], cuts)
     if of_weight is not None:
-        of_weight += _wide_product(delta.T, hidden[part])
+        of_weight += wide_product(delta.T, hidden[part])
     if of_inner is not None and outer is not None:
         torch.mm(delta, outer, out=of_inner[part])
     if of_outer is not None and inner is not None:
-        of_outer += _wide_product(delta.T, inner[part])
+        of_outer += wide_product(delta.T, inner[part])
 
 
 def _match(grads: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None, ...]) -> None:

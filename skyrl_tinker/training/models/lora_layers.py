@@ -1,7 +1,7 @@
 """Linear layers of the base with adapters: one autograd node each, however many requests share the row.
 
-Each request adds one addend to a gradient, whatever else of its model is in the row: so the sums do not
-depend, to the last bit, on how requests were grouped into rows and passes.
+On a CPU each request adds one addend to a gradient, whatever else of its model is in the row: so the sums do
+not depend, to the last bit, on how requests were grouped into rows and passes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,8 @@ from torch.nn.functional import linear
 
 from skyrl_tinker.training.batching.packed_row import Span
 from skyrl_tinker.training.models.lora import AdaptedLayer, Factors, LoraModel
+from skyrl_tinker.training.models.merged_adapters import MergedAdapters
+from skyrl_tinker.training.models.planned_device import device_type
 
 Adapters = tuple[tuple[Span, LoraModel], ...]
 
@@ -26,14 +28,18 @@ class Active(NamedTuple):
     models: tuple[LoraModel, ...]  # of each request
     sizes: list[int]  # tokens of each request and, if any, the rest of the row
     recompute: bool = False  # run layers again in backward
+    merged: MergedAdapters | None = None  # on a GPU
 
     @classmethod
-    def from_adapters(cls, adapters: Adapters, tokens: int, recompute: bool) -> "Active":
-        """Lay adapters over a row of `tokens` tokens; the spans tile it but for its end."""
+    def from_adapters(cls, adapters: Adapters, embedded: torch.Tensor, recompute: bool) -> "Active":
+        """Lay adapters over a row, `embedded` [1, T, D]; the spans tile it but for its end."""
         sizes = [len(span) for span, _ in adapters]
-        rest = tokens - sum(sizes)
+        if rest := embedded.shape[1] - sum(sizes):
+            sizes.append(rest)
         models = tuple(model for _, model in adapters)
-        return cls(models, [*sizes, rest] if rest else sizes, recompute)
+        on_gpu = models and device_type(embedded) == "cuda"
+        merged = MergedAdapters(models, sizes, embedded.device) if on_gpu else None
+        return cls(models, sizes, recompute, merged)
 
 
 @dataclass(slots=True)
@@ -85,7 +91,9 @@ _Part = tuple[int, Factors, float]
 
 
 def _forward(module: nn.Linear, name: str, routing: Routing, x: torch.Tensor) -> torch.Tensor:
-    models, sizes = routing.active.models, routing.active.sizes
+    models, sizes, _, merged = routing.active
+    if merged is not None:
+        return merged.forward(module, name, x)
     parts = [
         (index, model.factors[name], model.scale)
         for index, model in enumerate(models)

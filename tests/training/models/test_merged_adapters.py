@@ -1,0 +1,79 @@
+"""The way of a GPU through the adapted layers, on a CPU, gives what the way of a CPU does."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec, PassItem, PassOutput
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.memory.row_profile import FakeTrainer, Training
+from skyrl_tinker.training.models.planned_device import planning
+from skyrl_tinker.training.trainer_spec import TrainerSpec
+from skyrl_tinker.training.worker import Worker
+from tests.training.support.passes import gradients_of, make_data, make_item, perturb, run_pass
+
+LORA = {
+    1: LoraSpec(4, 1),
+    2: LoraSpec(16, 2, train_mlp=False),
+    3: LoraSpec(1, 3, train_attn=False),
+    4: LoraSpec(8, 4, train_unembed=False),
+}
+
+
+def _items() -> list[PassItem]:
+    """Requests of tenants with other ranks and layers, one of them with two requests."""
+    return [
+        make_item(1, make_data((40, 10, 70), 1)),
+        make_item(2, make_data((30, 30), 2, "ppo"), "ppo"),
+        make_item(1, make_data((15,), 5), seq_id=1),
+        make_item(3, make_data((20,), 3)),
+        make_item(4, make_data((33,), 4)),
+    ]
+
+
+def _trained(
+    ranks: Ranks, directory: str, device: str, items: list[PassItem], *, recompute: bool
+) -> tuple[list[PassOutput], dict[str, torch.Tensor]]:
+    spec = TrainerSpec(directory, 1, "cpu", "float32", 1, 512, gradient_checkpointing=recompute)
+    worker = Worker(spec, 0)
+    worker.attach(ranks)
+    for model, lora in LORA.items():
+        worker.create_model(ModelKey(model), lora)
+        perturb(worker, model)
+    with planning(device):
+        found = [output for output in run_pass(worker, *items) if isinstance(output, PassOutput)]
+    assert len(found) == len(items)
+    gradients = {
+        f"{model}/{name}": gradient
+        for model in LORA
+        for name, gradient in gradients_of(worker, model).items()
+    }
+    return found, gradients
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("tiny", [False, True], ids=["whole rows", "a row with a rest"])
+def test_all_tenants_at_once_get_what_each_gets_alone(
+    ranks: Ranks, model_directory: str, recompute: bool, tiny: bool
+) -> None:
+    items = [make_item(3, make_data((3,), 1))] if tiny else _items()
+    merged, gradients = _trained(ranks, model_directory, "cuda", items, recompute=recompute)
+    apart, expected = _trained(ranks, model_directory, "cpu", items, recompute=recompute)
+    for output, other in zip(merged, apart, strict=True):
+        for a, b in zip(output.logprobs, other.logprobs, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5, rtol=0)
+    assert any(gradient.any() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_eight_tenants_take_hardly_more_operations_than_one(ranks: Ranks, untied_model: str) -> None:
+    config = json.loads((Path(untied_model) / "config.json").read_text())
+    training = Training(config, "cuda", "bfloat16", LoraSpec(8, 0)).with_layers(8)
+    one, eight = (FakeTrainer(replace(training, tenants=tenants), ranks).measure(1024) for tenants in (1, 8))
+    assert eight.operations < 1.5 * one.operations
