@@ -18,6 +18,8 @@ SAMPLER_SHARE = 0.85
 """Share of a GPU that vLLM takes: gpu_memory_utilization."""
 MOST_TOKENS = 16384
 """Largest useful row: the weights' gathering and the launches vanish beside it."""
+LEAST_TOKENS = 2048
+"""Smallest useful row: below it, recomputing the layers of larger rows costs less than gathering weights."""
 ADAPTER_SLOTS = 8
 """Adapters of one batch of the sampler: max_loras."""
 RAY_STORE = 256 * MiB
@@ -113,7 +115,7 @@ class _Division:
         recompute = costs.kept.needed(context) > row_room
         longest = costs.recomputed.tokens_within(row_room)
         problem = self._problem(longest, self._cache_tokens())
-        self._choose(resident, recompute, row_room)
+        self._choose(resident, row_room)
         lines = (
             *self._trainer_lines(resident, recompute),
             *self._sampler_lines(),
@@ -187,7 +189,7 @@ class _Division:
 
     # Settings
 
-    def _choose(self, resident: int, recompute: bool, row_room: float) -> None:
+    def _choose(self, resident: int, row_room: float) -> None:
         demand, costs, size = self.demand, self.costs, self._tensor_parallel()
         self._add("device", "cuda", "")
         self._add(
@@ -206,13 +208,13 @@ class _Division:
         self._add("replicas", self._samplers // size, f"keys and values of {tokens:,.0f} tokens in each")
         self._add("context_length", demand.context, "as asked")
         kept, most = costs.kept.tokens_within(row_room), costs.recomputed.tokens_within(row_room)
+        fast = kept >= LEAST_TOKENS
         self._add(
-            "gradient_checkpointing",
-            recompute,
-            f"rows of up to {kept:,} tokens fit without recomputed layers, of up to {most:,} with them",
+            "token_budget",
+            min(MOST_TOKENS, _power_of_two(kept if fast else most)),
+            f"rows of up to {kept:,} tokens keep all activations; of longer ones, up to {most:,}, the layers "
+            "are recomputed",
         )
-        budget = min(MOST_TOKENS, _power_of_two(most if recompute else kept))
-        self._add("token_budget", budget, "the largest row that fits, and no more than is of use")
         if not demand.full:
             self._add("max_lora_rank", demand.rank, "samplers reserve memory for adapters of this rank")
             if resident < demand.tenants:
@@ -254,17 +256,12 @@ class _Division:
         yield MemoryLine(SAMPLER, "keys and values", self._cache_bytes())
 
     def _host_lines(self, resident: int) -> Iterator[MemoryLine]:
-        costs, demand = self.costs, self.demand
-        if demand.full:
-            loading = self.ranks * _FLOAT32 * costs.parameters
-            yield MemoryLine(HOST, f"while a full copy loads, {self.ranks} ranks", loading)
-        else:
-            yield MemoryLine(HOST, "the base's file, mapped", self._base_bytes)
-            waiting = demand.tenants - resident
-            if waiting:
-                yield MemoryLine(
-                    HOST, f"{waiting} models off the GPU, on each rank", self.ranks * waiting * costs.state
-                )
+        costs = self.costs
+        yield MemoryLine(HOST, "the base's file, mapped, for all ranks together", self._base_bytes)
+        waiting = self.demand.tenants - resident
+        if waiting:
+            name = f"{waiting} models off the GPU, on each rank"
+            yield MemoryLine(HOST, name, self.ranks * waiting * costs.state)
         if self.colocated:
             share = costs.weights + resident * costs.state
             yield MemoryLine(HOST, "trainer's state while samplers work", self.ranks * share)

@@ -40,10 +40,17 @@ def settings_of(plan: CapacityPlan) -> dict[str, object]:
 
 def test_layers_are_recomputed_only_where_the_longest_sequence_needs_it() -> None:
     long, short = (make_plan(replace(DEMAND, context=length), FACTS, costs) for length in (32768, 4096))
-    assert settings_of(long)["gradient_checkpointing"] is True
-    assert settings_of(short)["gradient_checkpointing"] is False
-    assert (settings_of(long)["token_budget"], settings_of(short)["token_budget"]) == (16384, 4096)
-    assert long.problem is short.problem is None
+    for plan, counted in ((long, "layers recomputed"), (short, "all activations kept")):
+        (row,) = (line.name for line in plan.lines if line.name.startswith("row of") and line.counted)
+        assert row.endswith(counted)
+        assert settings_of(plan)["token_budget"] == 4096  # rows that fit without
+        assert plan.problem is None
+
+
+def test_rows_are_large_and_recomputed_where_only_tiny_ones_fit_otherwise() -> None:
+    crowded = make_plan(replace(DEMAND, gpu_bytes=44 * GB, context=4096), FACTS, costs)
+    tight = make_plan(replace(DEMAND, gpu_bytes=36 * GB, context=4096), FACTS, costs)
+    assert [settings_of(plan)["token_budget"] for plan in (crowded, tight)] == [2048, 16384]
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
