@@ -26,9 +26,13 @@ _FLOAT32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:
-    """`kept`: bytes per token that all layers together keep for backward, unless they are run again there."""
+    """`kept`: bytes per token that all layers together keep for backward, unless they are run again there.
+
+    `gathered`: bytes of whole weights that FSDP gathers from several ranks and holds at one time.
+    """
 
     kept: float
+    gathered: int
     layers: int
     vocab: int
     choice: bool | None  # None: as the memory demands
@@ -40,18 +44,28 @@ class ActivationMemory:
         model = LoraModel(LoraSpec(rank=8, seed=0), base.targets, ranks.device)
         short, long = (_bytes_kept(base, model, length, ranks) for length in _LENGTHS)
         kept = (long - short) / (_LENGTHS[1] - _LENGTHS[0])  # without the weights, which both rows keep
-        return cls(kept, len(base.layers), base.causal_lm.config.vocab_size, choice, ranks)
+        gathered = gathered_bytes(base) if ranks.world > 1 else 0
+        return cls(kept, gathered, len(base.layers), base.causal_lm.config.vocab_size, choice, ranks)
 
     def row_bytes(self, tokens: int) -> float:
         """Estimate the most bytes that a row takes: kept ones, a layer's gradients, a chunk of logits."""
         head = 3 * _FLOAT32 * min(CHUNK, tokens) * self.vocab
-        return tokens * self.kept * (1 + 2 / self.layers) + head
+        return tokens * self.kept * (1 + 2 / self.layers) + head + self.gathered
 
     def recomputed(self, tokens: int) -> bool:
         """Decide whether the layers of a row keep their inputs only."""
         if self.choice is not None:
             return self.choice
         return self.row_bytes(tokens) > _USABLE * allocator.free_bytes(self.ranks)
+
+
+def gathered_bytes(base: Network) -> int:
+    """Count the bytes of two layers, of which one is read ahead, and of all that lies outside of layers."""
+    whole, layer = (
+        sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        for module in (base, base.layers[0])
+    )
+    return whole - (len(base.layers) - 2) * layer
 
 
 def _bytes_kept(base: Network, model: LoraModel, length: int, ranks: Ranks) -> int:

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.memory.activation_memory import ActivationMemory
+from skyrl_tinker.training.memory.activation_memory import ActivationMemory, gathered_bytes
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 from tests.training.support.passes import gradients_of, make_data, make_item, run_one
@@ -49,6 +49,12 @@ def test_the_estimate_is_what_a_long_row_keeps(
     kept = _bytes_held(worker, 1, LONG) - _bytes_held(worker, 1, SHORT)
     estimate = ActivationMemory.measure(worker._base, None, ranks)
     assert kept / (LONG - SHORT) == pytest.approx(estimate.kept, rel=0.2)  # full: inputs of norms, too
+
+
+def test_two_layers_and_the_rest_are_gathered_at_one_time(ranks: Ranks, untied_model: str) -> None:
+    """Of a model that has two layers."""
+    base = _worker(ranks, untied_model)._base
+    assert gathered_bytes(base) == sum(4 * parameter.numel() for parameter in base.parameters())
 
 
 def test_measuring_leaves_no_gradients(ranks: Ranks, model_directory: str) -> None:
