@@ -6,7 +6,7 @@ import torch
 
 from skyrl_tinker.training.models.planned_device import device_type
 
-_COLUMNS = 1 << 14
+COLUMNS = 1 << 14
 """Columns of a bfloat16 matrix that a CPU has in float32 at one time."""
 
 
@@ -21,8 +21,8 @@ def wide_product(left: torch.Tensor, right: torch.Tensor, cuts: Sequence[int] = 
     elif device_type(left) == "cuda":
         torch.mm(left, right, out_dtype=torch.float32, out=out)
     else:  # a CPU multiplies only into its inputs' type
-        for start in range(0, right.shape[1], _COLUMNS):
-            part = slice(start, start + _COLUMNS)
+        for start in range(0, right.shape[1], COLUMNS):
+            part = slice(start, start + COLUMNS)
             multiply(left.float(), right[:, part].float(), out[:, part], cuts)
     return out
 

@@ -23,7 +23,7 @@ from skyrl_tinker.training.memory.row_profile import (
     measure_row,
     whole_row,
 )
-from skyrl_tinker.training.models.logprobs import COLUMNS, _wide_product
+from skyrl_tinker.training.models.products import COLUMNS, _wide_product
 from skyrl_tinker.training.models.planned_device import device_type, planning
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
