@@ -23,8 +23,8 @@ from skyrl_tinker.training.memory.row_profile import (
     measure_row,
     whole_row,
 )
-from skyrl_tinker.training.models.products import COLUMNS, _wide_product
 from skyrl_tinker.training.models.planned_device import device_type, planning
+from skyrl_tinker.training.models.products import COLUMNS, wide_product
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 
@@ -144,7 +144,7 @@ def test_fake_rows_for_cuda_take_its_way_through_the_head() -> None:
         left, right = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((4, 8), (8, 3 * COLUMNS)))
         for device in ("cuda", "cpu"):
             with planning(device), DispatchCounter() as counter:
-                assert _wide_product(left, right).dtype == torch.float32
+                assert wide_product(left, right).dtype == torch.float32
             operations[device] = counter.operations
     assert operations["cuda"] == 2  # allocate, multiply
     assert operations["cpu"] > 9
