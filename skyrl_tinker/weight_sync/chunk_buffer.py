@@ -26,6 +26,7 @@ class ChunkBuffer:
         # On the default stream a copy would wait for all training that is queued.
         self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
         self._reader = ThreadPoolExecutor(1, "weights")
+        self._next = 0
         self._reading = self._read(0)
 
     @property
@@ -36,9 +37,11 @@ class ChunkBuffer:
 
     def load(self, index: int) -> torch.Tensor:
         """Return [bytes of the chunk] uint8, valid until the next load; complete when this returns."""
+        assert index == self._next, f"chunk {self._next} comes before {index}"
         host = self._reading.result()
-        if index + 1 < len(self.chunks):
-            self._reading = self._read(index + 1)
+        self._next += 1
+        if self._next < len(self.chunks):
+            self._reading = self._read(self._next)
         return host if self._device is None else self._copy(host)
 
     def close(self) -> None:
