@@ -43,10 +43,10 @@ def place(settings: Settings, count: Callable[[], int] = count_gpus) -> Settings
         gpus = count()
         colocated = gpus < ranks + samplers
         if colocated and not ranks == samplers <= gpus:
+            shared = f", or {ranks} that both share" if ranks == samplers else ""
             raise StartupError(
-                f"--device cuda found {gpus} GPUs: {ranks} trainer ranks and {samplers} sampler GPUs "
-                f"(of all replicas) need {ranks + samplers}, or {ranks} that they share in "
-                "turns if the numbers are equal"
+                f"--device cuda needs {ranks + samplers} GPUs ({ranks} for trainer ranks, {samplers} "
+                f"for samplers){shared}, found {gpus}"
             )
     return settings.model_copy(update={"placement": "colocated" if colocated else "separate"})
 

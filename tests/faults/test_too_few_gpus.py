@@ -5,11 +5,12 @@ import pytest
 from tests.support.serve import Serve
 
 
+@pytest.mark.parametrize("placement", ["auto", "separate"])
 def test_cuda_without_gpus_is_refused_with_how_many_it_takes(
-    start: Callable[..., Serve], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Serve], monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    server = start("--device", "cuda", "--trainer-ranks", "2")
+    server = start("--device", "cuda", "--trainer-ranks", "2", "--placement", placement)
     _, said = server.process.communicate(timeout=60)
     assert server.process.returncode == 1
     assert "--device cuda needs 3 GPUs (2 for trainer ranks, 1 for samplers), found 0" in said

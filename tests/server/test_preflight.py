@@ -72,8 +72,8 @@ def test_gpus_that_are_too_few_for_both_are_shared(
 @pytest.mark.parametrize(
     ("gpus", "setting", "message"),
     [
-        (0, {}, "found 0 GPUs: 1 trainer ranks and 1 sampler GPUs .* need 2, or 1 that they share"),
-        (3, {"trainer_ranks": 3, "replicas": 2}, "found 3 GPUs: 3 trainer ranks and 2 sampler GPUs"),
+        (0, {}, r"needs 2 GPUs \(1 .*, 1 for samplers\), or 1 that both share, found 0"),
+        (3, {"trainer_ranks": 3, "replicas": 2}, r"needs 5 GPUs \(3 .*, 2 for samplers\), found 3"),
     ],
 )
 def test_gpus_that_are_too_few_for_either_are_refused(
