@@ -4,8 +4,9 @@
 usage: scripts/bench/weight_sync.py [--model DIR] [--ranks N] [--replicas N] [--repeats N] [--chunk-mb N]
 
 Starts trainer ranks and vLLM servers by itself (CPU). Without --model it makes one of about 100 MB.
-`capture`: from the trainer's shards to files; `sync`: from files to serving; `paused`: how long requests
-stood still; `gap`: the largest time between two tokens of a rollout during a sync, `usual`: the median.
+`capture`: from the trainer's shards to host memory, while the trainer waits; `write`: from there to files;
+`sync`: from files to serving; `paused`: how long requests stood still; `gap`: the largest time between two
+tokens of a rollout during a sync, `usual`: the median.
 Prints a table and, as its last line, one JSON object.
 """
 
@@ -106,15 +107,20 @@ class World:
         await client.close()
         return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
-    async def capture(self, repeats: int) -> float:
-        """Milliseconds."""
+    async def capture(self, repeats: int) -> dict[str, float]:
+        """Milliseconds that the trainer waits, and those in which it trains on."""
         await self.trainer.create_model(MODEL, LoraSpec(0, 0))
         times = []
         for _ in range(repeats):
+            shutil.rmtree(self.source, ignore_errors=True)
             start = time.perf_counter()
-            await self.trainer.capture_full(MODEL, str(self.source))
-            times.append(1000 * (time.perf_counter() - start))
-        return statistics.median(times)
+            captured = (await self.trainer.capture_weights({MODEL: False}))[MODEL]
+            middle = time.perf_counter()
+            await self.trainer.persist_state(captured, str(self.source))
+            times.append((1000 * (middle - start), 1000 * (time.perf_counter() - middle)))
+            await captured.drop()
+        captures, writes = zip(*times, strict=True)
+        return {"capture_ms": statistics.median(captures), "write_ms": statistics.median(writes)}
 
 
 async def run(arguments: argparse.Namespace, home: Path) -> dict[str, float]:
@@ -125,15 +131,15 @@ async def run(arguments: argparse.Namespace, home: Path) -> dict[str, float]:
     try:
         await asyncio.gather(trainer.ready(), servers.ready())
         world = World(trainer, servers, home / "version", chunk)
-        capture_ms = await world.capture(arguments.repeats)
-        size = (home / "version" / "model.safetensors").stat().st_size
-        print(
-            f"{size / 1e6:.0f} MB, {ranks} ranks, {arguments.replicas} replicas; capture {capture_ms:.0f} ms"
-        )
+        captured = await world.capture(arguments.repeats)
+        size = sum(file.stat().st_size for file in (home / "version").iterdir())
+        times = ", ".join(f"{name} {value:.0f}" for name, value in captured.items())
+        print(f"{size / 1e6:.0f} MB, {ranks} ranks, {arguments.replicas} replicas; {times}")
         figures = {name: await world.measure(name, arguments.repeats) for name in TRANSPORTS}
     finally:
         await asyncio.gather(trainer.shutdown(), servers.shutdown())
-    return {"mb": round(size / 1e6), "capture_ms": round(capture_ms, 1)} | report(figures)
+    rounded = {name: round(value, 1) for name, value in captured.items()}
+    return {"mb": round(size / 1e6), **rounded} | report(figures)
 
 
 def report(figures: dict[TransportName, dict[str, float]]) -> dict[str, float]:

@@ -123,8 +123,9 @@ class Speed:
             steps = [StepItem(RequestId("s"), key, AdamParams(1e-4))]
             step = self._seconds(lambda steps=steps: self._worker.optim_step(steps))  # type: ignore[misc]
         yield measured_together(f"{self.title}: optim_step", {"ms": 1000 * step})
-        capture = self._seconds(lambda: self._worker.capture_adapters([key]))
-        yield measured_together(f"{self.title}: capture_adapters", {"ms": 1000 * capture})
+        capture = self._seconds(lambda: self._worker.capture_weights({key: 0}, {key: False}))
+        self._worker.drop_captured(0)
+        yield measured_together(f"{self.title}: capture_weights", {"ms": 1000 * capture})
 
     def _batch(self, tokens: int) -> TrainingInputBatch:
         length = tokens // len(self._keys)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
@@ -35,13 +35,13 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """A checkpoint without its tensors: the manifest, which lists no files yet, and JSON files by name."""
+    """A checkpoint without its tensors: JSON files by name, and the manifest, which lists no files yet.
 
-    manifest: Manifest
+    Unnamed weights have no manifest: they are not read again after a reboot.
+    """
+
+    manifest: Manifest | None
     texts: Mapping[str, str]
-
-    def with_files(self, files: Mapping[str, FileEntry]) -> Manifest:
-        return replace(self.manifest, files=dict(sorted(files.items())))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

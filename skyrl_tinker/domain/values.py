@@ -159,14 +159,6 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterWeights:
-    """A LoRA adapter on the host, PEFT key names (`base_model.model.<module>.lora_A.weight`), float32."""
-
-    spec: LoraSpec
-    tensors: Mapping[str, Float32]
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
     message: str
     category: Category

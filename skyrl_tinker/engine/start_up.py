@@ -128,7 +128,7 @@ class StartUp:
 
     async def _compare(self, probed: startup_check.Probe, samplers: Samplers) -> None:
         directory = self._directories.ephemeral_dir / "canary"
-        gap = await startup_check.compare(probed, samplers, self._facts, directory)
+        gap = await startup_check.compare(probed, samplers, directory)
         _log.info("logprobs of trainer and sampler differ by at most: %s", gap)
         startup_check.require_agreement(gap, allowed_gap(self._settings))
 

@@ -31,6 +31,7 @@ from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.trainer.unit_execution import Executors, UnitExecution
 from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
@@ -82,9 +83,15 @@ def compose_training(
     saver = Saver(store, trainer, commits, root)
     exporter = Exporter(store, trainer, commits, facts, root)
     ephemeral = directories.ephemeral_dir
-    publisher = Publisher(store, trainer, samplers, commits, facts, ephemeral, root, drift_monitor, metrics)
     creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank)
     lanes, woken = Lanes(), asyncio.Event()
+
+    def written(row: QueuedRow) -> None:
+        lanes.write_ended(row)
+        woken.set()
+
+    ends = store, trainer, samplers
+    publisher = Publisher(*ends, commits, ephemeral, root, drift_monitor, metrics, written)
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox)
     passes = PassCoordinator(store, trainer)
     replay = Replay(store, trainer, passes, snapshots)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, insert, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, insert, literal_column, or_, select, update
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, Reach, SamplingSessionId, SessionId, VersionId
@@ -174,11 +174,6 @@ def insert_version(
         "created_at": time.time(),
     }
     return VersionId(insert_id(conn, insert(AdapterVersion), values))
-
-
-def delete_version(conn: Connection, version_id: VersionId) -> None:
-    """Delete a version that was not published, and of which nothing knows."""
-    conn.execute(delete(AdapterVersion).where(AdapterVersion.id == version_id))
 
 
 def publish_version(conn: Connection, version_id: VersionId, directory: str) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import ray
@@ -29,6 +29,10 @@ EXIT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
+Writer = Literal["checkpoints", "sampler_weights"]
+"""Thread of a rank that writes files: weights to be sampled must not wait for a checkpoint."""
+
+
 class RankReply(NamedTuple):
     """Reply of one rank to one call, which took `seconds`."""
 
@@ -39,8 +43,8 @@ class RankReply(NamedTuple):
 class RankProcess:
     """Actor of one rank. Collectives run in its one default thread.
 
-    `ping`, the weight sender and the checkpoint writer have threads of their own, so they run during
-    training. The sender has two: one may wait for samplers while the other leaves them.
+    `ping`, the weight sender and the writers have threads of their own, so they run during training. The
+    sender has two: one may wait for samplers while the other leaves them.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
@@ -55,7 +59,7 @@ class RankProcess:
         value = getattr(self._worker, method)(*args)
         return RankReply(value, time.perf_counter() - started)
 
-    def disk_call(self, method: str, *args: Any) -> Any:
+    def write_call(self, method: str, *args: Any) -> Any:
         return getattr(self._worker, method)(*args)
 
     def ping(self) -> int:
@@ -85,7 +89,7 @@ class Actors:
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": gpus,
-            "concurrency_groups": {"ctl": 1, "sync": 2, "disk": 1},
+            "concurrency_groups": {"ctl": 1, "sync": 2, "checkpoints": 1, "sampler_weights": 1},
         }
         actor: Any = ray.remote(**options)(RankProcess)
         self._actors = tuple(actor.remote(spec, rank) for rank in range(spec.ranks))
@@ -121,13 +125,14 @@ class Actors:
             raise _root_cause(errors)
         return [task.result() for task in tasks]
 
-    async def disk_call(self, rank: int, method: str, *args: Any) -> Any:
-        """Call one rank's checkpoint writer, concurrently with other calls. A failure raises StorageError."""
-        call = self._actors[rank].disk_call.options(concurrency_group="disk").remote(method, *args)
+    async def write_call(self, rank: int, writer: Writer, method: str, *args: Any) -> Any:
+        """Call one rank's writer, concurrently with other calls. A failure raises StorageError."""
+        call = self._actors[rank].write_call.options(concurrency_group=writer).remote(method, *args)
         return await _reply(call, rank, method, StorageError)
 
-    async def disk_call_all(self, method: str, *args: Any) -> list[Any]:
-        return await _gather(self.disk_call(rank, method, *args) for rank in range(len(self._actors)))
+    async def write_call_all(self, writer: Writer, method: str, *args: Any) -> list[Any]:
+        ranks = range(len(self._actors))
+        return await _gather(self.write_call(rank, writer, method, *args) for rank in ranks)
 
     async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
         self._sending = tuple(range(len(self._actors) if every_rank else 1))

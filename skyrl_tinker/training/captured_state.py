@@ -9,16 +9,20 @@ from pathlib import Path
 
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.errors import RankDiedError, SkyrlTinkerError
-from skyrl_tinker.training.actors import Actors
+from skyrl_tinker.training.actors import Actors, Writer
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedState:
-    """A model's state in the host memory of `ranks`, which must still be alive when it is persisted."""
+    """A model's state in the host memory of `ranks`, which must still be alive when it is persisted.
+
+    `writer`: the threads of the ranks that write it.
+    """
 
     number: int
     contents: CheckpointContents
     ranks: Actors
+    writer: Writer = "checkpoints"
 
     async def persist(self, directory: str) -> int:
         """Write the checkpoint directory, atomically, while units of work go on; returns its bytes.
@@ -29,10 +33,10 @@ class CapturedState:
         target = Path(directory)
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
-            parts = await self.ranks.disk_call_all("persist_state", self.number, str(scratch))
+            parts = await self.ranks.write_call_all(self.writer, "persist_state", self.number, str(scratch))
             files: dict[str, FileEntry] = {name: entry for part in parts for name, entry in part.items()}
-            size: int = await self.ranks.disk_call(
-                0, "commit_state", self.contents, files, str(scratch), directory
+            size: int = await self.ranks.write_call(
+                0, self.writer, "commit_state", self.contents, files, str(scratch), directory
             )
         except SkyrlTinkerError as error:
             if isinstance(error, RankDiedError):  # its peers may write on until they are gone
@@ -45,4 +49,4 @@ class CapturedState:
     async def drop(self) -> None:
         """Free the copies; ranks that died have none."""
         with suppress(SkyrlTinkerError):
-            await self.ranks.disk_call_all("drop_captured", self.number)
+            await self.ranks.write_call_all(self.writer, "drop_captured", self.number)

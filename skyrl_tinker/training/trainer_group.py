@@ -12,7 +12,6 @@ import ray
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.manifest import CheckpointContents
 from skyrl_tinker.domain.values import (
-    AdapterWeights,
     Failure,
     Gpu,
     LoraSpec,
@@ -144,14 +143,18 @@ class TrainerGroup:
     async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         await self._on_all_ranks("zero_gradients", tuple(models))
 
-    async def capture_adapters(self, models: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
-        """Return host copies of LoRA models' weights, as read-only arrays."""
-        weights: dict[ModelKey, AdapterWeights] = await self._on_rank_zero("capture_adapters", tuple(models))
-        return weights
+    async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, CapturedState]:
+        """Copy what samplers need of several models into host memory, as one unit of work.
 
-    async def capture_full(self, model: ModelKey, directory: str) -> None:
-        """Stream a full-parameter model's weights to directory/model.safetensors, in the trainer's dtype."""
-        await self._on_all_ranks("capture_full", model, directory)
+        Weights that are not `durable` have no manifest, and none of float32's precision beyond the trainer's
+        dtype. Raises StateLostError: the trainer has not got one of them, and none is captured.
+        """
+        numbers = {model: next(self._captures) for model in durable}
+        contents, *_ = await self._on_all_ranks("capture_weights", numbers, durable)
+        return {
+            model: CapturedState(number, contents[model], self._ranks, "sampler_weights")
+            for model, number in numbers.items()
+        }
 
     async def save_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> int:
         """Write a checkpoint directory atomically; returns its size in bytes."""
@@ -274,18 +277,6 @@ class TrainerGroup:
             raise
         self.busy_s += replies[0].seconds
         return [reply.value for reply in replies]
-
-    async def _on_rank_zero(self, method: str, *args: Any) -> Any:
-        """Call rank 0 alone, for methods that change nothing."""
-        if self.broken is not None:
-            raise self.broken
-        try:
-            reply = await self._ranks.call(0, method, *args)
-        except TrainerError as error:
-            self.broken = self.broken or error
-            raise
-        self.busy_s += reply.seconds
-        return reply.value
 
     async def _on_ranks_that_live(self, method: str, *args: Any) -> bool:
         """Make a call that has no meaning for broken ranks; returns False if they are."""

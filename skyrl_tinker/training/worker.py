@@ -9,13 +9,13 @@ import torch
 from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
-from skyrl_tinker.domain.values import AdapterWeights, LoraSpec, OptimizerFamily, StepItem, StepOutput
-from skyrl_tinker.errors import StateLostError, TrainerError, UserError
+from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily, StepItem, StepOutput
+from skyrl_tinker.errors import StateLostError, TrainerError
 from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput
-from skyrl_tinker.training.checkpoints import checkpoint_load, checkpoint_save, sampler_export
+from skyrl_tinker.training.checkpoints import checkpoint_load, checkpoint_save
 from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory import allocator, memory_budget
@@ -25,7 +25,7 @@ from skyrl_tinker.training.memory.offload import OffloadBuffer
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
-from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
+from skyrl_tinker.training.models.trainable_model import TrainableModel
 from skyrl_tinker.training.optimizers.step import optim_step
 from skyrl_tinker.training.passes.out_of_memory import run_or_refuse
 from skyrl_tinker.training.passes.pass_runner import PassRunner
@@ -35,7 +35,7 @@ from skyrl_tinker.training.trainer_spec import TrainerSpec
 class Worker:
     """One rank. All ranks get the same calls in the same order, and each call may be a collective.
 
-    Exceptions: `capture_adapters` runs on rank 0 alone; `persist_state` and `commit_state` run beside others.
+    Exceptions: `persist_state`, `commit_state` and `drop_captured` run beside others.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
@@ -104,20 +104,22 @@ class Worker:
         for key in models:
             self._model_to_change(key).clear_gradients()
 
-    def capture_adapters(self, keys: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
-        return {key: self.capture_adapter(key) for key in keys}
+    def capture_weights(
+        self, numbers: Mapping[ModelKey, int], durable: Mapping[ModelKey, bool]
+    ) -> dict[ModelKey, CheckpointContents]:
+        """Keep host copies of what samplers need of each model under its number, as `capture_state` does."""
+        for key in numbers:
+            self._require_known(key)  # if one is lost, none is captured
+        return {
+            key: self._capture(key, number, False, self._sampler_layout(key, durable[key]))
+            for key, number in numbers.items()
+        }
 
-    def capture_adapter(self, key: ModelKey) -> AdapterWeights:
-        model = self._model_to_read(key)
-        if not isinstance(model, LoraModel):
-            raise UserError(f"model {key} trains full parameters: it has no adapter")
-        # Copies: a storage that NumPy has exported can no longer be offloaded.
-        copies = {name: model.read(Part.WEIGHT, name).to("cpu", copy=True) for name in model.shapes()}
-        return AdapterWeights(model.spec, {name: tensor.numpy() for name, tensor in copies.items()})
-
-    def capture_full(self, key: ModelKey, directory: str) -> None:
-        dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        sampler_export.write_weights(self._model_to_read(key), Path(directory), dtype, writer=self.rank == 0)
+    def _sampler_layout(self, key: ModelKey, durable: bool) -> Layout:
+        """Return the samplers' dtype, except for adapters that also stay: one may train on from them."""
+        if durable and isinstance(self._models[key], LoraModel):
+            return checkpoint_save.STATE
+        return Layout(getattr(torch, self.spec.dtype), checked=durable)
 
     def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> CheckpointContents:
         """Keep host copies of this rank's share under `number` until they are persisted."""

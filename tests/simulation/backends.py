@@ -13,19 +13,26 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save
 
 from skyrl_tinker.atomic_directory import atomic_directory, storage_errors
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
-from skyrl_tinker.domain.values import AdapterWeights, Failure, LoraSpec, PassItem, PassOutput
+from skyrl_tinker.domain.values import Failure, PassItem, PassOutput
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
 from skyrl_tinker.inference.constants import VLLM_START_VERSION
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.training.trainer_group import PassResult
-from tests.engine.support.world import STEPS_FILE, CapturedExport, CapturedSteps, Workers, write_export
+from tests.engine.support.world import (
+    STEPS_FILE,
+    CapturedExport,
+    CapturedSteps,
+    CapturedWeights,
+    Workers,
+    write_export,
+)
 from tests.simulation.faults import fault, point, random_of_history, travel
 from tests.simulation.virtual_loop import PROCESS
 
@@ -97,16 +104,12 @@ class Ranks(Workers):
         await self._after()
         return result
 
-    async def capture_adapters(self, models: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
-        await self._tell("adapters", tuple(models))
-        texts = {model: json.dumps(self.trained[model].steps).encode() for model in models}
-        arrays = {model: np.frombuffer(text, np.uint8).astype(np.float32) for model, text in texts.items()}
-        return {
-            model: AdapterWeights(LoraSpec(8, 0), {WEIGHT: array[None]}) for model, array in arrays.items()
-        }
-
     async def persist_state(self, captured: CapturedSteps | CapturedExport, directory: str) -> int:
-        write = write_export if isinstance(captured, CapturedExport) else partial(_write, captured.steps)
+        if isinstance(captured, CapturedExport):
+            write = write_export
+        else:
+            adapter = isinstance(captured, CapturedWeights)
+            write = partial(_write_adapter if adapter else _write, captured.steps)
         restarts = self.restarts
         if fault("the ranks die while files are written"):
             self.broken = TrainerError("killed while it wrote")
@@ -130,6 +133,12 @@ def _first_token(item: PassItem) -> int:
 def _write(steps: Steps, directory: Path) -> None:
     with atomic_directory(directory) as staging:
         (staging / STEPS_FILE).write_text(json.dumps(steps))
+
+
+def _write_adapter(steps: Steps, directory: Path) -> None:
+    array = np.frombuffer(json.dumps(steps).encode(), np.uint8).astype(np.float32)
+    with atomic_directory(directory) as staging:
+        (staging / ADAPTER_FILE).write_bytes(save({WEIGHT: array[None]}))
 
 
 class Replicas:

@@ -61,8 +61,8 @@ MakeWorker = Callable[..., Worker]
 
 @pytest.fixture
 def make_worker(ranks: Ranks) -> MakeWorker:
-    def make(directory: str, token_budget: int = 2048) -> Worker:
-        worker = Worker(TrainerSpec(directory, 1, "cpu", "float32", 1, token_budget), 0)
+    def make(directory: str, token_budget: int = 2048, dtype: str = "float32") -> Worker:
+        worker = Worker(TrainerSpec(directory, 1, "cpu", dtype, 1, token_budget), 0)
         worker.attach(ranks)
         return worker
 

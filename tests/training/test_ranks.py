@@ -9,6 +9,7 @@ from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.training.support.passes import make_data, make_item
+from tests.training.support.saves import published_weights
 
 SPECS = {
     ModelKey(1): LoraSpec(8, 1),
@@ -49,8 +50,8 @@ async def _train(group: TrainerGroup) -> Trained:
             outputs += [output for output in found if isinstance(output, PassOutput)]
         steps = await group.optim_step([StepItem(RequestId("s"), model, ADAM) for model in SPECS])
         metrics += [dict(output.metrics) for output in steps]
-    adapters = await group.capture_adapters([model for model, spec in SPECS.items() if spec.rank])
-    return outputs, metrics, {model: dict(weights.tensors) for model, weights in adapters.items()}
+    adapters = {model: await published_weights(group, model) for model, spec in SPECS.items() if spec.rank}
+    return outputs, metrics, adapters
 
 
 async def _run(directory: str, ranks: int) -> Trained:

@@ -18,6 +18,7 @@ from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutpu
 from skyrl_tinker.errors import SamplerError, StorageError, TrainerError, UserError
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.training.support.passes import make_data, make_item
+from tests.training.support.saves import publish_weights, published_weights
 
 A, B, FULL = ModelKey(1), ModelKey(2), ModelKey(3)
 SPECS = {A: LoraSpec(8, 1), B: LoraSpec(4, 2, train_mlp=False, train_attn=False), FULL: LoraSpec(0, 0)}
@@ -88,9 +89,9 @@ async def _train(group: TrainerGroup, tmp_path: Path) -> Trained:
             outputs += await _pass(group, *items)
         steps = await group.optim_step([StepItem(RequestId("s"), model, adam) for model in SPECS])
         metrics += [dict(output.metrics) for output in steps]
-    await group.capture_full(FULL, str(tmp_path / "full"))
+    await publish_weights(group, FULL, tmp_path / "full")
     await group.save_state(FULL, str(tmp_path / "state"), optimizer=True)
-    return outputs, metrics, dict((await group.capture_adapters([A]))[A].tensors)
+    return outputs, metrics, await published_weights(group, A)
 
 
 async def test_two_ranks_equal_one(one: TrainerGroup, two: TrainerGroup, tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ async def test_a_request_failing_on_one_rank_is_dropped_on_all(two: TrainerGroup
         outputs = (await two.run_pass(prepared)).outputs
         assert [isinstance(output, PassOutput) for output in outputs] == [True, *(False for _ in items)]
         await two.optim_step([StepItem(RequestId("s"), model, AdamParams(1e-2))])
-        adapters.append((await two.capture_adapters([model]))[model].tensors)
+        adapters.append(await published_weights(two, model))
     for name, array in adapters[0].items():
         np.testing.assert_array_equal(adapters[1][name], array)
 
@@ -147,8 +148,8 @@ async def test_a_disk_that_fails_one_rank_leaves_the_group_whole(two: TrainerGro
     await two.create_model(FULL, SPECS[FULL])
     with pytest.raises(StorageError, match="rank 0 could not write the checkpoint: Not a directory"):
         await two.save_state(FULL, str(tmp_path / "file" / "c"), optimizer=True)
-    with pytest.raises(StorageError, match="could not be written"):
-        await two.capture_full(FULL, str(tmp_path / "file" / "c"))
+    with pytest.raises(StorageError, match="rank 0 could not write the checkpoint: Not a directory"):
+        await publish_weights(two, FULL, tmp_path / "file" / "c")
     assert await two.save_state(FULL, str(tmp_path / "c"), optimizer=True) > 0
 
 

@@ -1,4 +1,4 @@
-"""Neither capturing nor sending weights ever holds a second copy of the model."""
+"""Capturing weights holds one copy of a rank's share, writing them none more, sending them two chunks."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -72,12 +72,23 @@ async def growth(group: TrainerGroup, work: Callable[[], Any]) -> list[int]:
     return [peak - start for peak, start in zip(await group.sender_call("peak"), before, strict=True)]
 
 
-async def test_capturing_gathers_one_parameter_at_a_time(group: TrainerGroup, tmp_path: Path) -> None:
+async def test_capturing_holds_the_own_share_and_one_parameter_at_a_time(
+    group: TrainerGroup, model: Path, tmp_path: Path
+) -> None:
     await group.create_model(MODEL, LoraSpec(0, 0))
     await group.open_sender(watched_sender(), every_rank=True)
-    grown = await growth(group, lambda: group.capture_full(MODEL, str(tmp_path / "v1")))
-    whole, _ = sizes(tmp_path / "v1")
-    assert max(grown) < whole / 2, [g / MiB for g in grown]  # a few tensors, and what the heap wastes
+    captured = []
+
+    async def capture() -> None:
+        captured.append((await group.capture_weights({MODEL: False}))[MODEL])
+
+    whole, _ = sizes(model)
+    waste = whole / 2  # a few tensors, and what the heap wastes
+    grown = await growth(group, capture)
+    assert max(grown) < whole / group.spec.ranks + waste, [g / MiB for g in grown]
+    grown = await growth(group, lambda: group.persist_state(captured[0], str(tmp_path / "v1")))
+    assert max(grown) < 3 * SLACK, [g / MiB for g in grown]
+    await captured[0].drop()
     await group.release(MODEL)
 
 

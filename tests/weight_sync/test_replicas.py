@@ -42,6 +42,7 @@ from tests.inference.support.samplers import (
     write_model,
 )
 from tests.training.support.passes import make_data, make_item
+from tests.training.support.saves import publish_weights
 from tests.weight_sync.conftest import CHUNK_BYTES, launch_trainer
 
 MODEL = ModelKey(1)
@@ -90,7 +91,7 @@ async def capture(group: TrainerGroup, facts: BaseModelFacts, directory: Path) -
     await group.create_model(MODEL, LoraSpec(0, 0))
     await group.run_pass(group.prepare([make_item(MODEL, make_data((40, 30), 1))]))
     await group.optim_step([StepItem(RequestId("s"), MODEL, AdamParams(0.05))])
-    await group.capture_full(MODEL, str(directory))
+    await publish_weights(group, MODEL, directory)
     await group.release(MODEL)
     shutil.copy(Path(facts.directory) / "config.json", directory)
     return directory

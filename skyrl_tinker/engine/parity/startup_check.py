@@ -8,7 +8,6 @@ from pathlib import Path
 from skyrl_tinker.domain.ids import ModelKey, RequestId, VersionId
 from skyrl_tinker.domain.values import (
     AdamParams,
-    AdapterWeights,
     BaseModelFacts,
     Failure,
     Float32,
@@ -25,8 +24,7 @@ from skyrl_tinker.engine.parity.probe import (
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.off_loop import in_disk_thread
-from skyrl_tinker.training.trainer_group import TrainerGroup
-from skyrl_tinker.weight_sync.adapter_files import publish_adapter
+from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 MODEL = ModelKey(-1)
 VERSION = VersionId(0)  # the store counts from 1
@@ -42,7 +40,7 @@ class Probe:
     tokens: tuple[int, ...]  # [N]
     base: Float32
     adapter: Float32
-    weights: AdapterWeights
+    weights: CapturedState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,8 @@ async def probe(trainer: TrainerGroup, facts: BaseModelFacts) -> Probe:
         base = await _logprobs(trainer, tokens, backward=True)  # B is still zero
         await trainer.optim_step([StepItem(REQUEST, MODEL, AdamParams(LEARNING_RATE))])
         adapter = await _logprobs(trainer, tokens)
-        weights = await trainer.capture_adapters([MODEL])
-        return Probe(tokens, base, adapter, weights[MODEL])
+        captured = await trainer.capture_weights({MODEL: False})
+        return Probe(tokens, base, adapter, captured[MODEL])
     finally:
         await trainer.release(MODEL)
 
@@ -77,17 +75,19 @@ async def _logprobs(trainer: TrainerGroup, tokens: tuple[int, ...], *, backward:
     return output
 
 
-async def compare(probed: Probe, samplers: Samplers, facts: BaseModelFacts, directory: Path) -> LogprobGap:
+async def compare(probed: Probe, samplers: Samplers, directory: Path) -> LogprobGap:
     """Score on the samplers and compare. `directory` is used for the adapter and removed."""
-    await in_disk_thread(publish_adapter, probed.weights, directory, facts.directory)
     version = WeightVersion(VERSION, "lora", str(directory))
+    await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)  # an engine may have died here
     try:
+        await probed.weights.persist(str(directory))
         await samplers.load(version)
         (base, _), (adapter, _) = await asyncio.gather(
             sampler_logprobs(samplers, None, probed.tokens),
             sampler_logprobs(samplers, version, probed.tokens),
         )
     finally:
+        await probed.weights.drop()
         await samplers.unload(version)
         await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)
     return LogprobGap(largest_difference(base, probed.base), largest_difference(adapter, probed.adapter))

@@ -1,26 +1,24 @@
 """save_weights_for_sampler: captured on the trainer, of several models in one turn, then published.
 
-Publishing (write, load on the samplers, record, answer) needs no trainer and runs in the background.
+Publishing (write, load on the samplers, record, answer) takes no turn of the trainer's and runs in the
+background.
 """
 
 import asyncio
 import logging
-import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.atomic_directory import make_staging, publish, storage_errors
 from skyrl_tinker.domain.ids import CheckpointKind, ModelKey
-from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, WeightVersion
+from skyrl_tinker.domain.values import Failure, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently, when_there_is_room
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
@@ -28,7 +26,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.errors import DiskFullError, SamplerError, SkyrlTinkerError, StorageError, TrainerError
+from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
@@ -36,11 +34,8 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import TrainerGroup
-from skyrl_tinker.weight_sync.adapter_files import write_adapter
+from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
-UNWRITTEN = "the weights could not be written"
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 Start = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 """Start work in the background."""
@@ -54,11 +49,9 @@ class SamplerSaveRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplerSave(Save):
-    """`adapter` None: not captured yet, or full weights, which the trainer writes to `staging`."""
-
     body: SaveSamplerBody
     version: WeightVersion
-    adapter: AdapterWeights | None = None
+    captured: CapturedState
 
     @property
     def inflight(self) -> bool:
@@ -72,23 +65,22 @@ class Publisher(SaveFlow[SamplerSave]):
         trainer: TrainerGroup,
         samplers: Samplers,
         commits: UnitCommits,
-        facts: BaseModelFacts,
         ephemeral_dir: Path,
         checkpoint_root: Path,
         gaps: DriftMonitor,
         metrics: Metrics,
+        written: Callable[[QueuedRow], None],
     ) -> None:
+        """`written`: called, once or twice, when a save's weights are in files or given up."""
         super().__init__(store, commits, checkpoint_root)
         self._trainer = trainer
         self._samplers = samplers
-        self._facts = facts
         self._ephemeral = ephemeral_dir
         self._gaps = gaps
         self._metrics = metrics
+        self._written = written
 
-    async def capture_rows(
-        self, rows: Sequence[QueuedRow]
-    ) -> dict[int, SamplerSave | Failure | DiskFullError]:
+    async def capture_rows(self, rows: Sequence[QueuedRow]) -> dict[int, SamplerSave | Failure]:
         """Capture the weights of each request, by future id, as `capture` does."""
         requests = await read_persistently(self._store, partial(_requests, rows=rows))
         saves = await self.capture(requests)
@@ -105,28 +97,16 @@ class Publisher(SaveFlow[SamplerSave]):
             start(self._compare(scored, *publishing[scored.key]))
         return {key: task for key, (_, task) in publishing.items()}
 
-    async def capture(
-        self, requests: Sequence[SamplerSaveRequest]
-    ) -> list[SamplerSave | Failure | DiskFullError]:
-        """Capture each request's weights, adapters in one call; `persist` must follow.
-
-        A request that fails does so alone; one that has no room may be captured again. Raises TrainerError:
-        the ranks are broken, and nothing is left.
-        """
-        begun = [await _or_failure(self._begin(*request)) for request in requests]
-        saves = [save for save in begun if isinstance(save, SamplerSave)]
-        lora = [save.model.key for save in saves if save.version.kind == "lora"]
+    async def capture(self, requests: Sequence[SamplerSaveRequest]) -> list[SamplerSave | Failure]:
+        """Capture all requests' weights in one call; `persist` must follow. Raises TrainerError."""
+        durable = {request.model.key: request.body.name is not None for request in requests}
         try:
-            adapters = await _or_failure(self._trainer.capture_adapters(lora)) if lora else {}
-            return [
-                await self._with_weights(save, adapters) if isinstance(save, SamplerSave) else save
-                for save in begun
-            ]
+            captured = await self._trainer.capture_weights(durable) if requests else {}
         except TrainerError:
-            for save in saves:
-                await self._discard(save)
-                self._reserved.discard(save.path)
             raise
+        except SkyrlTinkerError as error:
+            return [failure_of(error) for _ in requests]
+        return [await self._begin_or_drop(request, captured[request.model.key]) for request in requests]
 
     async def restore(self, row: QueuedRow, model: ModelRow) -> None:
         """Write the files of a published version again if they are gone, as after a reboot.
@@ -137,22 +117,17 @@ class Publisher(SaveFlow[SamplerSave]):
         version = await read_persistently(self._store, find)
         if version is None or await in_disk_thread(Path(version.directory).exists):
             return
-        save = SamplerSave(row, model, SaveSamplerBody(), None, Path(version.directory), version)
-        adapters = await self._trainer.capture_adapters([model.key]) if version.kind == "lora" else {}
+        captured = (await self._trainer.capture_weights({model.key: False}))[model.key]
         try:
-            await when_there_is_room(partial(self._write_lost, save, adapters))
+            await when_there_is_room(partial(self._write_lost, captured, Path(version.directory)))
         except StorageError as error:
             _log.error("%s could not be written again: %s", version.name, error)
+        finally:
+            await captured.drop()
 
-    async def _write_lost(self, save: SamplerSave, adapters: Mapping[ModelKey, AdapterWeights]) -> None:
-        if await in_disk_thread(save.directory.exists):
-            return
-        if save.version.kind == "full":
-            await self._capture_full(save)
-        else:
-            save = replace(save, adapter=adapters[save.model.key])
-        with storage_errors(UNWRITTEN):
-            await in_disk_thread(_write_files, save, self._facts.directory)
+    async def _write_lost(self, captured: CapturedState, directory: Path) -> None:
+        if not await in_disk_thread(directory.exists):
+            await self._trainer.persist_state(captured, str(directory))
 
     async def persist(self, save: SamplerSave) -> bool:
         started = time.monotonic()
@@ -162,7 +137,18 @@ class Publisher(SaveFlow[SamplerSave]):
             await self._announce(save)
         return succeeded
 
-    async def _begin(self, row: QueuedRow, model: ModelRow, body: SaveSamplerBody) -> SamplerSave:
+    async def _begin_or_drop(
+        self, request: SamplerSaveRequest, captured: CapturedState
+    ) -> SamplerSave | Failure:
+        try:
+            return await self._begin(*request, captured)
+        except Exception as error:  # becomes the result of the request
+            await captured.drop()
+            return failure_of(error)
+
+    async def _begin(
+        self, row: QueuedRow, model: ModelRow, body: SaveSamplerBody, captured: CapturedState
+    ) -> SamplerSave:
         """Reserve the name and number the version. Raises SkyrlTinkerError."""
         path = TinkerPath(model.model_id, CheckpointKind.SAMPLER_WEIGHTS, body.name) if body.name else None
         kind: Literal["lora", "full"] = "lora" if model.spec.rank else "full"
@@ -180,41 +166,18 @@ class Publisher(SaveFlow[SamplerSave]):
             directory = (
                 await self._new_directory(row, model, path) if path else self._ephemeral / version.name
             )
-        return SamplerSave(row, model, body, path, directory, replace(version, directory=str(directory)))
-
-    async def _with_weights(
-        self, save: SamplerSave, adapters: Mapping[ModelKey, AdapterWeights] | Failure
-    ) -> SamplerSave | Failure | DiskFullError:
-        captured: SamplerSave | Failure | DiskFullError
-        if save.version.kind == "full":
-            try:
-                captured = await _or_failure(self._capture_full(save))
-            except DiskFullError as error:
-                captured = error
-                await self._store.write(partial(sampling_sessions.delete_version, version_id=save.version.id))
-        elif isinstance(adapters, Failure):
-            captured = adapters
-        else:
-            captured = replace(save, adapter=adapters[save.model.key])
-        if not isinstance(captured, SamplerSave):
-            self._reserved.discard(save.path)
-        return captured
-
-    async def _capture_full(self, save: SamplerSave) -> SamplerSave:
-        try:
-            with storage_errors(UNWRITTEN):
-                await in_disk_thread(make_staging, save.directory)
-            await self._trainer.capture_full(save.model.key, str(save.staging))
-        except SkyrlTinkerError:  # its files must not go on filling the memory
-            await in_disk_thread(shutil.rmtree, save.staging, ignore_errors=True)
-            raise
-        return save
+        version = replace(version, directory=str(directory))
+        return SamplerSave(row, model, body, path, directory, version, captured)
 
     async def _write(self, save: SamplerSave) -> int:
-        with storage_errors(UNWRITTEN):
-            size = await in_disk_thread(_write_files, save, self._facts.directory)
+        size = await self._trainer.persist_state(save.captured, str(save.directory))
+        await self._free(save)  # loading may take long
         await self._samplers.load(save.version)
         return size
+
+    async def _free(self, save: SamplerSave) -> None:
+        await save.captured.drop()
+        self._written(save.row)
 
     def _record(self, conn: Connection, save: SamplerSave, size: int) -> Mapping[str, Any]:
         sampling_sessions.publish_version(conn, save.version.id, str(save.directory))
@@ -245,16 +208,6 @@ class Publisher(SaveFlow[SamplerSave]):
             await self._gaps.compare(scored, save.version, inflight=save.inflight)
 
 
-async def _or_failure(work: Awaitable[T]) -> T | Failure:
-    """Return the result of `work`, or its error as a Failure. Raises TrainerError, DiskFullError."""
-    try:
-        return await work
-    except (TrainerError, DiskFullError):
-        raise
-    except Exception as error:  # becomes the result of the request
-        return failure_of(error)
-
-
 def _requests(conn: Connection, rows: Sequence[QueuedRow]) -> list[SamplerSaveRequest]:
     """Read the requests, without those that expired before their turn."""
     bodies = queue.read_bodies(conn, [row.id for row in rows])
@@ -278,13 +231,3 @@ def _create_session(conn: Connection, save: SamplerSave) -> str:
         model_path=None,
         version_id=save.version.id,
     )
-
-
-def _write_files(save: SamplerSave, base_model: str) -> int:
-    """Make the directory appear, complete, a durable one with a manifest; returns its size in bytes."""
-    if save.adapter is not None:
-        write_adapter(save.adapter, make_staging(save.directory), base_model)
-    if save.path is not None:
-        files = {file.name: entry_of(file) for file in sorted(save.staging.iterdir())}
-        write_manifest(save.staging, Manifest(base_model, save.model.spec, 0, None, files))
-    return publish(save.staging, save.directory)

@@ -51,6 +51,7 @@ class _Lane:
     refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> what the API found wrong
     storage_blocked: bool = False  # a save is being written: no other save and no load begins
     publishing: int = 0  # saves for samplers being written: no load begins, which would become the snapshot
+    writing: set[int] = field(default_factory=set)  # of those, the ids of which the ranks hold the weights
     held: bool = False  # nothing begins
     window_error: str | None = None  # why the gradients of the current accumulation window are invalid
     last: int | None = None  # the last seq_id that runs: the model is to be unloaded
@@ -209,6 +210,13 @@ class Lanes:
     def publish_ended(self, model: ModelKey) -> None:
         self._lane(model).publishing -= 1
 
+    def write_began(self, row: QueuedRow) -> None:
+        """Make saves for samplers wait until `write_ended`: the ranks hold one copy of this model at most."""
+        self._lane(model_of(row)).writing.add(row.id)
+
+    def write_ended(self, row: QueuedRow) -> None:
+        self._lane(model_of(row)).writing.discard(row.id)
+
     def storage_blocked(self, model: ModelKey) -> bool:
         return self._lane(model).storage_blocked
 
@@ -276,6 +284,8 @@ def _head(lane: _Lane, budget: int) -> list[QueuedRow]:
 
 def _waits_for_storage(lane: _Lane, first: QueuedRow) -> bool:
     if lane.publishing and first.kind is RequestKind.LOAD_WEIGHTS:
+        return True
+    if lane.writing and first.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
         return True
     return lane.storage_blocked and first.kind in STORAGE
 

@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.outbox import RETRY_S, FutureOutcome, read_persistently, when_there_is_room
+from skyrl_tinker.engine.outbox import RETRY_S, FutureOutcome, read_persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
@@ -109,7 +109,7 @@ class UnitExecution:
                 result = await self._executors.optim_steps.apply(rows)
                 self._end(rows, result.effects, result.outcomes, seconds=self._trainer.busy_s - busy_s)
             case Barriers(rows) if unit.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
-                self._postpone(await self._save_for_samplers(rows))
+                await self._save_for_samplers(rows)
             case Barriers(rows):
                 (row,) = rows
                 await self._run_barrier(row)
@@ -143,7 +143,7 @@ class UnitExecution:
                     model = await self._models.row(model_of(row))
                     await self._executors.sampler_saves.restore(row, model)
             elif row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
-                await when_there_is_room(partial(self._repeat_for_samplers, row))
+                await self._save_for_samplers([row], recorded=True)
             else:
                 await self._run_barrier(row, recorded=True)
 
@@ -176,23 +176,18 @@ class UnitExecution:
         if ready.sequences:
             self._background.create_task(self._executors.passes.renew_records(ready))
 
-    async def _save_for_samplers(
-        self, rows: Sequence[QueuedRow], *, recorded: bool = False
-    ) -> Sequence[QueuedRow]:
-        """Capture, then publish in the background; returns those for which there is no room yet.
-
-        `recorded`: a replay, whose unit is in the journal.
-        """
+    async def _save_for_samplers(self, rows: Sequence[QueuedRow], *, recorded: bool = False) -> None:
+        """Capture, then publish in the background. `recorded`: a replay, whose unit is in the journal."""
         captured = await self._executors.sampler_saves.capture_rows(rows)
-        postponed = [row for row in rows if isinstance(captured.get(row.id), DiskFullError)]
         failures = {row_id: save for row_id, save in captured.items() if isinstance(save, Failure)}
-        self._end([] if recorded else [row for row in rows if row not in postponed], {}, failures)
+        self._end([] if recorded else rows, {}, failures)
         saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
+        for save in saves:
+            self._lanes.write_began(save.row)
         publishing = await self._executors.sampler_saves.publish(saves, self._start_write)
         for model, task in publishing.items():
             self._lanes.publish_began(model)
             task.add_done_callback(partial(self._publish_ended, model))
-        return postponed
 
     def _publish_ended(self, model: ModelKey, _: "asyncio.Task[bool]") -> None:
         self._lanes.publish_ended(model)
@@ -228,10 +223,6 @@ class UnitExecution:
         self._snapshots.note(rows, effects, seconds)
         all_effects = {row.id: effects.get(row.id) for row in rows}
         self._commits.add(UnitEnd(answers, ops, next(self._units), all_effects))
-
-    async def _repeat_for_samplers(self, row: QueuedRow) -> None:
-        if await self._save_for_samplers([row], recorded=True):
-            raise DiskFullError(f"request {row.request_id} waits: there is no room on the disk")
 
     def _postpone(self, rows: Sequence[QueuedRow]) -> None:
         """Try requests again in a while, each before all others of its model: the disk is full."""

@@ -10,7 +10,7 @@ done `commit`, which makes the directory appear.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 
@@ -41,10 +41,14 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of weights in files. `shard_bytes`: about the size of each; with None every rank writes one."""
+    """Layout of weights in files. `shard_bytes`: about the size of each; with None every rank writes one.
+
+    `checked`: a manifest has the checksums of the files.
+    """
 
     dtype: torch.dtype = torch.float32
     shard_bytes: int | None = None
+    checked: bool = True
 
     def shards(self, sizes: Mapping[str, int], writers: int) -> int:
         """Return the number of files. `sizes`: elements by tensor."""
@@ -74,29 +78,27 @@ def capture(
 
     Each rank keeps only what it will write; one whole tensor at a time is on the device.
     """
-    shapes = model.shapes()
-    sizes = {name: prod(shape) for name, shape in shapes.items()}
+    sizes = {name: prod(shape) for name, shape in model.shapes().items()}
     writers = _writers(model, world)
     shares = deal(sizes, layout.shards(sizes, writers))
-    owner = {name: index for index, share in enumerate(shares) for name in share}
+    file_of = {name: index for index, share in enumerate(shares) for name in share}
+    own = {name for name, index in file_of.items() if index % writers == rank}
     files: dict[str, Tensors] = {}
     for part in (Part.WEIGHT, *_moments(model, optimizer)):
-        for name in shapes:
-            whole = model.read(part, name)
-            if owner[name] % writers == rank:
-                file = files.setdefault(_file_name(model, part, owner[name], len(shares)), {})
-                # a copy: what was read may change or move
-                file[key_of(part, name)] = whole.to("cpu", layout.dtype, copy=True)
+        for name, copy in model.host_copies(part, layout.dtype, own):
+            file = files.setdefault(_file_name(model, part, file_of[name], len(shares)), {})
+            file[key_of(part, name)] = copy
     return Captured(files, _contents(model, base_model, optimizer, shares, layout), layout.dtype)
 
 
 def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:
-    """Write this rank's files durably; no collective. Raises OSError."""
+    """Write this rank's files durably; no collective. Returns what a manifest lists. Raises OSError."""
     scratch.mkdir(parents=True, exist_ok=True)
     for name, tensors in captured.files.items():
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         write_tensors(scratch / name, shapes, captured.dtype, tensors.values())
-    return {name: entry_of(scratch / name) for name in captured.files}
+    checked = captured.contents.manifest is not None
+    return {name: entry_of(scratch / name) for name in captured.files if checked}
 
 
 def commit(
@@ -110,8 +112,10 @@ def commit(
         raise UserError(f"a checkpoint cannot be written to {directory}: the directory exists")
     for name, text in contents.texts.items():
         (scratch / name).write_text(text)
-    texts = {name: entry_of(scratch / name) for name in contents.texts}
-    write_manifest(scratch, contents.with_files({**files, **texts}))
+    if contents.manifest is not None:
+        texts = {name: entry_of(scratch / name) for name in contents.texts}
+        listed = dict(sorted({**files, **texts}.items()))
+        write_manifest(scratch, replace(contents.manifest, files=listed))
     return publish(scratch, directory)
 
 
@@ -135,7 +139,7 @@ def _contents(
     model: TrainableModel, base_model: str, optimizer: bool, shares: list[list[str]], layout: Layout
 ) -> CheckpointContents:
     family = model.optimizer if optimizer else None
-    manifest = Manifest(base_model, model.spec, model.step, family)
+    manifest = Manifest(base_model, model.spec, model.step, family) if layout.checked else None
     if isinstance(model, LoraModel):
         config = adapter_config(model.shapes(), model.spec.rank, base_model)
         return CheckpointContents(manifest, {ADAPTER_CONFIG_FILE: _json(config)})

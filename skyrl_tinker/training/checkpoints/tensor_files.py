@@ -38,14 +38,12 @@ def write_tensors(
     dtype: torch.dtype,
     tensors: Iterable[torch.Tensor],
 ) -> None:
-    """Write `tensors`, in the order of `shapes`, cast to `dtype`; one at a time is in memory. Durable."""
+    """Write `tensors` in host memory, of `dtype` and in the order of `shapes`. Durable."""
     with path.open("wb") as file:
         _write_header(file, shapes, dtype)
         for tensor in tensors:
-            # a copy in any case: a storage that NumPy has seen cannot be resized any more
-            flat = tensor.detach().to("cpu", dtype, copy=True).contiguous().view(-1)
+            flat = tensor.contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)  # `tofile` would not say why it fails
-            del tensor, flat  # before the next one is gathered
         file.flush()
         os.fsync(file.fileno())
 

@@ -10,7 +10,7 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models.network import Network, network_tensors
-from skyrl_tinker.training.models.trainable_model import Kind, TrainableModel
+from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel
 
 _PREFIX = "causal_lm."
 
@@ -78,6 +78,11 @@ class FullModel(TrainableModel):
         if id(parameter) in self._tables:
             return Kind.TABLE
         return Kind.MATRIX if parameter.dim() == 2 else Kind.VECTOR
+
+    def share(self, part: Part, name: str) -> torch.Tensor:
+        if part is Part.WEIGHT:  # without making the list of all, for each of them
+            return _local(self._parameters[name].detach())
+        return super().share(part, name)
 
     def select(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
         return tensors[self._index[name]]

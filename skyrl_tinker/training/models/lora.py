@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from skyrl_tinker.domain.peft_config import ALPHA, KEY_PREFIX
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.models.trainable_model import Kind, TrainableModel
+from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel, host_copy
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
@@ -159,6 +159,14 @@ class LoraModel(TrainableModel):
 
     def select(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
         return self._slots[name].view(tensors[0])
+
+    def host_copies(
+        self, part: Part, dtype: torch.dtype, names: Container[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        chosen = [name for name in self._slots if name in names]
+        if chosen:
+            copies = [host_copy(tensor, dtype) for tensor in self.local(part)]
+            yield from ((name, self.select(name, copies)) for name in chosen)
 
     def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
         return share

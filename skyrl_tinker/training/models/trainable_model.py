@@ -1,7 +1,7 @@
 """Interface of a trainable model, adapter or full copy, to optimizers, passes and checkpoints."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from enum import StrEnum
 
 import torch
@@ -33,6 +33,12 @@ class Kind(StrEnum):
     MATRIX = "matrix"  # a linear map [out, in]
     TABLE = "table"  # rows [tokens, features] of which an input picks one
     VECTOR = "vector"  # any other number of dimensions
+
+
+def host_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Copy to host memory; the cast is the device's work."""
+    cast = tensor.detach().to(dtype)
+    return cast.to("cpu", copy=cast.data_ptr() == tensor.data_ptr())
 
 
 class TrainableModel(ABC):
@@ -156,10 +162,27 @@ class TrainableModel(ABC):
     def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of a tensor that every rank has whole."""
 
+    def share(self, part: Part, name: str) -> torch.Tensor:
+        """Return this rank's share of one parameter."""
+        return self.select(name, self.local(part))
+
     def read(self, part: Part, name: str) -> torch.Tensor:
         """Return the whole tensor. Every rank must call it, in the same order."""
-        return self.gather(name, self.select(name, self.local(part)))
+        return self.gather(name, self.share(part, name))
 
     def write(self, part: Part, name: str, tensor: torch.Tensor) -> None:
         """Set a whole tensor; every rank is given the same one."""
-        self.select(name, self.local(part)).copy_(self.shard(name, tensor))
+        self.share(part, name).copy_(self.shard(name, tensor))
+
+    def host_copies(
+        self, part: Part, dtype: torch.dtype, names: Container[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole copies of these tensors in host memory; one at a time is whole on the device.
+
+        Every rank must call it, in the same order, and read it to the end.
+        """
+        for name in self.shapes():
+            whole = self.read(part, name)
+            if name in names:
+                yield name, host_copy(whole, dtype)
+            del whole  # before the next one is gathered

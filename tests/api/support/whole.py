@@ -1,7 +1,7 @@
 """API and engine on one database. Only what computes is scripted: the trainer's workers and the samplers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
@@ -9,7 +9,6 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import (
-    AdapterWeights,
     LoraSpec,
     OptimizerFamily,
     PassItem,
@@ -30,7 +29,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.api.support.world import FACTS, World, running
-from tests.engine.support.world import CapturedExport, CapturedSteps, Workers
+from tests.engine.support.world import CapturedExport, CapturedSteps, CapturedWeights, Workers
 
 Ran = tuple[str, Any]
 
@@ -78,10 +77,10 @@ class Trainer(Workers):
         self._note(model, "load", optimizer)
         await super().load_state(model, directory, optimizer=optimizer)
 
-    async def capture_adapters(self, models: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
-        for model in models:
+    async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, CapturedWeights]:
+        for model in durable:
             self._note(model, "publish")
-        return {model: AdapterWeights(LoraSpec(8, 0), {}) for model in models}
+        return await super().capture_weights(durable)
 
 
 class Samplers:

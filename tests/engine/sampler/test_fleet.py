@@ -19,9 +19,16 @@ from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.weight_sync.adapter_files import publish_adapter
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
-from tests.inference.support.samplers import Served, ask, prompt_of, random_adapter, sample, unique
+from tests.inference.support.samplers import (
+    Served,
+    ask,
+    prompt_of,
+    publish_adapter,
+    random_adapter,
+    sample,
+    unique,
+)
 
 SAMPLES = 16
 

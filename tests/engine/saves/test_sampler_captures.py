@@ -1,48 +1,52 @@
 """Saves for the samplers: several models' at once, each with a fate of its own. The trainer is scripted."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import func, select
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
-from skyrl_tinker.domain.values import AdapterWeights, BaseModelFacts, Failure, LoraSpec, WeightVersion
+from skyrl_tinker.domain.values import Failure, LoraSpec, WeightVersion
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.errors import DiskFullError, StateLostError, StorageError, TrainerError
+from skyrl_tinker.errors import StateLostError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.database.tables import AdapterVersion
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 
-FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 FULL = LoraSpec(0, 1)
 
 
 class Trainer:
-    """Its disk is full after some bytes; `fault` befalls the capture of adapters."""
+    """`fault` befalls the capture; `held`: the models whose captured weights are not dropped."""
 
     def __init__(self) -> None:
         self.fault: Exception | None = None
-        self.captured: list[list[ModelKey]] = []
-        self.full: StorageError = StorageError("the weights could not be written: disk broken")
+        self.captured: list[dict[ModelKey, bool]] = []
+        self.held: list[ModelKey] = []
 
-    async def capture_full(self, model: ModelKey, directory: str) -> None:
-        write(Path(directory))
-        raise self.full
-
-    async def capture_adapters(self, keys: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
-        self.captured.append(list(keys))
+    async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, "Captured"]:
+        self.captured.append(dict(durable))
         if self.fault is not None:
             raise self.fault
-        return {key: AdapterWeights(LoraSpec(8, seed=key), {}) for key in keys}
+        self.held += durable
+        return {key: Captured(key, self.held) for key in durable}
+
+
+@dataclass(frozen=True)
+class Captured:
+    model: ModelKey
+    held: list[ModelKey]
+
+    async def drop(self) -> None:
+        self.held.remove(self.model)
 
 
 @pytest.fixture
@@ -59,7 +63,8 @@ class Samplers:
 def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: Trainer) -> Publisher:
     commits = UnitCommits(Outbox(store, bell, Metrics()))
     parts = cast(Any, trainer), cast(Any, Samplers()), commits
-    return Publisher(store, *parts, FACTS, tmp_path, tmp_path / "checkpoints", cast(Any, None), Metrics())
+    directories, gaps = (tmp_path, tmp_path / "checkpoints"), cast(Any, None)
+    return Publisher(store, *parts, *directories, gaps, Metrics(), lambda row: None)
 
 
 async def save(store: Store, spec: LoraSpec | None = None, name: str | None = None) -> SamplerSaveRequest:
@@ -77,58 +82,37 @@ async def save(store: Store, spec: LoraSpec | None = None, name: str | None = No
     return SamplerSaveRequest(row, await journal.model_of(store, accepted.model_id), body)
 
 
-def write(directory: Path) -> None:
-    (directory / ".model.safetensors.tmp").write_bytes(b"some")
-
-
-def names(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir()]
-
-
-async def test_adapters_of_several_models_are_captured_in_one_call(
+async def test_weights_of_several_models_are_captured_in_one_call(
     store: Store, publisher: Publisher, trainer: Trainer
 ) -> None:
-    saves = [await save(store) for _ in range(3)]
+    saves = [await save(store), await save(store, FULL), await save(store, name="best")]
     captures = await publisher.capture(saves)
     keys = [each.model.key for each in saves]
-    assert trainer.captured == [keys]
+    assert trainer.captured == [dict(zip(keys, (False, False, True), strict=True))]
     captured = [save for save in captures if isinstance(save, SamplerSave)]
     assert [save.row for save in captured] == [request.row for request in saves]
-    assert [save.adapter for save in captured] == [AdapterWeights(LoraSpec(8, seed=key), {}) for key in keys]
+    assert [cast(Any, save.captured).model for save in captured] == keys
+    assert [save.version.kind for save in captured] == ["lora", "full", "lora"]
 
 
-@pytest.mark.parametrize("error", [StorageError("disk broken"), DiskFullError("no space left on device")])
-async def test_what_cannot_be_written_fills_no_memory_and_harms_no_other_save(
-    store: Store, publisher: Publisher, trainer: Trainer, tmp_path: Path, error: StorageError
+async def test_a_name_is_taken_from_its_capture_on(
+    store: Store, publisher: Publisher, trainer: Trainer
 ) -> None:
-    trainer.full = error
-    full, lora = await save(store, FULL), await save(store)
-    before = names(tmp_path)
-    failed, captured = await publisher.capture([full, lora])
-    again = isinstance(error, DiskFullError)
-    assert failed == (error if again else Failure("disk broken", "server"))
-    assert isinstance(captured, SamplerSave)
-    assert names(tmp_path) == before
-    with store.read() as conn:
-        assert conn.scalar(select(func.count()).select_from(AdapterVersion)) == (1 if again else 2)
-
-
-async def test_a_name_is_taken_from_its_capture_on(store: Store, publisher: Publisher) -> None:
     first, other = await save(store, name="best"), await save(store, name="best")
     one, two = await publisher.capture([first, other])
     assert isinstance(one, SamplerSave)
     assert isinstance(two, SamplerSave), "another model's name is another name"
     (again,) = await publisher.capture([first])
     assert isinstance(again, Failure)
+    assert sorted(trainer.held) == [first.model.key, other.model.key], "what is refused is not kept"
     assert "best is being saved by an earlier request: choose another name" in again.message
 
 
-@pytest.mark.parametrize("spec", [None, FULL], ids=["lora", "full"])
 async def test_a_name_is_free_again_when_the_capture_failed(
-    store: Store, publisher: Publisher, trainer: Trainer, spec: LoraSpec | None
+    store: Store, publisher: Publisher, trainer: Trainer
 ) -> None:
     trainer.fault = StateLostError("the trainer has no state of model 1")
-    named = await save(store, spec, name="best")
+    named = await save(store, name="best")
     first = await publisher.capture([named])
     assert await publisher.capture([named]) == first
     assert [isinstance(each, Failure) for each in first] == [True]

@@ -1,7 +1,8 @@
 """Saves of several models cost the trainer one capture and one probe. Trainer and samplers are scripted."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -13,7 +14,6 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, VersionId
 from skyrl_tinker.domain.values import (
-    AdapterWeights,
     BaseModelFacts,
     Failure,
     LoraSpec,
@@ -46,18 +46,23 @@ TOKENS = 4
 
 
 class Trainer:
-    """Gives the tokens of a probe the logprob -1; its disk is full."""
+    """Gives the tokens of a probe the logprob -1; its disk fails for the models in `unwritable`."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Sequence[ModelKey]]] = []
+        self.unwritable: set[ModelKey] = set()
+        self.held: set[ModelKey] = set()  # whose captured weights are not dropped
 
-    async def capture_adapters(self, keys: Sequence[ModelKey]) -> dict[ModelKey, AdapterWeights]:
-        self.told.append(("capture", keys))
-        tensors = {"layers.0.q_proj.lora_A": np.ones((8, 4), np.float32)}
-        return {key: AdapterWeights(LoraSpec(8, seed=key), tensors) for key in keys}
+    async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, "Captured"]:
+        self.told.append(("capture", list(durable)))
+        self.held |= durable.keys()
+        return {key: Captured(key, self.held) for key in durable}
 
-    async def capture_full(self, model: ModelKey, directory: str) -> None:
-        raise StorageError("no space left on device")
+    async def persist_state(self, captured: "Captured", directory: str) -> int:
+        if captured.model in self.unwritable:
+            raise StorageError("the disk is broken")
+        Path(directory).mkdir(parents=True)  # noqa: ASYNC240
+        return 1
 
     def prepare(self, items: Sequence[PassItem]) -> Sequence[PassItem]:
         return items
@@ -66,6 +71,15 @@ class Trainer:
         self.told.append(("probe", [item.model for item in items]))
         logprobs = (np.full(TOKENS - 1, -1.0, np.float32),)
         return PassResult([PassOutput(item.request_id, logprobs, {}) for item in items], 2048)
+
+
+@dataclass(frozen=True)
+class Captured:
+    model: ModelKey
+    held: set[ModelKey]
+
+    async def drop(self) -> None:
+        self.held.discard(self.model)
 
 
 class Samplers:
@@ -99,7 +113,16 @@ class World:
         self.gaps = DriftMonitor(store, *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
         directories = tmp_path / "ram", tmp_path / "disk"
         self.commits = UnitCommits(results)
-        self.publisher = Publisher(store, *ends, self.commits, FACTS, *directories, self.gaps, metrics)
+        self.written: list[int] = []
+        self.publisher = Publisher(
+            store,
+            *ends,
+            self.commits,
+            *directories,
+            self.gaps,
+            metrics,
+            lambda row: self.written.append(row.id),
+        )
 
     async def submit(self, spec: LoraSpec | None = None) -> tuple[ModelKey, Accepted]:
         """The save of a new model."""
@@ -148,9 +171,12 @@ async def test_several_models_share_one_capture_and_one_probe(world: World) -> N
 async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     """One on the trainer, one behind it."""
     full, lost, fine = await world.submit(LoraSpec(0, 1)), await world.submit(), await world.submit()
+    world.trainer.unwritable = {full[0]}
     world.samplers.refused = {VersionId(2)}  # they are numbered in their order
     await world.run()
-    assert await journal.error_of(world.store, full[1]) == Failure("no space left on device", "server")
+    assert world.trainer.held == set()
+    assert len(set(world.written)) == 3, "also those that failed"
+    assert await journal.error_of(world.store, full[1]) == Failure("the disk is broken", "server")
     assert await journal.error_of(world.store, lost[1]) == Failure("down", "server")
     assert (await world.answer(fine[1]))["type"] == "save_weights_for_sampler"
     assert [world.gaps.pop_gap(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]

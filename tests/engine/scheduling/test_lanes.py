@@ -195,6 +195,21 @@ def test_a_load_waits_until_all_saves_for_samplers_before_it_are_written() -> No
     assert drain(lanes) == [2, 3]
 
 
+def test_a_save_for_samplers_waits_until_the_one_before_it_is_written() -> None:
+    kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
+    lanes = created(row(1, RequestKind.SAVE_WEIGHTS), row(2), row(3, kind), row(4, STEP))
+    earlier = row(0, kind)
+    lanes.write_began(earlier)
+    lanes.publish_began(MODEL)
+    assert drain(lanes) == [1, 2]
+    lanes.write_ended(earlier)
+    assert drain(lanes) == [3, 4], "although the earlier one is not published yet"
+    lanes.write_began(row(3, kind))
+    lanes.write_ended(earlier)  # says so once more at its end
+    lanes.add(row(5, kind))
+    assert drain(lanes) == []
+
+
 def test_a_row_that_is_put_back_runs_before_all_others_of_its_model() -> None:
     lanes = created(row(1, RequestKind.LOAD_WEIGHTS), row(2))
     (rows,) = lanes.runnable(BUDGET).values()

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +61,10 @@ class CapturedSteps:
 
     async def drop(self) -> None:
         """Free nothing."""
+
+
+class CapturedWeights(CapturedSteps):
+    """What samplers need of a model."""
 
 
 class CapturedExport(str):
@@ -175,6 +179,10 @@ class Workers:
             Path(directory).mkdir(parents=True)  # noqa: ASYNC240
             (Path(directory) / STEPS_FILE).write_text(json.dumps(captured.steps))
         return 1
+
+    async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, CapturedWeights]:
+        await self._tell("weights", tuple(durable))
+        return {model: CapturedWeights(model, copy.deepcopy(self.trained[model].steps)) for model in durable}
 
     async def capture_export(self, model: ModelKey, shard_bytes: int) -> CapturedExport:
         await self._tell("export", model)

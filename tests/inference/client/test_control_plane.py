@@ -11,8 +11,15 @@ from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.errors import NotFoundError, SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.weight_sync.adapter_files import publish_adapter
-from tests.inference.support.samplers import Sampler, Served, ask, prompt_of, random_adapter, unique
+from tests.inference.support.samplers import (
+    Sampler,
+    Served,
+    ask,
+    prompt_of,
+    publish_adapter,
+    random_adapter,
+    unique,
+)
 
 NOBODY = "http://127.0.0.1:9"
 

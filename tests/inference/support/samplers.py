@@ -1,7 +1,8 @@
 """Real vLLM servers, and a plain Hugging Face reference. Nothing here imports vllm."""
 
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_tinker import config
-from skyrl_tinker.domain.peft_config import ALPHA
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALPHA, adapter_config
 from skyrl_tinker.domain.values import (
-    AdapterWeights,
     BaseModelFacts,
     LoraSpec,
     SampleOutput,
@@ -29,7 +29,6 @@ from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.server.base_model import resolve
 from skyrl_tinker.server.tiny_model import make_model
-from skyrl_tinker.weight_sync.adapter_files import publish_adapter
 
 CONTEXT = 256
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -141,6 +140,21 @@ def ask(prompt: tuple[int, ...], *, num_samples: int = 1, **given: Any) -> Sampl
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(int(token) for token in np.random.default_rng(seed).integers(3, 500, length))
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """A LoRA adapter by PEFT's names, float32."""
+
+    spec: LoraSpec
+    tensors: Mapping[str, np.ndarray]
+
+
+def publish_adapter(adapter: AdapterWeights, directory: Path, base_model: str) -> None:
+    directory.mkdir(parents=True)
+    (directory / ADAPTER_FILE).write_bytes(save(dict(adapter.tensors), metadata={"format": "pt"}))
+    config = adapter_config(adapter.tensors, adapter.spec.rank, base_model)
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
 
 
 # The reference: plain Hugging Face in float32.

@@ -14,7 +14,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
 from tests.training.support.passes import assert_equal, make_data, make_item, run_pass, step, weights_of
-from tests.training.support.saves import save
+from tests.training.support.saves import published_weights, save, write_weights
 
 A, B, FULL = (ModelKey(number) for number in (1, 2, 3))
 SPECS = {A: LoraSpec(4, 1, train_unembed=True), B: LoraSpec(16, 2, train_mlp=False), FULL: LoraSpec(0, 3)}
@@ -62,9 +62,8 @@ def _train(worker: Worker, *, aside: bool) -> list[PassOutput]:
 
 def test_what_was_captured_and_saved_can_still_be_moved(worker: Worker, tmp_path: Path) -> None:
     _with_models(worker)
-    worker.capture_adapter(A)
-    worker.capture_full(FULL, str(tmp_path))
     for model in (A, FULL):
+        write_weights(worker, model, tmp_path / f"weights {model}")
         save(worker, model, tmp_path / str(model))
         worker.load_state(model, str(tmp_path / str(model)), True)
     worker.offload()
@@ -166,10 +165,10 @@ async def test_two_ranks_train_the_same_with_their_shards_set_aside(
     group = TrainerGroup.launch(TrainerSpec(tied_model, 2, "cpu", "float32", 1, 64))
     await group.ready()
     moved = await _train_group(group, aside=True)
-    adapter = (await group.capture_adapters([A]))[A]
+    weights = await published_weights(group, A)
     for model in SPECS:
         await group.release(model)
     _assert_same(moved, await _train_group(group, aside=False))
-    for name, array in (await group.capture_adapters([A]))[A].tensors.items():
-        assert (adapter.tensors[name] == array).all()
+    for name, array in (await published_weights(group, A)).items():
+        assert (weights[name] == array).all()
     await group.shutdown()

@@ -23,14 +23,14 @@ from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
 from tests.training.support import reference
 from tests.training.support.passes import assert_close, make_data, make_item, run_one, run_pass, step
-from tests.training.support.saves import save
+from tests.training.support.saves import save, write_weights
 
 FULL = LoraSpec(0, 0)
 ADAM = AdamParams(1e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.5)
 
 
 def _exported(worker: Worker, model: int, directory: Path) -> dict[str, torch.Tensor]:
-    worker.capture_full(ModelKey(model), str(directory))
+    write_weights(worker, model, directory)
     return load_file(directory / "model.safetensors")
 
 

@@ -28,6 +28,7 @@ from tests.training.support.passes import (
     run_pass,
     step,
 )
+from tests.training.support.saves import published_weights
 
 LORA = {1: LoraSpec(4, 1), 2: LoraSpec(16, 2, train_mlp=False), 3: LoraSpec(1, 3, train_attn=False)}
 FULL = 4
@@ -145,12 +146,10 @@ async def _trained(group: TrainerGroup, directory: Path) -> tuple[list[PassOutpu
     probe = make_item(FULL, make_data((30,), 6), backward=False)
     (last,) = (await group.run_pass(group.prepare([probe]))).outputs
     assert isinstance(last, PassOutput)
-    adapters = [await group.capture_adapters([ModelKey(model)]) for model in LORA]
     weights = {
-        f"{key}/{name}": array
-        for found_adapters in adapters
-        for key, adapter in found_adapters.items()
-        for name, array in adapter.tensors.items()
+        f"{model}/{name}": array
+        for model in LORA
+        for name, array in (await published_weights(group, model)).items()
     }
     return [*outputs, last], weights
 

@@ -15,6 +15,7 @@ from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
 from tests.training.support import reference
 from tests.training.support.passes import assert_close, make_data, make_item, run_one, step, weights_of
+from tests.training.support.saves import published_weights, write_weights
 
 PARAMS = DimuonParams(0.02, beta1=0.8, grad_clip_norm=0.5)
 LORA, FULL = ModelKey(1), ModelKey(2)
@@ -103,7 +104,7 @@ def test_three_steps_of_all_parameters_equal_the_naive_ones(
         plain.load_state_dict(weights, strict=False)
         run_one(worker, make_item(FULL, make_data((40, 30, 20), number)))
         step(worker, FULL, PARAMS)
-        worker.capture_full(FULL, str(tmp_path / str(number)))
+        write_weights(worker, FULL, tmp_path / str(number))
         found = load_file(tmp_path / str(number) / "model.safetensors")
         assert_close(found, weights, 1e-5)
 
@@ -120,11 +121,7 @@ async def test_two_ranks_equal_one(ray_cluster: None, untied_model: str, tmp_pat
             items = [make_item(model, make_data((40, 9, 30), number)) for model in (LORA, FULL)]
             await group.run_pass(group.prepare(items))
             await group.optim_step([StepItem(RequestId("s"), model, PARAMS) for model in (LORA, FULL)])
-        await group.capture_full(FULL, str(tmp_path / str(ranks)))
-        adapter = (await group.capture_adapters([LORA]))[LORA].tensors
-        found.append(
-            load_file(tmp_path / str(ranks) / "model.safetensors")
-            | {name: torch.tensor(array) for name, array in adapter.items()}
-        )
+        weights = await published_weights(group, FULL) | await published_weights(group, LORA)
+        found.append({name: torch.tensor(array) for name, array in weights.items()})
         await group.shutdown()
     assert_close(found[1], found[0], 1e-5)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, Failure, LoraSpec, PassItem, PassOutput, StepItem
@@ -19,6 +18,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from tests.training.conftest import MakeWorker
 from tests.training.support.passes import make_data, make_item, run_pass
+from tests.training.support.saves import published_weights
 
 BUDGET = 16384
 MIB = 1 << 20
@@ -109,14 +109,11 @@ def _share(group: TrainerGroup, model: int, tokens: int, seed: int = 1) -> PassI
     return make_item(model, make_data((512,) * (tokens // 512 * group.spec.ranks), seed))
 
 
-async def _trained(group: TrainerGroup, model: int, directory: Path) -> dict[str, np.ndarray]:
+async def _trained(group: TrainerGroup, model: int) -> dict[str, np.ndarray]:
     """The weights after a step."""
     (output,) = await group.optim_step([StepItem(RequestId("s"), ModelKey(model), AdamParams(1e-2))])
     assert output.error is None
-    if SPECS.get(model, SPECS.get(model - 10)) == SPECS[3]:
-        await group.capture_full(ModelKey(model), str(directory / str(model)))
-        return dict(load_file(directory / str(model) / "model.safetensors"))
-    return dict((await group.capture_adapters([ModelKey(model)]))[ModelKey(model)].tensors)
+    return await published_weights(group, model)
 
 
 async def _squeezed(group: TrainerGroup, model: int) -> PassOutput | Failure:
@@ -145,7 +142,7 @@ async def test_half_the_rows_do_what_whole_ones_could_not(
     assert output.metrics == pytest.approx(expected.metrics, rel=1e-5)
     for found, other in zip(output.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(found, other, atol=1e-5, rtol=0)
-    weights, others = [await _trained(group, key, tmp_path) for key in (model, TWINS[model])]
+    weights, others = [await _trained(group, key) for key in (model, TWINS[model])]
     for name, array in weights.items():
         np.testing.assert_allclose(array, others[name], atol=1e-5, rtol=0, err_msg=name)
 
@@ -172,7 +169,7 @@ async def test_a_pass_too_large_fails_alone_and_says_what_to_do(group: TrainerGr
         for key in (model, TWINS[model]):
             (output,) = await _run(group, make_item(key, data[::-1]))
             assert isinstance(output, PassOutput)
-        weights, others = [await _trained(group, key, tmp_path) for key in (model, TWINS[model])]
+        weights, others = [await _trained(group, key) for key in (model, TWINS[model])]
         assert weights.keys() == others.keys()
         for name, array in weights.items():
             np.testing.assert_array_equal(array, others[name], err_msg=name)

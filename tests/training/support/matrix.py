@@ -26,6 +26,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.engine.support import journal
 from tests.engine.support.world import World
 from tests.training.support.naive import TENANTS, Pass, Trained, schedule
+from tests.training.support.saves import published_weights
 
 Weights = dict[str, np.ndarray]
 T = TypeVar("T")
@@ -48,8 +49,8 @@ class Watched(TrainerGroup):
         return outputs
 
     async def _look(self, models: Sequence[ModelKey]) -> None:
-        for model, adapter in (await self.capture_adapters(models)).items():
-            self.weights.setdefault(model, []).append(dict(adapter.tensors))
+        for model in models:
+            self.weights.setdefault(model, []).append(await published_weights(self, model))
 
     async def set_budget(self, tokens: int) -> None:
         """Change the launched group: starting processes for each budget takes most of a minute."""

@@ -82,8 +82,8 @@ def step(worker: Worker, model: int, params: AdamParams | DimuonParams | None = 
 
 
 def weights_of(worker: Worker, model: int) -> dict[str, torch.Tensor]:
-    tensors = worker.capture_adapter(ModelKey(model)).tensors
-    return {name: torch.from_numpy(array) for name, array in tensors.items()}
+    found = worker._model_to_read(ModelKey(model))
+    return {name: found.read(Part.WEIGHT, name).clone() for name in found.shapes()}
 
 
 def gradients_of(worker: Worker, model: int) -> dict[str, torch.Tensor]:
