@@ -262,16 +262,18 @@ class _Division:
         if waiting:
             name = f"{waiting} models off the GPU, on each rank"
             yield MemoryLine(HOST, name, self.ranks * waiting * costs.state)
+        yield MemoryLine(HOST, "a model's weights on their way to the samplers", _BFLOAT16 * costs.trained)
+        yield MemoryLine(HOST, "its training state on the way to the disk", 3 * _FLOAT32 * costs.trained)
         if self.colocated:
             share = costs.weights + resident * costs.state
             yield MemoryLine(HOST, "trainer's state while samplers work", self.ranks * share)
 
     def _file_lines(self) -> Iterator[MemoryLine]:
         trained, full = self.costs.trained, self.demand.full
-        size = (_BFLOAT16 if full else _FLOAT32) * trained
         yield MemoryLine(SHARED, "Ray's object store", RAY_STORE)
-        yield MemoryLine(SHARED, "unnamed sampler weights, each", size)
-        yield MemoryLine(DISK, "save_weights_for_sampler by name, each", size)
+        yield MemoryLine(SHARED, "unnamed sampler weights, each", _BFLOAT16 * trained)
+        named = (_BFLOAT16 if full else _FLOAT32) * trained
+        yield MemoryLine(DISK, "save_weights_for_sampler by name, each", named)
         yield MemoryLine(DISK, "save_state, each", 3 * _FLOAT32 * trained)
 
 
