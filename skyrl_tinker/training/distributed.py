@@ -42,6 +42,11 @@ class Ranks:
         if self.world > 1:
             dist.all_reduce(tensor)
 
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite the tensor, contiguous and of one shape on all ranks, by that of rank `source`."""
+        if self.world > 1:
+            dist.broadcast(tensor, source)
+
     def any_(self, flags: list[bool]) -> list[bool]:
         """Reduce flags element-wise: true where the flag is set on any rank."""
         if self.world == 1 or not flags:

@@ -19,9 +19,13 @@ learning_rate / sqrt(features). Embedding rows without gradient in a step stay, 
 An untied head is a matrix.
 """
 
+from collections.abc import Iterator, Mapping
+from math import prod
+
 import torch
 
 from skyrl_tinker.domain.values import DimuonParams
+from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel
 
 _STEPS = 5
@@ -30,20 +34,49 @@ _TINY = 1e-12
 """Norms below this are not scaled up to unit length: zero stays zero."""
 
 
-def apply(model: TrainableModel, gradients: list[torch.Tensor], params: DimuonParams) -> None:
+def apply(model: TrainableModel, gradients: list[torch.Tensor], params: DimuonParams, ranks: Ranks) -> None:
     """Update the weights by this rank's gradients, summed over ranks and clipped. Every rank must call it."""
     weights, momenta = model.local(Part.WEIGHT), model.local(Part.MOMENTUM)
     torch._foreach_lerp_(momenta, gradients, 1 - params.beta1)
-    for name in model.shapes():
+
+    def add(name: str, direction: torch.Tensor) -> None:
+        model.select(name, weights).add_(direction, alpha=-params.learning_rate)
+
+    matrices: dict[str, tuple[int, ...]] = {}
+    for name, shape in model.shapes().items():
         momentum = model.select(name, momenta)
         match model.kind(name):
             case Kind.TABLE:  # sharded by rows
-                direction = _rows(momentum, model.select(name, gradients))
+                add(name, _rows(momentum, model.select(name, gradients)))
             case Kind.VECTOR:
-                direction = model.shard(name, _unit(model.gather(name, momentum)))
+                add(name, model.shard(name, _unit(model.gather(name, momentum))))
+            case Kind.MATRIX if model.network_key is None:  # whole on every rank, and small
+                add(name, matrix_sign(momentum))
             case Kind.MATRIX:
-                direction = model.shard(name, matrix_sign(model.gather(name, momentum)))
-        model.select(name, weights).add_(direction, alpha=-params.learning_rate)
+                matrices[name] = shape
+    for name, sign in _deal_signs(model, matrices, momenta, ranks):
+        add(name, model.shard(name, sign))
+
+
+def _deal_signs(
+    model: TrainableModel, shapes: Mapping[str, tuple[int, ...]], momenta: list[torch.Tensor], ranks: Ranks
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each matrix's sign, which one rank has computed for all.
+
+    Each rank takes one of as many matrices as there are ranks, of about as much work.
+    """
+    names = sorted(shapes, key=lambda name: -prod(shapes[name]) * min(shapes[name]))
+    for first in range(0, len(names), ranks.world):
+        signs = {}
+        for owner, name in enumerate(names[first : first + ranks.world]):
+            whole = model.gather(name, model.select(name, momenta))
+            signs[name] = whole if owner == ranks.rank else torch.empty_like(whole)
+        for owner, name in enumerate(signs):
+            if owner == ranks.rank:
+                signs[name] = matrix_sign(signs[name]).contiguous()
+        for owner, name in enumerate(list(signs)):
+            ranks.broadcast_(signs[name], owner)
+            yield name, signs.pop(name)
 
 
 def matrix_sign(matrix: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def optim_step(model: TrainableModel, item: StepItem, ranks: Ranks) -> StepOutpu
     error = None
     if math.isfinite(norm):
         _clip(gradients, norm, item.params.grad_clip_norm)
-        _apply(model, gradients, item.params)
+        _apply(model, gradients, item.params, ranks)
         model.step += 1
     else:
         error = f"the gradients are not finite (global norm {norm}): the step was refused, they were dropped"
@@ -33,12 +33,14 @@ def optim_step(model: TrainableModel, item: StepItem, ranks: Ranks) -> StepOutpu
     return StepOutput(item.request_id, _metrics(model, item, norm), error)
 
 
-def _apply(model: TrainableModel, gradients: list[torch.Tensor], params: AdamParams | DimuonParams) -> None:
+def _apply(
+    model: TrainableModel, gradients: list[torch.Tensor], params: AdamParams | DimuonParams, ranks: Ranks
+) -> None:
     match params:
         case AdamParams():
             adamw.apply(model, gradients, params)
         case DimuonParams():
-            dimuon.apply(model, gradients, params)
+            dimuon.apply(model, gradients, params, ranks)
 
 
 def _clip(gradients: list[torch.Tensor], norm: float, limit: float) -> None:
