@@ -128,7 +128,7 @@ def test_nothing_is_computed_while_the_state_is_aside(worker: Worker) -> None:
         lambda: run_pass(worker, _item(A, 1)),
         lambda: step(worker, A),
         lambda: worker.create_model(ModelKey(9), SPECS[A]),
-        lambda: worker.capture_adapter(A),
+        lambda: worker.capture_weights({A: 0}, {A: False}),
     ):
         with pytest.raises(TrainerError, match="offloaded"):
             attempt()

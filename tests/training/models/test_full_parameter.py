@@ -16,7 +16,6 @@ from skyrl_tinker.domain.values import (
     OptimizerFamily,
     PassOutput,
 )
-from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
@@ -140,12 +139,6 @@ def test_two_full_models_side_by_side_train_as_alone_to_the_last_bit(
             _exported(each, key, tmp_path / f"{key}{each is worker}") for each in (together, worker)
         )
         assert_close(found, expected, 0.0)
-
-
-def test_a_full_model_has_no_adapter(worker: Worker) -> None:
-    worker.create_model(ModelKey(1), FULL)
-    with pytest.raises(UserError, match="no adapter"):
-        worker.capture_adapter(ModelKey(1))
 
 
 @pytest.mark.parametrize("spec", [FULL, LoraSpec(8, 0)])
