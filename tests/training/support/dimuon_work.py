@@ -1,4 +1,4 @@
-"""Print the operations (FLOP) of a Dimuon step of a full-parameter model on rank 0 of one and of two, as JSON.
+"""Print the operations (FLOP) of a Dimuon step of a full-parameter model on rank 0 of one and two, as JSON.
 
 A process of its own, since it forms process groups.
 """
