@@ -1,6 +1,7 @@
 """The network on the workers: a transformers causal LM under FSDP2 that returns target logprobs."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from skyrl_tinker.training.models import (
 from skyrl_tinker.training.models.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.lora_layers import Active, Adapters, Routing
+from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 _UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
@@ -82,15 +84,18 @@ class Network(nn.Module):
     def _logprobs(
         self, hidden: torch.Tensor, weight: torch.Tensor, row: Row, adapters: Adapters
     ) -> torch.Tensor:
+        on_gpu = device_type(hidden) == "cuda"
+        groups = self._heads(adapters) if on_gpu else self._groups(adapters, shared_tokens(len(weight)))
         parts, logits = [], 0
         # Backward starts with what was made last: so gradients add up in the order of the row.
-        for group in reversed(self._groups(adapters, shared_tokens(len(weight)))):
+        for group in reversed(groups):
             first, last = group[0], group[-1]
             start = adapters[first][0].start
             group_hidden = hidden[start : adapters[last][0].stop]
             cells = slice(row.requests[first].start, row.requests[last].stop)
             cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells] - start
             logits += len(group_hidden) * len(weight)
+            dense = sum(len(row.requests[index]) for index in group if row.dense[index])
             parts.append(
                 token_logprobs(
                     group_hidden,
@@ -98,11 +103,20 @@ class Network(nn.Module):
                     row.targets[cells],
                     cell_tokens,
                     keep=logits <= KEPT_OF_ROW,
-                    dense=row.dense[first],
-                    cuts=[len(adapters[index][0]) for index in group],
+                    dense=2 * dense > cells.stop - cells.start,
+                    cuts=() if on_gpu else [len(adapters[index][0]) for index in group],
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts[::-1])
+
+    def _heads(self, adapters: Adapters) -> list[list[int]]:
+        """Group neighbouring requests of the row that have the same head."""
+
+        def owner(index: int) -> LoraModel | None:
+            _, model = adapters[index]
+            return model if self._head_name in model.pairs else None
+
+        return [list(group) for _, group in groupby(range(len(adapters)), key=owner)]
 
     def _groups(self, adapters: Adapters, limit: int) -> list[list[int]]:
         """Group requests of the row whose logprobs are computed in one call.
