@@ -147,33 +147,35 @@ class PassRunner:
 
     def _overflown(self, attempt: _Attempt, alive: frozenset[int], budget: int) -> set[int]:
         """Return the requests with a finite loss whose gradients overflow in the network."""
-        overflown: set[int] = set()
+        infos = attempt.batch.requests
         models = self._training(attempt.batch, alive)
         flags = self.ranks.any_(
             [model in attempt.suspects and not model.gradients_finite() for model in models]
         )
-        for model, bad in zip(models, flags, strict=True):
-            if bad:
-                overflown |= self._culprits(attempt.batch, model, alive, budget)
+        bad = [model for model, flag in zip(models, flags, strict=True) if flag]
+        suspects = [
+            index
+            for index in sorted(alive)
+            if infos[index].backward and self.models[infos[index].model] in bad
+        ]
+        overflown = self._culprits(attempt.batch, suspects, budget) or set(suspects)
         attempt.failures |= dict.fromkeys(overflown, _OVERFLOW)
         return overflown
 
-    def _culprits(
-        self, batch: TrainingInputBatch, model: TrainableModel, alive: frozenset[int], budget: int
-    ) -> set[int]:
-        """Test each request of the model alone; if they overflow only together, return all of them."""
-        infos = batch.requests
-        suspects = {
-            index for index in alive if infos[index].backward and self.models[infos[index].model] is model
-        }
+    def _culprits(self, batch: TrainingInputBatch, suspects: Sequence[int], budget: int) -> set[int]:
+        """Return the requests that overflow alone; of several, there may be none that does.
+
+        Some are only of models that shared a row with a culprit's on a GPU: zero times infinity is no zero.
+        """
         culprits = set()
-        for index in sorted(suspects) if len(suspects) > 1 else ():
+        for index in suspects if len(suspects) > 1 else ():
+            model = self.models[batch.requests[index].model]
             model.rollback()
             model.begin()
             alone = self._attempt(batch, frozenset({index}), budget)
             if any(self.ranks.any_([bool(alone.suspects) and not model.gradients_finite()])):
                 culprits.add(index)
-        return culprits or suspects
+        return culprits
 
     def _attempt(self, batch: TrainingInputBatch, alive: frozenset[int], budget: int) -> _Attempt:
         attempt = _Attempt(batch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.values import LoraSpec, PassItem, PassOutput
+from skyrl_tinker.domain.values import Datum, Failure, LoraSpec, PassItem, PassOutput
 from skyrl_tinker.training.batching.batch import MicroBatch, build_batch
 from skyrl_tinker.training.batching.packed_row import make_row
 from skyrl_tinker.training.distributed import Ranks
@@ -73,6 +73,21 @@ def test_all_tenants_at_once_get_what_each_gets_alone(
     assert any(gradient.any() for gradient in gradients.values())
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_a_tenant_whose_gradients_overflow_fails_alone(make_worker: MakeWorker, untied_model: str) -> None:
+    """Those of its neighbours in the row are not finite either: zero times infinity is not zero."""
+    worker = make_worker(untied_model)
+    for model, lora in LORA.items():
+        worker.create_model(ModelKey(model), lora)
+        perturb(worker, model)
+    (datum,) = make_data((30,), 9)
+    large = Datum(datum.tokens, datum.target_tokens, {"weights": np.full(30, 3e37, np.float32)})
+    with planning("cuda"):
+        *good, bad = run_pass(worker, *_items(), make_item(2, (large,), seq_id=1))
+    assert all(isinstance(output, PassOutput) for output in good)
+    assert isinstance(bad, Failure)
+    assert "overflow" in bad.message
 
 
 def test_neighbours_with_the_same_head_are_scored_at_once(make_worker: MakeWorker, untied_model: str) -> None:
