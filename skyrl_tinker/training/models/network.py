@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.batching.even_rows import SequenceCost
 from skyrl_tinker.training.batching.packed_row import Row
 from skyrl_tinker.training.models import (
     attention,
@@ -44,6 +45,22 @@ class Network(nn.Module):
     def layers(self) -> Sequence[nn.Module]:
         layers: nn.ModuleList = self.causal_lm.base_model.layers
         return tuple(layers)
+
+    def sequence_cost(self, backward: bool) -> SequenceCost:
+        """Count the FLOP of a sequence in a forward pass and, if there is one, its backward pass.
+
+        [L, n] times [n, m] takes 2 L n m, so a token takes 2 for each weight of a linear layer, also of the
+        head; the gradient of the inputs takes as much again, and that of the weights, if they train.
+        Attention multiplies two pairs of matrices in forward and five in backward, which makes the scores
+        again (FlashAttention-2, arXiv:2307.08691, section 4.1); each takes 2 L^2 H d for H heads of size d,
+        causal attention half of that. Adapters, norms and layers that are run again are left out.
+        """
+        weights = sum(layer.inputs * layer.outputs for layer in self.targets)
+        heads = sum(layer.inputs for layer in self.targets if layer.leaf == "o_proj")  # H d, of all layers
+        trains = any(parameter.requires_grad for parameter in self.parameters())
+        return SequenceCost(
+            per_token=2 * weights * (1 + backward * (1 + trains)), per_pair=heads * (2 + 5 * backward)
+        )
 
     def reset(self) -> None:
         """Reset after a forward or backward pass that was aborted, with the peers' connections intact."""

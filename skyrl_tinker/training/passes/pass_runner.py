@@ -12,6 +12,7 @@ import torch
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure, Float32
 from skyrl_tinker.training.batching.batch import MicroBatch, RequestInfo, TrainingInputBatch, micro_batches
+from skyrl_tinker.training.batching.even_rows import SequenceCost
 from skyrl_tinker.training.batching.outputs import PassMetrics, RankOutput, merge_metrics
 from skyrl_tinker.training.batching.packed_row import Row, Span, idle_row, make_row
 from skyrl_tinker.training.distributed import Ranks
@@ -19,6 +20,7 @@ from skyrl_tinker.training.losses.custom_bounds import seconds_left
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import Network
+from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.models.trainable_model import TrainableModel
 from skyrl_tinker.training.passes.request_losses import RequestLoss, row_loss, whole_loss
 
@@ -192,11 +194,19 @@ class PassRunner:
         self, batch: TrainingInputBatch, alive: frozenset[int], budget: int, *, forward_only: bool = False
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches."""
-        world = self.ranks.world
         plans = micro_batches(
-            batch, alive, lambda key: self.models[key].network_key, world, budget, forward_only=forward_only
+            batch,
+            alive,
+            lambda key: self.models[key].network_key,
+            self.ranks.world,
+            budget,
+            cost_of=self._sequence_cost if device_type(self.ranks.device) == "cuda" else None,
+            forward_only=forward_only,
         )
         return plans[self.ranks.rank]
+
+    def _sequence_cost(self, key: ModelKey | None, backward: bool) -> SequenceCost:
+        return self._network(key).sequence_cost(backward)
 
     # Micro-batches
 
