@@ -1,19 +1,26 @@
 """A GPU's rows, on a CPU, give what a CPU's do, up to rounding: whatever the losses and whoever fails."""
 
+import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import Datum, Failure, LoraSpec, PassItem, PassOutput
-from skyrl_tinker.training.batching.batch import build_batch
+from skyrl_tinker.training import distributed
+from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
+from skyrl_tinker.training.batching.outputs import RankOutput, assemble
 from skyrl_tinker.training.models.planned_device import planning
+from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
 from tests.training.losses.support.uploads import upload
-from tests.training.support.passes import assert_close, gradients_of, make_data, make_item, perturb, run_pass
+from tests.training.support.passes import assert_close, gradients_of, make_data, make_item, perturb
 
 FULL = 5
 SPECS = {
@@ -65,12 +72,20 @@ Trained = tuple[list[PassOutput | Failure], dict[str, torch.Tensor]]
 
 
 def _trained(worker: Worker, device: str, items: Sequence[PassItem]) -> Trained:
+    batch = build_batch(items)
+    output, gradients = _rank_trained(worker, device, batch)
+    return assemble(batch, [output]), gradients
+
+
+def _rank_trained(
+    worker: Worker, device: str, batch: TrainingInputBatch
+) -> tuple[RankOutput, dict[str, torch.Tensor]]:
     for model, spec in SPECS.items():
         worker.create_model(ModelKey(model), spec)
         if model != FULL:
             perturb(worker, model)
     with planning(device):
-        outputs = run_pass(worker, *items)
+        output = worker.run_pass(batch)
     gradients = {
         f"{model}/{name}": gradient
         for model in SPECS
@@ -81,7 +96,22 @@ def _trained(worker: Worker, device: str, items: Sequence[PassItem]) -> Trained:
     whole = {
         name: each.grad.full_tensor() for name, each in network.named_parameters() if each.grad is not None
     }
-    return outputs, gradients | whole
+    return output, gradients | whole
+
+
+def _on_rank(place: Path, rank: int, directory: str) -> tuple[RankOutput, dict[str, torch.Tensor]]:
+    """In a process of its own, one of two."""
+    worker = Worker(
+        TrainerSpec(directory, 2, "cpu", "float32", 1, BUDGET, gradient_checkpointing=False), rank
+    )
+    worker.attach(distributed.join(place, rank, 2, "cpu", 60.0))
+    trained = _rank_trained(worker, "cuda", build_batch(_with_failures()))
+    dist.destroy_process_group()
+    return trained
+
+
+def _with_failures() -> list[PassItem]:
+    return [_failing(1, 8), *_items(), _overflowing(2, 9), _failing(FULL, 10)]
 
 
 def _assert_same(found: Trained, expected: Trained) -> None:
@@ -106,9 +136,21 @@ def test_rows_of_even_cost_give_the_same_logprobs_and_gradients(
 
 def test_of_what_fails_nothing_is_left(make_worker: MakeWorker, untied_model: str) -> None:
     """Without it, other segments share the rows."""
-    with_bad = [_failing(1, 8), *_items(), _overflowing(2, 9), _failing(FULL, 10)]
-    (_, *outputs), gradients = _trained(make_worker(untied_model, BUDGET), "cuda", with_bad)
+    (_, *outputs), gradients = _trained(make_worker(untied_model, BUDGET), "cuda", _with_failures())
     _assert_same((outputs[:-2], gradients), _trained(make_worker(untied_model, BUDGET), "cuda", _items()))
+
+
+def test_two_ranks_give_what_one_does(make_worker: MakeWorker, untied_model: str) -> None:
+    place = distributed.meeting_place()
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(_on_rank, (place, place), (0, 1), (untied_model, untied_model)))
+    outputs, (first, second) = [output for output, _ in found], [gradients for _, gradients in found]
+    assert min(len(output.segments) for output in outputs) > 20
+    _, *assembled, overflown, failed = assemble(build_batch(_with_failures()), outputs)
+    assert isinstance(overflown, Failure)
+    assert isinstance(failed, Failure)
+    summed = {name: first[name] + second[name] if "lora_" in name else first[name] for name in first}
+    _assert_same((assembled, summed), _trained(make_worker(untied_model, BUDGET), "cpu", _items()))
 
 
 def test_on_a_gpu_rows_are_few_and_full(make_worker: MakeWorker, untied_model: str) -> None:
