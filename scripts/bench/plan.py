@@ -15,6 +15,9 @@ tokens with recomputed layers; without CUDA's own context and what its allocator
 `--tenants` tenants in four rows: reads of values by the host (`item`, `bool`, `float`), and our own calls of
 `cpu`, `tolist`, `to(device)` and `tensor(device=)` without non_blocking. The latter do nothing on a CPU, so
 calls are counted; the table has their lines.
+`rows_rl_8ranks`, `cost_rl_8ranks`: of 512 sequences of lognormal lengths from 200 to 8,000 tokens, on 8 ranks
+in rows of 16,384: rows of the rank that has most; FLOP of the costliest of the ranks' k-th rows, which run
+together, summed over k, over an eighth of all FLOP. `_on_cpu`: as a CPU would pack them.
 `host_mb_load_8b_8ranks_per_rank`: 16 times the growth of a process's own memory (RssAnon) at its peak, while
 it loads, as one of 8 ranks, a real base model all of whose tensors are a 16th of the 8B's; `_full`: the same
 as a full copy to train. Its shard counts, which on a GPU would soon leave the host; pages of the mapped file
@@ -34,14 +37,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import Datum, LoraSpec, PassItem
+from skyrl_tinker.training.batching.batch import build_batch, micro_batches
 from skyrl_tinker.training.memory import row_profile
 from skyrl_tinker.training.memory.dispatch_counter import DispatchCounter
 from skyrl_tinker.training.memory.row_profile import FakeTrainer, RowProfile, Training
@@ -103,6 +108,35 @@ def plain_operations(tokens: int) -> int:
         with DispatchCounter() as counter:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return counter.operations
+
+
+def packing() -> dict[str, float]:
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(np.log(1600), 0.8, 512).clip(200, 8000).astype(int)
+    data = tuple(
+        Datum(
+            np.zeros(length, np.int32), np.zeros(length, np.int64), {"weights": np.ones(length, np.float32)}
+        )
+        for length in lengths
+    )
+    batch = build_batch([PassItem(RequestId("rl"), ModelKey(1), data, "cross_entropy", {}, backward=True)])
+    with row_profile.fake_ranks(1) as ranks:
+        network = FakeTrainer(Training(QWEN3_8B, "cuda", "bfloat16", LORA), ranks).network
+    cost = network.sequence_cost(backward=True)
+    mean = sum(cost.of(int(length)) for length in lengths) / 8
+    print(
+        f"\n{len(lengths)} sequences, {lengths.sum():,} tokens, on 8 ranks, {mean / 1e15:.2f} PFLOP on each"
+    )
+    print(f"{'':<8}{'rows':>6}{'costliest rank / mean':>24}{'costliest rows / mean':>24}")
+    found = {}
+    for device, cost_of in (("cpu", None), ("cuda", lambda *_: cost)):
+        plans = micro_batches(batch, frozenset({0}), lambda key: None, 8, 16384, cost_of=cost_of)
+        costs = [[sum(cost.of(int(lengths[s])) for s in micro.segments) for micro in plan] for plan in plans]
+        rows, steps = len(costs[0]), sum(map(max, zip(*costs, strict=True))) / mean
+        print(f"{device:<8}{rows:>6}{max(map(sum, costs)) / mean:>24.3f}{steps:>24.3f}")
+        suffix = "" if device == "cuda" else "_on_cpu"
+        found |= {f"rows_rl_8ranks{suffix}": rows, f"cost_rl_8ranks{suffix}": round(steps, 3)}
+    return found
 
 
 # A real pass
@@ -285,7 +319,7 @@ def main() -> None:
     arguments = parser.parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)
-    summary = rows_of_8b(arguments)
+    summary = rows_of_8b(arguments) | packing()
     with tempfile.TemporaryDirectory() as root:
         summary |= syncs(Path(root), arguments.tenants)
         summary |= loading(Path(root))

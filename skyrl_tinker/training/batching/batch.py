@@ -9,6 +9,7 @@ import numpy as np
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.loss_specs import LOSSES, LossSpec
 from skyrl_tinker.domain.values import CustomLoss, Datum, Float32, Int32, Int64, Number, PassItem
+from skyrl_tinker.training.batching.even_rows import SequenceCost, even_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,21 @@ def micro_batches(
     world: int,
     budget: int,
     *,
+    cost_of: Callable[[ModelKey | None, bool], SequenceCost] | None = None,
     forward_only: bool = False,
 ) -> list[list[MicroBatch]]:
-    """Return the micro-batches of the requests in `alive`: one list per rank, all of equal length."""
+    """Return the micro-batches of the requests in `alive`: one list per rank, all of equal length.
+
+    `cost_of`: (network, whether there is a backward pass) -> cost that the ranks get an even share of. None:
+    contiguous shares, whose rows cut a request in the same places whatever else is in the pass.
+    """
     plans: list[list[MicroBatch]] = [[] for _ in range(world)]
     for (network, backward), segments in _groups(batch, alive, network_of, forward_only):
-        rows = [_pack(batch, share, budget) for share in _shares(batch, segments, world)]
+        if cost_of is None:
+            rows = [_pack(batch, share, budget) for share in _shares(batch, segments, world)]
+        else:
+            lengths = dict(zip(segments, batch.lengths[segments].tolist(), strict=True))
+            rows = even_rows(lengths, cost_of(network, backward), world, budget)
         for number in range(max(map(len, rows))):
             for plan, packed in zip(plans, rows, strict=True):
                 plan.append(MicroBatch(network, backward, packed[number] if number < len(packed) else ()))

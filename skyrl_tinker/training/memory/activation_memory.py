@@ -12,7 +12,7 @@ from skyrl_tinker.training.batching.batch import build_batch
 from skyrl_tinker.training.batching.packed_row import make_row
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory import allocator
-from skyrl_tinker.training.models.logprobs import CHUNK
+from skyrl_tinker.training.models.logprobs import chunk_tokens
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import Network
 
@@ -49,7 +49,7 @@ class ActivationMemory:
 
     def row_bytes(self, tokens: int) -> float:
         """Estimate the most bytes that a row takes: kept ones, a layer's gradients, a chunk of logits."""
-        head = 3 * _FLOAT32 * min(CHUNK, tokens) * self.vocab
+        head = 3 * _FLOAT32 * min(chunk_tokens(self.ranks.device), tokens) * self.vocab
         return tokens * self.kept * (1 + 2 / self.layers) + head + self.gathered
 
     def recomputed(self, tokens: int) -> bool:

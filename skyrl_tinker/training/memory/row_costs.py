@@ -13,9 +13,10 @@ import torch
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory.row_profile import FakeTrainer, RowProfile, Training
+from skyrl_tinker.training.models.logprobs import GPU_CHUNK
 
 _FEW = 2  # layers
-_SHORT = 512  # tokens
+_SHORT = GPU_CHUNK  # tokens; of fewer, those of the head's logits still grow
 _STATE = 16  # bytes for each parameter of an adapter: weight, gradient and two moments, float32
 
 

@@ -8,12 +8,18 @@ import torch
 from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.models.products import multiply, wide_product
 
-CHUNK = 256
-"""Number of tokens whose logits exist at one time."""
+CHUNK, GPU_CHUNK = 256, 2048
+"""Numbers of tokens whose logits exist at one time. On a GPU more: each chunk reads the whole head, and adds
+to a gradient as large in float32.
+"""
 KEPT = 1 << 22
 """Most logits of one model's tokens in a row (16 MiB) that wait for backward; more are computed again."""
 KEPT_OF_ROW = 4 * KEPT
 """Limit for all models of a row together."""
+
+
+def chunk_tokens(of: torch.Tensor | torch.device) -> int:
+    return GPU_CHUNK if device_type(of) == "cuda" else CHUNK
 
 
 def shared_tokens(vocab: int) -> int:
@@ -104,13 +110,14 @@ class _TokenLogprobs(torch.autograd.Function):
         keep = keep and any(ctx.needs_input_grad)
         ctx.kept = {}
         ctx.cuts = cuts
-        for part in _parts(len(hidden), targets, cell_tokens):
+        for part in _parts(hidden, targets, cell_tokens):
             tokens = part.tokens
             logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer, cuts)
             lse[tokens] = logits.logsumexp(-1)
             result[part.cells] = _pick(logits, part) - _per_cell(lse[tokens], part)
             if keep:
                 ctx.kept[tokens.start] = logits
+            del logits  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, inner, outer, targets, cell_tokens, lse)
         return result
 
@@ -126,7 +133,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 strict=False,
             )
         ]
-        for part in _parts(len(hidden), targets, cell_tokens):
+        for part in _parts(hidden, targets, cell_tokens):
             tokens, gradient = part.tokens, upstream[0][part.cells]
             # The host would have to wait for a GPU to know whether there is any.
             if device_type(gradient) == "cuda" or gradient.any():
@@ -135,6 +142,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     logits = _logits(hidden[tokens], weight, _cut(inner, tokens), outer, ctx.cuts)
                 delta = _delta(logits, lse[tokens], part, gradient).to(hidden.dtype)
                 _accumulate(grads, tokens, delta, (hidden, weight, inner, outer), ctx.cuts)
+                del logits, delta
         _match(grads, (hidden, weight, inner, outer))
         return (*grads, None, None, None, None)
 
@@ -150,13 +158,14 @@ class _FrozenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         result = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         saved = torch.empty_like(hidden)
-        ones = torch.ones(min(CHUNK, len(hidden)), device=hidden.device)
-        for part in _parts(len(hidden), targets, None):
+        ones = torch.ones(min(chunk_tokens(hidden), len(hidden)), device=hidden.device)
+        for part in _parts(hidden, targets, None):
             logits = _logits(hidden[part.tokens], weight, None, None)
             lse = logits.logsumexp(-1)
             result[part.cells] = _pick(logits, part) - lse
             delta = _delta(logits, lse, part, ones[: len(lse)]).to(weight.dtype)
             torch.mm(delta, weight, out=saved[part.tokens])
+            del logits, delta
         ctx.save_for_backward(saved)
         return result
 
@@ -166,8 +175,9 @@ class _FrozenLogprobs(torch.autograd.Function):
         return saved * upstream[0].to(saved.dtype)[:, None], None, None
 
 
-def _parts(tokens: int, targets: torch.Tensor, cell_tokens: torch.Tensor | None) -> Iterator[_Part]:
-    chunks = [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
+def _parts(hidden: torch.Tensor, targets: torch.Tensor, cell_tokens: torch.Tensor | None) -> Iterator[_Part]:
+    tokens, size = len(hidden), chunk_tokens(hidden)
+    chunks = [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
     if cell_tokens is None:
         yield from (_Part(chunk, chunk, None, targets[chunk]) for chunk in chunks)
         return

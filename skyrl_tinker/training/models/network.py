@@ -1,6 +1,7 @@
 """The network on the workers: a transformers causal LM under FSDP2 that returns target logprobs."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.batching.even_rows import SequenceCost
 from skyrl_tinker.training.batching.packed_row import Row
 from skyrl_tinker.training.models import (
     attention,
@@ -21,6 +23,7 @@ from skyrl_tinker.training.models import (
 from skyrl_tinker.training.models.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.lora_layers import Active, Adapters, Routing
+from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 _UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
@@ -42,6 +45,22 @@ class Network(nn.Module):
     def layers(self) -> Sequence[nn.Module]:
         layers: nn.ModuleList = self.causal_lm.base_model.layers
         return tuple(layers)
+
+    def sequence_cost(self, backward: bool) -> SequenceCost:
+        """Count the FLOP of a sequence in a forward pass and, if there is one, its backward pass.
+
+        [L, n] times [n, m] takes 2 L n m, so a token takes 2 for each weight of a linear layer, also of the
+        head; the gradient of the inputs takes as much again, and that of the weights, if they train.
+        Attention multiplies two pairs of matrices in forward and five in backward, which makes the scores
+        again (FlashAttention-2, arXiv:2307.08691, section 4.1); each takes 2 L^2 H d for H heads of size d,
+        causal attention half of that. Adapters, norms and layers that are run again are left out.
+        """
+        weights = sum(layer.inputs * layer.outputs for layer in self.targets)
+        heads = sum(layer.inputs for layer in self.targets if layer.leaf == "o_proj")  # H d, of all layers
+        trains = any(parameter.requires_grad for parameter in self.parameters())
+        return SequenceCost(
+            per_token=2 * weights * (1 + backward * (1 + trains)), per_pair=heads * (2 + 5 * backward)
+        )
 
     def reset(self) -> None:
         """Reset after a forward or backward pass that was aborted, with the peers' connections intact."""
@@ -82,15 +101,18 @@ class Network(nn.Module):
     def _logprobs(
         self, hidden: torch.Tensor, weight: torch.Tensor, row: Row, adapters: Adapters
     ) -> torch.Tensor:
+        on_gpu = device_type(hidden) == "cuda"
+        groups = self._heads(adapters) if on_gpu else self._groups(adapters, shared_tokens(len(weight)))
         parts, logits = [], 0
         # Backward starts with what was made last: so gradients add up in the order of the row.
-        for group in reversed(self._groups(adapters, shared_tokens(len(weight)))):
+        for group in reversed(groups):
             first, last = group[0], group[-1]
             start = adapters[first][0].start
             group_hidden = hidden[start : adapters[last][0].stop]
             cells = slice(row.requests[first].start, row.requests[last].stop)
             cell_tokens = None if row.cell_tokens is None else row.cell_tokens[cells] - start
             logits += len(group_hidden) * len(weight)
+            dense = sum(len(row.requests[index]) for index in group if row.dense[index])
             parts.append(
                 token_logprobs(
                     group_hidden,
@@ -98,11 +120,20 @@ class Network(nn.Module):
                     row.targets[cells],
                     cell_tokens,
                     keep=logits <= KEPT_OF_ROW,
-                    dense=row.dense[first],
-                    cuts=[len(adapters[index][0]) for index in group],
+                    dense=2 * dense > cells.stop - cells.start,
+                    cuts=() if on_gpu else [len(adapters[index][0]) for index in group],
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts[::-1])
+
+    def _heads(self, adapters: Adapters) -> list[list[int]]:
+        """Group neighbouring requests of the row that have the same head."""
+
+        def owner(index: int) -> LoraModel | None:
+            _, model = adapters[index]
+            return model if self._head_name in model.pairs else None
+
+        return [list(group) for _, group in groupby(range(len(adapters)), key=owner)]
 
     def _groups(self, adapters: Adapters, limit: int) -> list[list[int]]:
         """Group requests of the row whose logprobs are computed in one call.

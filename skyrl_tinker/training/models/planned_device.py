@@ -1,4 +1,4 @@
-"""Type of device that a tensor is computed on: its own, or the one that fake tensors stand for.
+"""Type of device that is computed on: the tensor's own, or the one that fake tensors stand for.
 
 Code that differs by device asks here, so that a profile of fake tensors takes the same way.
 """
@@ -12,13 +12,14 @@ import torch
 _planned: ContextVar[str | None] = ContextVar("planned_device", default=None)
 
 
-def device_type(tensor: torch.Tensor) -> str:
-    return _planned.get() or tensor.device.type
+def device_type(of: torch.Tensor | torch.device) -> str:
+    device = of if isinstance(of, torch.device) else of.device
+    return _planned.get() or device.type
 
 
 @contextmanager
 def planning(device: str) -> Iterator[None]:
-    """Take all tensors for tensors on that type of device."""
+    """Take all devices for that type."""
     token = _planned.set(device)
     try:
         yield

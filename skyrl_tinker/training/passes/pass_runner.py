@@ -12,6 +12,7 @@ import torch
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure, Float32
 from skyrl_tinker.training.batching.batch import MicroBatch, RequestInfo, TrainingInputBatch, micro_batches
+from skyrl_tinker.training.batching.even_rows import SequenceCost
 from skyrl_tinker.training.batching.outputs import PassMetrics, RankOutput, merge_metrics
 from skyrl_tinker.training.batching.packed_row import Row, Span, idle_row, make_row
 from skyrl_tinker.training.distributed import Ranks
@@ -19,6 +20,7 @@ from skyrl_tinker.training.losses.custom_bounds import seconds_left
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import Network
+from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.models.trainable_model import TrainableModel
 from skyrl_tinker.training.passes.request_losses import RequestLoss, row_loss, whole_loss
 
@@ -147,33 +149,35 @@ class PassRunner:
 
     def _overflown(self, attempt: _Attempt, alive: frozenset[int], budget: int) -> set[int]:
         """Return the requests with a finite loss whose gradients overflow in the network."""
-        overflown: set[int] = set()
+        infos = attempt.batch.requests
         models = self._training(attempt.batch, alive)
         flags = self.ranks.any_(
             [model in attempt.suspects and not model.gradients_finite() for model in models]
         )
-        for model, bad in zip(models, flags, strict=True):
-            if bad:
-                overflown |= self._culprits(attempt.batch, model, alive, budget)
+        bad = [model for model, flag in zip(models, flags, strict=True) if flag]
+        suspects = [
+            index
+            for index in sorted(alive)
+            if infos[index].backward and self.models[infos[index].model] in bad
+        ]
+        overflown = self._culprits(attempt.batch, suspects, budget) or set(suspects)
         attempt.failures |= dict.fromkeys(overflown, _OVERFLOW)
         return overflown
 
-    def _culprits(
-        self, batch: TrainingInputBatch, model: TrainableModel, alive: frozenset[int], budget: int
-    ) -> set[int]:
-        """Test each request of the model alone; if they overflow only together, return all of them."""
-        infos = batch.requests
-        suspects = {
-            index for index in alive if infos[index].backward and self.models[infos[index].model] is model
-        }
+    def _culprits(self, batch: TrainingInputBatch, suspects: Sequence[int], budget: int) -> set[int]:
+        """Return the requests that overflow alone; of several, there may be none that does.
+
+        Some are only of models that shared a row with a culprit's on a GPU: zero times infinity is no zero.
+        """
         culprits = set()
-        for index in sorted(suspects) if len(suspects) > 1 else ():
+        for index in suspects if len(suspects) > 1 else ():
+            model = self.models[batch.requests[index].model]
             model.rollback()
             model.begin()
             alone = self._attempt(batch, frozenset({index}), budget)
             if any(self.ranks.any_([bool(alone.suspects) and not model.gradients_finite()])):
                 culprits.add(index)
-        return culprits or suspects
+        return culprits
 
     def _attempt(self, batch: TrainingInputBatch, alive: frozenset[int], budget: int) -> _Attempt:
         attempt = _Attempt(batch)
@@ -190,11 +194,19 @@ class PassRunner:
         self, batch: TrainingInputBatch, alive: frozenset[int], budget: int, *, forward_only: bool = False
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches."""
-        world = self.ranks.world
         plans = micro_batches(
-            batch, alive, lambda key: self.models[key].network_key, world, budget, forward_only=forward_only
+            batch,
+            alive,
+            lambda key: self.models[key].network_key,
+            self.ranks.world,
+            budget,
+            cost_of=self._sequence_cost if device_type(self.ranks.device) == "cuda" else None,
+            forward_only=forward_only,
         )
         return plans[self.ranks.rank]
+
+    def _sequence_cost(self, key: ModelKey | None, backward: bool) -> SequenceCost:
+        return self._network(key).sequence_cost(backward)
 
     # Micro-batches
 

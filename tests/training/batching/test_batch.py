@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Datum, PassItem
 from skyrl_tinker.training.batching.batch import build_batch, micro_batches
+from skyrl_tinker.training.batching.even_rows import SequenceCost
 from tests.training.support.passes import make_data, make_item
 
 FULL = ModelKey(4)
@@ -13,6 +16,10 @@ FULL = ModelKey(4)
 
 def _network(model: ModelKey) -> ModelKey | None:
     return model if model == FULL else None
+
+
+def _cost(network: ModelKey | None, backward: bool) -> SequenceCost:
+    return SequenceCost(100, 1)
 
 
 @st.composite
@@ -26,12 +33,13 @@ def items(draw: st.DrawFn) -> list[PassItem]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(items=items(), world=st.integers(1, 4), budget=st.integers(1, 200))
+@given(items=items(), world=st.integers(1, 4), budget=st.integers(1, 200), even=st.booleans())
 def test_every_segment_runs_once_and_all_ranks_run_the_same_collectives(
-    items: list[PassItem], world: int, budget: int
+    items: list[PassItem], world: int, budget: int, even: bool
 ) -> None:
     batch = build_batch(items)
-    plans = micro_batches(batch, frozenset(range(len(items))), _network, world, budget)
+    alive = frozenset(range(len(items)))
+    plans = micro_batches(batch, alive, _network, world, budget, cost_of=_cost if even else None)
     segments = [s for plan in plans for micro in plan for s in micro.segments]
     assert sorted(segments) == list(range(len(batch.model)))
     collectives = [[(micro.network, micro.backward) for micro in plan] for plan in plans]
@@ -72,11 +80,27 @@ def test_a_models_cuts_do_not_depend_on_its_neighbours() -> None:
     assert cuts([one, other]) == cuts([other]) == [[0], [1, 2]]
 
 
+def test_without_costs_rows_are_filled_in_the_order_of_the_batch() -> None:
+    items = [make_item(1, make_data((30, 30, 30), 1)), make_item(2, make_data((40, 30, 20), 2))]
+    batch, alive = build_batch(items), frozenset({0, 1})
+
+    def rows(world: int, **costs: Any) -> list[list[tuple[int, ...]]]:
+        plans = micro_batches(batch, alive, _network, world, 90, **costs)
+        return [[micro.segments for micro in plan] for plan in plans]
+
+    assert rows(1) == [[(0, 1, 2), (3, 4, 5)]]
+    assert rows(2) == [[(0, 1, 2)], [(3, 4, 5)]]
+    assert rows(1, cost_of=_cost) == [[(0, 3, 5), (1, 2, 4)]]
+    assert rows(2, cost_of=_cost) == [[(2, 3, 5)], [(0, 1, 4)]]
+
+
 def test_requests_left_out_are_not_run() -> None:
     batch = build_batch([make_item(1, make_data((5,), 1)), make_item(2, make_data((5,), 2))])
     (plan,) = micro_batches(batch, frozenset({1}), _network, 1, 64)
     assert [micro.segments for micro in plan] == [(1,)]
     assert micro_batches(batch, frozenset(), _network, 2, 64) == [[], []]
+    (plan,) = micro_batches(batch, frozenset({1}), _network, 1, 64, cost_of=_cost)
+    assert [micro.segments for micro in plan] == [(1,)]
 
 
 @pytest.mark.parametrize("sent", [{}, {"clip_low_threshold": 0.5}])

@@ -11,6 +11,7 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory.activation_memory import ActivationMemory, gathered_bytes
+from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 from tests.training.support.passes import gradients_of, make_data, make_item, run_one
@@ -49,6 +50,13 @@ def test_the_estimate_is_what_a_long_row_keeps(
     kept = _bytes_held(worker, 1, LONG) - _bytes_held(worker, 1, SHORT)
     estimate = ActivationMemory.measure(worker._base, None, ranks)
     assert kept / (LONG - SHORT) == pytest.approx(estimate.kept, rel=0.2)  # full: inputs of norms, too
+
+
+def test_on_a_gpu_a_longer_chunk_of_logits_counts(ranks: Ranks, untied_model: str) -> None:
+    estimate = ActivationMemory.measure(_worker(ranks, untied_model)._base, None, ranks)
+    on_cpu = estimate.row_bytes(4096)
+    with planning("cuda"):
+        assert estimate.row_bytes(4096) - on_cpu == 3 * 4 * (2048 - 256) * estimate.vocab
 
 
 def test_two_layers_and_the_rest_are_gathered_at_one_time(ranks: Ranks, untied_model: str) -> None:

@@ -8,6 +8,7 @@ from skyrl_tinker.training.batching.batch import build_batch
 from skyrl_tinker.training.batching.packed_row import Span, make_row
 from skyrl_tinker.training.models import logprobs, network
 from skyrl_tinker.training.models.logprobs import Head, frozen_logprobs, token_logprobs
+from skyrl_tinker.training.models.planned_device import planning
 from tests.training.conftest import MakeWorker
 from tests.training.support import reference
 from tests.training.support.passes import (
@@ -99,6 +100,27 @@ def test_chunked_logprobs_and_gradients_equal_log_softmax(
         found_gradients = torch.autograd.grad(found, leaves, upstream, retain_graph=again)
         for one, other in zip(found_gradients, expected_gradients, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("device", "chunk"), [("cpu", 256), ("cuda", 2048)])
+def test_a_gpu_has_the_logits_of_more_tokens_at_one_time(device: str, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2049, 4, generator=generator), torch.randn(9, 4, generator=generator)
+    hidden.requires_grad_()
+    targets = torch.randint(0, 9, (2049,), generator=generator)
+    expected = (hidden @ weight.T).log_softmax(-1)[torch.arange(2049), targets]
+    with planning(device):
+        for found in (
+            token_logprobs(hidden, Head(weight), targets),
+            frozen_logprobs(hidden, weight, targets),
+        ):
+            torch.testing.assert_close(found, expected)
+            (gradient,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+            torch.testing.assert_close(
+                gradient, torch.autograd.grad(expected.sum(), hidden, retain_graph=True)[0]
+            )
+        kept = token_logprobs(hidden, Head(weight), targets).grad_fn.kept  # type: ignore[union-attr]
+    assert list(kept) == list(range(0, 2049, chunk))
 
 
 def test_however_many_models_share_a_row_few_logits_wait_for_backward(

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.values import LoraSpec, PassItem, PassOutput
+from skyrl_tinker.domain.values import Datum, Failure, LoraSpec, PassItem, PassOutput
+from skyrl_tinker.training.batching.batch import MicroBatch, build_batch
+from skyrl_tinker.training.batching.packed_row import make_row
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory.row_profile import FakeTrainer, Training
 from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
+from tests.training.conftest import MakeWorker
 from tests.training.support.passes import gradients_of, make_data, make_item, perturb, run_pass
 
 LORA = {
@@ -70,6 +73,36 @@ def test_all_tenants_at_once_get_what_each_gets_alone(
     assert any(gradient.any() for gradient in gradients.values())
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_a_tenant_whose_gradients_overflow_fails_alone(make_worker: MakeWorker, untied_model: str) -> None:
+    """Those of its neighbours in the row are not finite either: zero times infinity is not zero."""
+    worker = make_worker(untied_model)
+    for model, lora in LORA.items():
+        worker.create_model(ModelKey(model), lora)
+        perturb(worker, model)
+    (datum,) = make_data((30,), 9)
+    large = Datum(datum.tokens, datum.target_tokens, {"weights": np.full(30, 3e37, np.float32)})
+    with planning("cuda"):
+        *good, bad = run_pass(worker, *_items(), make_item(2, (large,), seq_id=1))
+    assert all(isinstance(output, PassOutput) for output in good)
+    assert isinstance(bad, Failure)
+    assert "overflow" in bad.message
+
+
+def test_neighbours_with_the_same_head_are_scored_at_once(make_worker: MakeWorker, untied_model: str) -> None:
+    """A CPU scores the two requests of the first model apart; the last two models have no own head."""
+    worker = make_worker(untied_model)
+    for model, lora in LORA.items():
+        worker.create_model(ModelKey(model), lora)
+    worker.create_model(ModelKey(5), LORA[4])
+    batch = build_batch([*_items(), make_item(5, make_data((20,), 6))])
+    row = make_row(batch, tuple(range(len(batch.shapes))), torch.device("cpu"))
+    adapters = worker._runner._adapters(MicroBatch(None, True, ()), row)
+    for device, calls in (("cuda", 4), ("cpu", 5)):
+        with planning(device):
+            logprobs = worker._base(row, adapters)
+        assert len(logprobs.grad_fn.next_functions) == calls  # type: ignore[union-attr]
 
 
 def test_eight_tenants_take_hardly_more_operations_than_one(ranks: Ranks, untied_model: str) -> None:
