@@ -6,7 +6,7 @@ Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic_settings import (
@@ -326,10 +326,13 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _change_defaults(cls, values: Any) -> Any:
-        return {**_ON_CUDA, **values} if values.get("device") == "cuda" else values
+    @model_validator(mode="after")
+    def _change_defaults(self) -> Self:
+        """Change them past pydantic, so that model_fields_set still names what was given alone."""
+        if self.device == "cuda":
+            unset = _ON_CUDA.keys() - self.model_fields_set
+            self.__dict__.update({name: _ON_CUDA[name] for name in unset})
+        return self
 
     @property
     def root(self) -> Path:
@@ -354,7 +357,7 @@ class Settings(BaseSettings):
 
 
 def load(config: Path | None = None, **overrides: Any) -> Settings:
-    """Parse the settings. Overrides that are None count as not given.
+    """Parse the settings. Overrides that are None count as not given; model_fields_set names what was given.
 
     Raises pydantic.ValidationError that names the unknown key or the bad value.
     """
@@ -363,7 +366,7 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
     class _FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=config)
 
-    return Settings.model_validate(_FromFile(**overridden).model_dump())
+    return Settings.model_validate(_FromFile(**overridden).model_dump(exclude_unset=True))
 
 
 def _json_or_text(value: str) -> Any:
