@@ -23,6 +23,7 @@ _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
 """Defaults that device cuda changes: attention in float32 would keep matrices of [T, T], and a GPU waits for
 the launches of short rows.
 """
+_PLANNED = "on cuda: as planned"
 
 
 class Settings(BaseSettings):
@@ -51,7 +52,7 @@ class Settings(BaseSettings):
     checkpoints: Path | None = Field(None, description="Where checkpoints lie [default: <home>/checkpoints]")
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu or cuda")
-    trainer_ranks: int = Field(1, ge=1, le=64, description="FSDP workers")
+    trainer_ranks: int = Field(1, ge=1, le=64, description=f"FSDP workers [{_PLANNED}]")
     trainer_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="float32 or bfloat16, of the trainer's computation and the samplers "
@@ -61,7 +62,7 @@ class Settings(BaseSettings):
     token_budget: int = Field(
         2048,
         ge=1,
-        description=f"Tokens per micro-batch and FSDP worker [on cuda: {_ON_CUDA['token_budget']}]",
+        description=f"Tokens per micro-batch and FSDP worker [{_PLANNED}, else {_ON_CUDA['token_budget']}]",
     )
     gradient_checkpointing: bool | None = Field(
         None,
@@ -71,7 +72,8 @@ class Settings(BaseSettings):
     resident_models: int = Field(
         0,
         ge=0,
-        description="LoRA models on the trainer's devices at once, the others wait on the host; 0 = all",
+        description="LoRA models on the trainer's devices at once, the others wait on the host; 0 = all "
+        f"[{_PLANNED}]",
     )
     trainer_memory_gb: float | None = Field(
         None,
@@ -98,8 +100,12 @@ class Settings(BaseSettings):
         description="Most prompt and generated tokens of a sequence [default: the model's, at most 4096]",
     )
 
-    replicas: int = Field(1, ge=1, le=64, description="vLLM servers, each with a full copy of the model")
-    tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs, on a CPU processes, of each replica")
+    replicas: int = Field(
+        1, ge=1, le=64, description=f"vLLM servers, each with a full copy of the model [{_PLANNED}]"
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=64, description=f"GPUs, on a CPU processes, of each replica [{_PLANNED}]"
+    )
     sampler_urls: tuple[str, ...] = Field(
         (),
         description="A vLLM server that runs already, in place of replicas; give it once for each. "
@@ -114,7 +120,12 @@ class Settings(BaseSettings):
     placement: Literal["auto", "separate", "colocated"] = Field(
         "auto",
         description="separate, or colocated: trainer and samplers take turns on the same devices; auto: "
-        "colocated on GPUs that are too few for both",
+        "colocated where not both fit on the GPUs",
+    )
+    plan: bool = Field(
+        True,
+        description="On cuda: estimate what fits, choose by it what is not given of ranks, replicas, row "
+        "lengths and resident models, and refuse what does not fit; else choose the placement alone",
     )
     phase_min_s: float = Field(0.2, gt=0, description="Shortest phase when colocated")
     phase_max_s: float = Field(
