@@ -105,7 +105,7 @@ def _choices(estimate: MemoryEstimate) -> tuple[Choice, ...]:
         Choice(
             "replicas", division.replicas, f"keys and values of {estimate.cache_tokens:,.0f} tokens in each"
         ),
-        Choice("context_length", demand.context, "the model's, at most 4096, unless given"),
+        Choice("context_length", demand.context, "by default the model's, at most 4096"),
         Choice("token_budget", budget, _why(fast, small)),
     ]
     if not demand.full:
