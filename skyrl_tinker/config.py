@@ -6,7 +6,7 @@ Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic_settings import (
@@ -23,6 +23,7 @@ _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
 """Defaults that device cuda changes: attention in float32 would keep matrices of [T, T], and a GPU waits for
 the launches of short rows.
 """
+_PLANNED = "on cuda: as planned"
 
 
 class Settings(BaseSettings):
@@ -51,7 +52,7 @@ class Settings(BaseSettings):
     checkpoints: Path | None = Field(None, description="Where checkpoints lie [default: <home>/checkpoints]")
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu or cuda")
-    trainer_ranks: int = Field(1, ge=1, le=64, description="FSDP workers")
+    trainer_ranks: int = Field(1, ge=1, le=64, description=f"FSDP workers [{_PLANNED}]")
     trainer_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="float32 or bfloat16, of the trainer's computation and the samplers "
@@ -61,7 +62,7 @@ class Settings(BaseSettings):
     token_budget: int = Field(
         2048,
         ge=1,
-        description=f"Tokens per micro-batch and FSDP worker [on cuda: {_ON_CUDA['token_budget']}]",
+        description=f"Tokens per micro-batch and FSDP worker [{_PLANNED}, else {_ON_CUDA['token_budget']}]",
     )
     gradient_checkpointing: bool | None = Field(
         None,
@@ -71,7 +72,8 @@ class Settings(BaseSettings):
     resident_models: int = Field(
         0,
         ge=0,
-        description="LoRA models on the trainer's devices at once, the others wait on the host; 0 = all",
+        description="LoRA models on the trainer's devices at once, the others wait on the host; 0 = all "
+        f"[{_PLANNED}]",
     )
     trainer_memory_gb: float | None = Field(
         None,
@@ -98,8 +100,12 @@ class Settings(BaseSettings):
         description="Most prompt and generated tokens of a sequence [default: the model's, at most 4096]",
     )
 
-    replicas: int = Field(1, ge=1, le=64, description="vLLM servers, each with a full copy of the model")
-    tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs, on a CPU processes, of each replica")
+    replicas: int = Field(
+        1, ge=1, le=64, description=f"vLLM servers, each with a full copy of the model [{_PLANNED}]"
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=64, description=f"GPUs, on a CPU processes, of each replica [{_PLANNED}]"
+    )
     sampler_urls: tuple[str, ...] = Field(
         (),
         description="A vLLM server that runs already, in place of replicas; give it once for each. "
@@ -114,7 +120,12 @@ class Settings(BaseSettings):
     placement: Literal["auto", "separate", "colocated"] = Field(
         "auto",
         description="separate, or colocated: trainer and samplers take turns on the same devices; auto: "
-        "colocated on GPUs that are too few for both",
+        "colocated where not both fit on the GPUs",
+    )
+    plan: bool = Field(
+        True,
+        description="On cuda: estimate what fits, choose by it what is not given of ranks, replicas, row "
+        "lengths and resident models, and refuse what does not fit; else choose the placement alone",
     )
     phase_min_s: float = Field(0.2, gt=0, description="Shortest phase when colocated")
     phase_max_s: float = Field(
@@ -326,10 +337,13 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _change_defaults(cls, values: Any) -> Any:
-        return {**_ON_CUDA, **values} if values.get("device") == "cuda" else values
+    @model_validator(mode="after")
+    def _change_defaults(self) -> Self:
+        """Change them past pydantic, so that model_fields_set still names what was given alone."""
+        if self.device == "cuda":
+            unset = _ON_CUDA.keys() - self.model_fields_set
+            self.__dict__.update({name: _ON_CUDA[name] for name in unset})
+        return self
 
     @property
     def root(self) -> Path:
@@ -354,7 +368,7 @@ class Settings(BaseSettings):
 
 
 def load(config: Path | None = None, **overrides: Any) -> Settings:
-    """Parse the settings. Overrides that are None count as not given.
+    """Parse the settings. Overrides that are None count as not given; model_fields_set names what was given.
 
     Raises pydantic.ValidationError that names the unknown key or the bad value.
     """
@@ -363,7 +377,7 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
     class _FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=config)
 
-    return Settings.model_validate(_FromFile(**overridden).model_dump())
+    return Settings.model_validate(_FromFile(**overridden).model_dump(exclude_unset=True))
 
 
 def _json_or_text(value: str) -> Any:

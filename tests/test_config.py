@@ -29,6 +29,15 @@ def test_the_device_changes_defaults_from_any_source(tmp_path: Path, monkeypatch
     assert config.load(trainer_dtype="float32").trainer_dtype == "float32"
 
 
+def test_what_is_given_is_told_from_defaults_whatever_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "settings.toml").write_text("replicas = 1\n")
+    monkeypatch.setenv("SKYRL_TINKER_TRAINER_RANKS", "1")
+    given = config.load(file, device="cuda", context_length=None).model_fields_set
+    assert given == {"replicas", "trainer_ranks", "device"}
+
+
 def test_arguments_of_vllm_are_given_one_by_one_as_a_table_or_as_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

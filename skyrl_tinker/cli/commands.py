@@ -10,8 +10,7 @@ import typer
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys
 from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
-from skyrl_tinker.domain.units import GB, MiB
-from skyrl_tinker.server.capacity_plan import Demand
+from skyrl_tinker.domain.units import GB
 
 # no markup: it would take "[default: 8000]" for a style and drop it
 app = typer.Typer(
@@ -54,17 +53,19 @@ def main(
     "trainer_dtype",
     "token_budget",
     "gradient_checkpointing",
+    "resident_models",
     "replicas",
     "tensor_parallel_size",
     "vllm_args",
     "sampler_urls",
     "router_url",
     "placement",
+    "plan",
     "max_lora_rank",
     "context_length",
     "ray_address",
 )
-def serve(config_file: Path | None, **settings: Any) -> None:
+def serve(config_file: Config = None, **settings: Any) -> None:
     """Run a server until Ctrl-C. Every setting also as SKYRL_TINKER_… and in --config FILE.toml."""
     from skyrl_tinker.server import supervisor  # the other commands need none of its imports
 
@@ -73,6 +74,7 @@ def serve(config_file: Path | None, **settings: Any) -> None:
             config.load(config_file, **settings),
             ready=lambda url: print(f"skyrl-tinker ready: {url}", flush=True),
             progress=_print_progress,
+            tell=lambda text: print(text, file=sys.stderr, flush=True),
             warn=lambda text: print(f"skyrl-tinker: warning: {text}", file=sys.stderr, flush=True),
         )
 
@@ -158,6 +160,15 @@ def import_adapter(
 
 
 @app.command()
+@with_options(
+    "trainer_ranks",
+    "replicas",
+    "tensor_parallel_size",
+    "placement",
+    "token_budget",
+    "gradient_checkpointing",
+    "resident_models",
+)
 def plan(
     base_model: Annotated[str, typer.Option(help="A directory with config.json, or a hub name")],
     gpus: Annotated[int, typer.Option(min=1, max=64)] = 1,
@@ -167,21 +178,23 @@ def plan(
     context: Annotated[int, typer.Option(help="Tokens of the longest sequence", min=16)] = 32768,
     tenants: Annotated[int, typer.Option(help="Models in training at once", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+    **given: Any,
 ) -> None:
-    """Show what fits on GPUs, before there are any; exit code 1 if it does not.
+    """Show what fits on GPUs, before there are any; exit code 1 if it does not. What is given is kept.
 
     The trainer's forward and backward run on tensors without content, which takes seconds on a CPU and no
     weights: config.json is enough.
     """
-    from skyrl_tinker.cli import plan as planning
+    from skyrl_tinker.cli import plan_output
+    from skyrl_tinker.server import start_plan
 
     with one_line_errors():
-        settings = config.load(base_model=base_model, device="cuda", context_length=context)
-        demand = Demand(
-            gpus, gpu_memory * GB, context, 0 if full else rank, tenants, settings.weight_chunk_mb * MiB
+        settings = config.load(
+            base_model=base_model, device="cuda", context_length=context, max_lora_rank=rank, **given
         )
-        found = planning.plan(settings, demand)
-    print(planning.as_json(found) if as_json else planning.as_table(found))
+        hardware = start_plan.Gpus(gpus, gpu_memory * GB)
+        found = start_plan.plan(settings, hardware, full=full, tenants=tenants)
+    print(plan_output.as_json(found) if as_json else plan_output.as_table(found))
     if found.problem is not None:
         raise typer.Exit(1)
 

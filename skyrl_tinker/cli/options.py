@@ -4,7 +4,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
@@ -20,21 +20,23 @@ def option(setting: str) -> Any:
     field = Settings.model_fields[setting]
     assert field.description is not None
     if field.annotation is bool:
-        return typer.Option(f"--{setting.replace('_', '-')}", help=field.description)
+        name = setting.replace("_", "-")
+        return typer.Option(f"--{name}/--no-{name}" if field.default else f"--{name}", help=field.description)
     default = "" if field.default in (None, (), {}) else f" [default: {field.default}]"
     return typer.Option(help=field.description + default)
 
 
 def with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add one option per setting to a command that takes `config_file` and settings by name."""
+    """Add one option per setting to a command that takes `**settings` beside options of its own."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         annotations = {name: Annotated[_option_type(name), option(name)] for name in settings}
-        parameters = [
+        own = [each for each in signature(command).parameters.values() if each.kind != each.VAR_KEYWORD]
+        added = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for name, annotation in {**annotations, "config_file": Config}.items()
+            for name, annotation in annotations.items()
         ]
-        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        command.__signature__ = Signature([*own, *added])  # type: ignore[attr-defined]
         return command
 
     return decorate

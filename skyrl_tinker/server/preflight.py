@@ -5,9 +5,6 @@ import os
 import shutil
 import socket
 import ssl
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,43 +21,20 @@ START_BYTES = 16 * MiB
 _BACKLOG = 4096  # thousands of long polls may connect at once
 
 
-def count_gpus() -> int:
-    """Count the GPUs that a process of torch sees. Not in this process, which imports no torch."""
-    script = "import torch; print(torch.cuda.device_count())"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    if found.returncode:
-        raise StartupError(f"--device cuda: torch cannot count the GPUs: {found.stderr.strip()[-500:]}")
-    return int(found.stdout.split()[-1])
-
-
-def place(settings: Settings, count: Callable[[], int] = count_gpus) -> Settings:
-    """Decide the placement, if it is auto. Raises StartupError when there are too few GPUs either way."""
-    if settings.placement != "auto":
-        return settings
-    colocated = False
-    if settings.device == "cuda" and not settings.sampler_urls:
-        ranks, samplers = settings.trainer_ranks, _sampler_gpus(settings)
-        gpus = count()
-        colocated = gpus < ranks + samplers
-        if colocated and not ranks == samplers <= gpus:
-            shared = f", or {ranks} that both share" if ranks == samplers else ""
-            raise StartupError(
-                f"--device cuda needs {ranks + samplers} GPUs ({ranks} for trainer ranks, {samplers} "
-                f"for samplers){shared}, found {gpus}"
-            )
-    return settings.model_copy(update={"placement": "colocated" if colocated else "separate"})
-
-
 def check_settings(settings: Settings) -> None:
-    """Refuse settings that are not implemented yet or contradict each other."""
+    """Refuse settings that are not implemented yet or contradict each other, whatever the placement."""
     _check_samplers(settings)
     _check_tls(settings)
     _check_dtype(settings)
+    if settings.ray_address is not None:
+        raise StartupError("--ray-address: joining a Ray cluster is not supported yet; leave it out")
+
+
+def check_placement(settings: Settings) -> None:
+    """Refuse settings that contradict the placement, which is decided."""
     choose(settings.weight_transport, settings.device, colocated=settings.colocated)
     if settings.colocated:
         _check_colocated(settings)
-    if settings.ray_address is not None:
-        raise StartupError("--ray-address: joining a Ray cluster is not supported yet; leave it out")
 
 
 def check_room(home: Path) -> None:
@@ -122,16 +96,13 @@ def _check_colocated(settings: Settings) -> None:
         raise StartupError(
             "--placement colocated and sampler_urls: this server cannot place samplers that it does not start"
         )
-    samplers, ranks = _sampler_gpus(settings), settings.trainer_ranks
+    samplers = settings.replicas * workers(settings.vllm_args, settings.tensor_parallel_size)
+    ranks = settings.trainer_ranks
     if settings.device == "cuda" and samplers != ranks:
         raise StartupError(
             f"--placement colocated on CUDA: {ranks} trainer ranks share their GPUs with {samplers} sampler "
             f"GPUs ({settings.replicas} replicas x {samplers // settings.replicas}): make the numbers equal"
         )
-
-
-def _sampler_gpus(settings: Settings) -> int:
-    return settings.replicas * workers(settings.vllm_args, settings.tensor_parallel_size)
 
 
 def _check_samplers(settings: Settings) -> None:

@@ -23,7 +23,7 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
-from skyrl_tinker.server import base_model, log_files, preflight
+from skyrl_tinker.server import base_model, log_files, preflight, start_plan
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
@@ -39,16 +39,18 @@ _MOST_DEATHS, _DEATHS_WITHIN_S = 5, 120.0
 Report = Callable[[str], None]
 
 
-def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> None:
+def serve(settings: Settings, ready: Report, progress: Report, tell: Report, warn: Report) -> None:
     """Run a server until SIGTERM or Ctrl-C.
 
-    `ready` receives the URL once, `progress` messages while starting, `warn` those for every user.
+    `ready` receives the URL once, `progress` messages while starting, `tell` what was planned, and `warn`
+    messages for every user.
 
     Raises StartupError when it cannot start, or when a child keeps dying; no process is left running then.
     """
-    settings = preflight.place(settings)
     preflight.check_settings(settings)
     preflight.check_room(settings.root)
+    settings = start_plan.place(settings, tell)
+    preflight.check_placement(settings)
     directories = Directories(settings)
     directories.make()
     with process_lock(directories.server_lock, "server"):

@@ -1,6 +1,7 @@
-"""`skyrl-tinker plan` from config.json alone, in a process of its own, since it forms a process group."""
+"""`skyrl-tinker plan` from config.json alone."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,29 +9,7 @@ from typing import Any
 
 import pytest
 
-SMALL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
-QWEN3_8B = SMALL | {
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
+from tests.support.model_configs import QWEN3_8B, SMALL
 
 
 def _plan(directory: Path, config: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
@@ -58,12 +37,15 @@ def test_an_8b_trains_32k_tokens_on_one_gpu_with_recomputed_layers(tmp_path: Pat
     assert plan["longest"] == 32768
 
 
-def test_the_table_names_places_settings_and_reasons(tmp_path: Path) -> None:
-    result = _plan(tmp_path, SMALL, "--gpus", "2", "--context", "4096")
+def test_the_table_names_places_settings_and_reasons_and_keeps_what_is_given(tmp_path: Path) -> None:
+    given = ("--trainer-ranks 1", "--token-budget 3000", "--resident-models 5")
+    result = _plan(tmp_path, SMALL, "--gpus", "4", "--context", "4096", *" ".join(given).split())
     assert result.returncode == 0, result.stderr
     for text in ("GPU of a trainer rank, GB", "host memory, GB", "shared memory, GB", "disk, GB"):
         assert f"\n{text}\n" in result.stdout
-    assert "--placement separate" in result.stdout
+    for setting in given:
+        assert re.search(rf"\n  {setting} +as given\n", result.stdout)
+    assert re.search(r"\n  --placement separate .*\n(.*\n)+  --replicas 3 ", result.stdout)
     assert result.stdout.endswith("\nfits\n")
 
 
@@ -71,6 +53,15 @@ def test_what_does_not_fit_ends_with_an_error(tmp_path: Path) -> None:
     result = _plan(tmp_path, SMALL, "--full", "--gpu-memory", "3.2", "--context", "32768")
     assert result.returncode == 1
     assert "does not fit: " in result.stdout
+
+
+def test_a_model_that_the_trainer_refuses_is_refused_with_its_words(tmp_path: Path) -> None:
+    sliding = SMALL | {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 128}
+    result = _plan(tmp_path, sliding | {"use_sliding_window": True}, "--context", "4096")
+    assert result.returncode == 1
+    assert re.fullmatch(
+        "skyrl-tinker: no plan .*: the trainer does not support layer_types .*\n", result.stderr
+    )
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:

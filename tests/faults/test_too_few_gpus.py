@@ -5,12 +5,14 @@ import pytest
 from tests.support.serve import Serve
 
 
-@pytest.mark.parametrize("placement", ["auto", "separate"])
+@pytest.mark.parametrize(
+    "options", [("--placement", "auto"), ("--placement", "separate"), ("--no-plan",)], ids=" ".join
+)
 def test_cuda_without_gpus_is_refused_with_how_many_it_takes(
-    start: Callable[..., Serve], monkeypatch: pytest.MonkeyPatch, placement: str
+    start: Callable[..., Serve], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    server = start("--device", "cuda", "--trainer-ranks", "2", "--placement", placement)
+    server = start("--device", "cuda", "--trainer-ranks", "2", *options)
     _, said = server.process.communicate(timeout=60)
     assert server.process.returncode == 1
     assert "--device cuda needs 3 GPUs (2 for trainer ranks, 1 for samplers), found 0" in said

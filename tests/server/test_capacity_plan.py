@@ -1,5 +1,6 @@
 """A plan fits what it says, in the simplest way there is."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,23 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.server.capacity_plan import SAMPLER, TRAINER, CapacityPlan, Demand, make_plan
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server.capacity_plan import CapacityPlan, make_plan
+from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand
 
 FACTS = BaseModelFacts(
     "/m", ("m",), "Qwen3ForCausalLM", 151936, 32768, 36, 8, 128, 4096, False, (), num_heads=32
 )
-DEMAND = Demand(gpus=1, gpu_bytes=80 * GB, context=32768, rank=32, tenants=1, chunk_bytes=0)
+DEMAND = Demand(
+    gpus=1,
+    gpu_bytes=80 * GB,
+    context=32768,
+    rank=32,
+    tenants=1,
+    chunk_bytes=0,
+    adapter_slots=8,
+    sampler_share=0.85,
+)
 
 
 def costs(ranks: int, scale: int = 1) -> MemoryCosts:
@@ -68,9 +80,9 @@ def test_what_fits_is_within_the_gpus_memory(gpus: int) -> None:
 
 def test_models_wait_on_the_host_when_the_gpu_holds_no_more() -> None:
     few, many = (make_plan(replace(DEMAND, tenants=tenants), FACTS, costs) for tenants in (4, 64))
-    assert "resident_models" not in settings_of(few)
     resident = settings_of(many)["resident_models"]
     assert 4 < resident < 64
+    assert settings_of(few)["resident_models"] == resident
     assert any(line.name.startswith(f"{64 - resident} models off the GPU") for line in many.lines)
 
 
@@ -102,6 +114,83 @@ def test_replicas_get_the_gpus_that_their_weights_need() -> None:
     chosen = settings_of(plan)
     assert chosen["replicas"] * chosen["tensor_parallel_size"] + chosen["trainer_ranks"] == 8
     assert chosen["tensor_parallel_size"] == 2  # 64 GB of weights, half of 68 GB on each GPU
+
+
+def test_what_is_given_is_kept_and_all_gpus_are_used_where_it_leaves_the_choice() -> None:
+    for given, gpus, expected in (
+        ({"trainer_ranks": 2}, 8, (2, 6)),
+        ({"replicas": 1}, 8, (4, 4)),
+        ({"replicas": 3}, 8, (5, 3)),
+        ({"tensor_parallel_size": 4}, 6, (2, 4)),
+        ({"placement": "colocated"}, 8, (8, 8)),
+        ({"placement": "colocated", "tensor_parallel_size": 2}, 7, (6, 6)),
+        ({"trainer_ranks": 1, "replicas": 1, "tensor_parallel_size": 1}, 8, (1, 1)),
+    ):
+        plan = make_plan(replace(DEMAND, gpus=gpus, given=given), FACTS, costs)
+        chosen = settings_of(plan)
+        assert plan.problem is None
+        assert given.items() <= chosen.items()
+        assert {each.reason for each in plan.choices if each.setting in given} == {"as given"}
+        samplers = chosen["replicas"] * chosen["tensor_parallel_size"]
+        assert (chosen["trainer_ranks"], samplers) == expected, given
+
+
+def test_a_replica_takes_the_gpus_of_its_other_parallelism_too() -> None:
+    chosen = settings_of(make_plan(replace(DEMAND, gpus=8, copies=2), FACTS, costs))
+    assert (chosen["trainer_ranks"], chosen["replicas"], chosen["tensor_parallel_size"]) == (4, 2, 1)
+
+
+def test_rows_and_models_that_are_given_must_fit() -> None:
+    crowded = replace(DEMAND, gpu_bytes=36 * GB, context=4096)
+    for given, names in (
+        ({"token_budget": 32768}, "a row of 32768 tokens .* even with recomputed layers"),
+        ({"gradient_checkpointing": False}, "a row of 4096 tokens .* without recomputed layers"),
+        ({"resident_models": 12}, "with 12 models in training"),
+    ):
+        plan = make_plan(replace(crowded, given=given), FACTS, costs)
+        assert plan.problem is not None
+        assert re.search(names, plan.problem)
+        assert plan.place == TRAINER
+    small = make_plan(replace(DEMAND, sampler_share=0.25), FACTS, costs)
+    assert (small.problem is not None, small.place) == (True, SAMPLER)
+
+
+def test_layers_that_are_always_recomputed_allow_longer_rows() -> None:
+    chosen = settings_of(make_plan(replace(DEMAND, given={"gradient_checkpointing": True}), FACTS, costs))
+    assert chosen["token_budget"] == 16384
+
+
+def test_models_that_stay_leave_room_for_a_row() -> None:
+    demand = replace(DEMAND, context=4096)
+    resident = settings_of(make_plan(demand, FACTS, costs))["resident_models"]
+    for more, fits in ((0, True), (1, False)):
+        plan = make_plan(replace(demand, given={"resident_models": resident + more}), FACTS, costs)
+        assert (plan.problem is None) is fits
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "message"),
+    [
+        (0, {}, r"needs 2 GPUs \(1 .*, 1 for samplers\), found 0; 1 would do if both share them"),
+        (3, {"trainer_ranks": 3, "replicas": 2}, r"needs 5 GPUs \(3 .*, 2 for samplers\), found 3$"),
+        (1, {"placement": "separate"}, r"needs 2 GPUs \(1 for trainer ranks, 1 for samplers\), found 1$"),
+        (
+            1,
+            {"placement": "colocated", "replicas": 2},
+            "needs 2 GPUs that trainer ranks and samplers share, found 1",
+        ),
+        (
+            8,
+            {"placement": "colocated", "trainer_ranks": 3, "replicas": 2},
+            "no number of GPUs agrees with placement colocated, trainer_ranks 3, replicas 2: ",
+        ),
+    ],
+)
+def test_gpus_that_are_too_few_are_refused_with_how_many_it_takes(
+    gpus: int, given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(StartupError, match=message):
+        make_plan(replace(DEMAND, gpus=gpus, given=given), FACTS, costs)
 
 
 def test_every_choice_is_a_setting() -> None:

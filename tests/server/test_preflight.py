@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_tinker import config
+from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
@@ -46,46 +47,12 @@ def test_what_is_not_built_or_not_safe_is_refused_with_what_to_change(
     setting: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(StartupError, match=message):
-        preflight.check_settings(config.load(**setting))
+        _check(config.load(**setting))
 
 
-@pytest.mark.parametrize(
-    ("gpus", "setting", "placement"),
-    [
-        (2, {}, "separate"),
-        (1, {}, "colocated"),
-        (8, {"trainer_ranks": 4, "replicas": 2, "tensor_parallel_size": 2}, "separate"),
-        (4, {"trainer_ranks": 4, "replicas": 2, "tensor_parallel_size": 2}, "colocated"),
-        (8, {"placement": "colocated"}, "colocated"),
-        (1, {"placement": "separate"}, "separate"),
-        (0, {"device": "cpu"}, "separate"),
-        (1, {"sampler_urls": ["http://a:9"]}, "separate"),
-    ],
-)
-def test_gpus_that_are_too_few_for_both_are_shared(
-    gpus: int, setting: dict[str, Any], placement: str
-) -> None:
-    placed = preflight.place(config.load(**{"device": "cuda"} | setting), lambda: gpus)
-    assert placed.placement == placement
-
-
-@pytest.mark.parametrize(
-    ("gpus", "setting", "message"),
-    [
-        (0, {}, r"needs 2 GPUs \(1 .*, 1 for samplers\), or 1 that both share, found 0"),
-        (3, {"trainer_ranks": 3, "replicas": 2}, r"needs 5 GPUs \(3 .*, 2 for samplers\), found 3"),
-    ],
-)
-def test_gpus_that_are_too_few_for_either_are_refused(
-    gpus: int, setting: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(StartupError, match=message):
-        preflight.place(config.load(device="cuda", **setting), lambda: gpus)
-
-
-def test_gpus_are_counted_as_torch_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert preflight.count_gpus() == 0
+def _check(settings: Settings) -> None:
+    preflight.check_settings(settings)
+    preflight.check_placement(settings)
 
 
 def test_a_certificate_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:

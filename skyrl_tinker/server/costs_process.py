@@ -1,0 +1,30 @@
+"""Process that measures the memory costs of a base model: it takes torch, which `serve` does not import.
+
+`python -m skyrl_tinker.server.costs_process`: one JSON object from stdin, one to stdout.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.memory.row_costs import measure_costs
+from skyrl_tinker.training.memory.row_profile import Training, fake_ranks
+
+
+def main() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tensors without content lie on no GPU
+    request = json.load(sys.stdin)
+    training = Training(request["config"], "cuda", "bfloat16", LoraSpec(request["rank"], 0))
+    try:
+        with fake_ranks(request["ranks"]) as ranks:
+            costs = measure_costs(training, request["tokens"], ranks)
+    except StartupError as error:
+        sys.exit(str(error))
+    print(json.dumps(asdict(costs)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Plan of a start on GPUs: which there are, what fits, and the settings that follow."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from skyrl_tinker import processes
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
+from skyrl_tinker.domain.units import GB, MiB
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.servers.vllm_arguments import workers
+from skyrl_tinker.server import base_model
+from skyrl_tinker.server.capacity_plan import MOST_TOKENS, CapacityPlan, make_plan
+from skyrl_tinker.server.gpu_division import divide
+from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand
+
+_DIVIDED = ("placement", "trainer_ranks", "replicas", "tensor_parallel_size")
+_KEPT = (
+    *_DIVIDED,
+    "context_length",
+    "token_budget",
+    "gradient_checkpointing",
+    "max_lora_rank",
+    "resident_models",
+)
+_REMEDIES = {
+    TRAINER: "a smaller context_length, token_budget, max_lora_rank or resident_models, or use more GPUs",
+    SAMPLER: "a larger tensor_parallel_size or gpu_memory_utilization, or a smaller context_length, "
+    "max_loras or max_lora_rank",
+}
+_NO_PLAN = "no plan can be made (serve --no-plan starts without one)"
+_PROBE = """
+import torch
+sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
+print(len(sizes), min(sizes, default=0))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """GPUs of the machine."""
+
+    count: int
+    bytes: float  # of the smallest
+
+
+def probe_gpus() -> Gpus:
+    """Find the GPUs that a process of torch sees."""
+    count, size = _run("--device cuda: torch cannot find the GPUs", "-c", _PROBE).split()
+    return Gpus(int(count), int(size))
+
+
+CostsOf = Callable[[Mapping[str, Any], Demand, int], MemoryCosts]
+
+
+def measure_costs(config: Mapping[str, Any], demand: Demand, ranks: int) -> MemoryCosts:
+    """Measure the costs of a base model, given its config.json, on that many ranks. It takes seconds."""
+    tokens = max(demand.longest_row, MOST_TOKENS)
+    request = {"config": config, "rank": demand.rank, "tokens": tokens, "ranks": ranks}
+    module = "skyrl_tinker.server.costs_process"
+    costs = json.loads(_run(_NO_PLAN, "-m", module, given=json.dumps(request)))
+    rows = {name: RowMemory(**costs[name]) for name in ("kept", "recomputed")}
+    return MemoryCosts(**{**costs, **rows})
+
+
+def plan(
+    settings: Settings,
+    gpus: Gpus,
+    costs_of: CostsOf = measure_costs,
+    *,
+    full: bool = False,
+    tenants: int = 1,
+) -> CapacityPlan:
+    """Plan a server of these settings. What is given of them is kept, the rest chosen.
+
+    Raises StartupError for a base model that cannot be served, and for GPUs that are too few.
+    """
+    config, facts = base_model.read_config(settings)
+    demand = Demand(
+        gpus=gpus.count,
+        gpu_bytes=gpus.bytes,
+        context=facts.context_length,
+        rank=0 if full else settings.max_lora_rank,
+        tenants=tenants,
+        chunk_bytes=settings.weight_chunk_mb * MiB,
+        adapter_slots=settings.max_loras,
+        sampler_share=settings.gpu_memory_utilization,
+        copies=workers(settings.vllm_args, 1),
+        given=_given(settings),
+    )
+    return make_plan(demand, facts, partial(costs_of, config, demand))
+
+
+def _given(settings: Settings) -> dict[str, Any]:
+    given = {name: getattr(settings, name) for name in _KEPT if name in settings.model_fields_set}
+    return {name: value for name, value in given.items() if value not in (None, "auto")}
+
+
+def place(
+    settings: Settings,
+    tell: Callable[[str], None],
+    probe: Callable[[], Gpus] = probe_gpus,
+    costs_of: CostsOf = measure_costs,
+) -> Settings:
+    """Complete the settings: on GPUs as planned, or without a plan the placement alone.
+
+    `tell` receives what was chosen and why. Raises StartupError with what to change when it does not fit.
+    """
+    if settings.device == "cpu" or settings.sampler_urls:
+        return _placed(settings, "separate")
+    if not settings.plan:
+        return settings if settings.placement != "auto" else _placed(settings, _placement(settings, probe()))
+    gpus = probe()
+    found = plan(settings, gpus, costs_of)
+    if found.problem is not None:
+        raise StartupError(_refusal(settings, gpus, found))
+    lines = (f"  {choice}" for choice in found.choices)
+    tell("\n".join((f"planned for {_named(gpus)} (not with --no-plan):", *lines)))
+    return settings.model_copy(update={choice.setting: choice.value for choice in found.choices})
+
+
+def _placed(settings: Settings, placement: str) -> Settings:
+    if settings.placement != "auto":
+        return settings
+    return settings.model_copy(update={"placement": placement})
+
+
+def _placement(settings: Settings, gpus: Gpus) -> str:
+    """Return the placement by numbers of GPUs alone."""
+    numbers = {name: getattr(settings, name) for name in _DIVIDED if name != "placement"}
+    copies = workers(settings.vllm_args, 1)
+    return divide(gpus.count, numbers, [settings.tensor_parallel_size], copies)[0][0].placement
+
+
+def _refusal(settings: Settings, gpus: Gpus, found: CapacityPlan) -> str:
+    assert found.place is not None
+    lines = [line for line in found.lines if line.place == found.place and line.counted]
+    sizes = (f"{line.name} {line.bytes / GB:.1f}" for line in lines if abs(line.bytes) >= GB / 20)
+    together = sum(line.bytes for line in lines) / GB
+    return (
+        f"--base-model {settings.base_model} does not fit on {_named(gpus)}: {found.problem} ({found.place}, "
+        f"GB: {', '.join(sizes)}, together {together:.1f}); set {_REMEDIES[found.place]}, or --no-plan (the "
+        "setting plan) to start all the same"
+    )
+
+
+def _named(gpus: Gpus) -> str:
+    return f"{gpus.count} GPU{'s' if gpus.count > 1 else ''} of {gpus.bytes / GB:.0f} GB"
+
+
+def _run(task: str, *arguments: str, given: str = "") -> str:
+    """Run Python in a process of its own, since it takes torch; return the last line that it prints."""
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        input=given,
+        capture_output=True,
+        text=True,
+        preexec_fn=processes.die_with_parent,
+    )
+    if ended.returncode:
+        said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        raise StartupError(f"{task}: {said[-1]}")
+    return ended.stdout.splitlines()[-1]

@@ -1,0 +1,167 @@
+"""A start on GPUs that this machine need not have."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_tinker import config
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
+from skyrl_tinker.domain.units import GB
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server import start_plan
+from skyrl_tinker.server.memory_estimate import Demand
+from skyrl_tinker.server.start_plan import Gpus
+from tests.support.model_configs import QWEN3_8B
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return tmp_path
+
+
+def _costs(content: Mapping[str, Any], demand: Demand, ranks: int) -> MemoryCosts:
+    """Measured ones of Qwen3-8B, rounded, without the seconds that it takes."""
+    assert content == QWEN3_8B
+    trained = 2_800_000 * demand.rank
+    rows = (RowMemory(GB, per_token, 32768) for per_token in (6_800_000, 540_000))
+    return MemoryCosts(8_190_735_360, trained, 2 * 8_190_735_360 // ranks, 16 * trained, *rows)
+
+
+def _no_costs(*_: Any) -> MemoryCosts:
+    raise AssertionError("no plan")
+
+
+def _place(model: Path, gpus: int, size: float = 80, **given: Any) -> tuple[Settings, str]:
+    told: list[str] = []
+    settings = config.load(device="cuda", base_model=str(model), **given)
+    placed = start_plan.place(settings, told.append, lambda: Gpus(gpus, size * GB), _costs)
+    return placed, "\n".join(told)
+
+
+def test_one_gpu_is_shared_and_the_user_is_told_what_was_chosen_and_why(model: Path) -> None:
+    placed, told = _place(model, 1)
+    assert (placed.placement, placed.trainer_ranks, placed.replicas) == ("colocated", 1, 1)
+    assert placed.token_budget == 4096  # rows that keep all activations beside the base
+    assert 1 < placed.resident_models < 20
+    assert told.startswith("planned for 1 GPU of 80 GB (not with --no-plan):\n")
+    for line in ("--placement colocated", "--trainer-ranks 1", "--token-budget 4096", "--resident-models"):
+        assert f"\n  {line}" in told
+    assert "keep all activations" in told
+
+
+def test_eight_gpus_are_all_used_by_default(model: Path) -> None:
+    placed, _ = _place(model, 8)
+    assert (placed.placement, placed.trainer_ranks) == ("separate", 4)
+    assert placed.replicas * placed.tensor_parallel_size == 4
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"trainer_ranks": 2},
+        {"replicas": 1, "tensor_parallel_size": 2},
+        {"placement": "colocated"},
+        {"token_budget": 1000, "resident_models": 3},
+        {"context_length": 8192, "max_lora_rank": 8},
+    ],
+)
+def test_what_the_user_has_set_is_kept(model: Path, given: dict[str, Any]) -> None:
+    placed, told = _place(model, 8, **given)
+    for setting, value in given.items():
+        assert getattr(placed, setting) == value
+        assert any(f"--{setting.replace('_', '-')} {value} " in line for line in told.splitlines())
+    assert told.count("as given") == len(given)
+    colocated = placed.placement == "colocated"
+    assert placed.trainer_ranks + (0 if colocated else placed.replicas * placed.tensor_parallel_size) == 8
+
+
+def test_gpus_by_arguments_of_vllm_are_counted(model: Path) -> None:
+    placed, _ = _place(model, 8, vllm_args={"data-parallel-size": 2})
+    assert (placed.trainer_ranks, placed.replicas) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "names"),
+    [
+        (
+            20,
+            {},
+            (
+                "does not fit on 1 GPU of 20 GB: a row of 4096 tokens",
+                "(GPU of a trainer rank, GB: weights of the frozen base 16.4, ",
+                "row of 4096 tokens, layers recomputed 3.2, ",
+                "set a smaller context_length, token_budget, max_lora_rank or resident_models",
+            ),
+        ),
+        (
+            80,
+            {"gpu_memory_utilization": 0.2},
+            (
+                "the samplers have room for 0 tokens, not for a sequence of 4096",
+                "(GPU of a sampler, GB: weights 16.4, slots of 8 adapters 2.9, ",
+                "set a larger tensor_parallel_size or gpu_memory_utilization",
+            ),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_sizes_and_what_to_change(
+    model: Path, size: float, given: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    with pytest.raises(StartupError) as refused:
+        _place(model, 1, size, **given)
+    for text in (*names, "or --no-plan (the setting plan) to start all the same"):
+        assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "setting", "placement"),
+    [
+        (2, {}, "separate"),
+        (1, {}, "colocated"),
+        (8, {"trainer_ranks": 4, "replicas": 2, "tensor_parallel_size": 2}, "separate"),
+        (4, {"trainer_ranks": 4, "replicas": 2, "tensor_parallel_size": 2}, "colocated"),
+        (2, {"trainer_ranks": 2, "vllm_args": {"data-parallel-size": 2}}, "colocated"),
+        (8, {"placement": "colocated"}, "colocated"),
+        (1, {"placement": "separate"}, "separate"),
+    ],
+)
+def test_without_a_plan_gpus_that_are_too_few_for_both_are_shared(
+    gpus: int, setting: dict[str, Any], placement: str
+) -> None:
+    settings = config.load(device="cuda", plan=False, **setting)
+    placed = start_plan.place(settings, print, lambda: Gpus(gpus, GB), _no_costs)
+    assert placed == settings.model_copy(update={"placement": placement})
+
+
+def test_without_a_plan_gpus_that_are_too_few_for_either_are_refused() -> None:
+    settings = config.load(device="cuda", plan=False, trainer_ranks=3, replicas=2)
+    with pytest.raises(StartupError, match=r"needs 5 GPUs \(3 .*, 2 for samplers\), found 3$"):
+        start_plan.place(settings, print, lambda: Gpus(3, GB), _no_costs)
+
+
+@pytest.mark.parametrize("given", [{}, {"device": "cuda", "sampler_urls": ["http://a:9"]}])
+def test_without_gpus_or_samplers_of_our_own_nothing_is_planned(given: dict[str, Any]) -> None:
+    settings = config.load(**given)
+
+    def probe() -> Gpus:
+        raise AssertionError("no GPU is looked for")
+
+    placed = start_plan.place(settings, print, probe, _no_costs)
+    assert placed == settings.model_copy(update={"placement": "separate"})
+
+
+def test_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert start_plan.probe_gpus() == Gpus(0, 0)
+
+
+def test_the_supervisor_imports_no_torch() -> None:
+    code = "import sys, skyrl_tinker.server.supervisor; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
