@@ -91,8 +91,8 @@ def _allocated(setting: Setting) -> int:
 def _checkpoint(setting: Setting, worker: Worker, directory: Path) -> Iterator[Row]:
     for key, spec in SPECS.items():
         target, scratch = str(directory / f"saved-{key}"), str(directory / f"scratch-{key}")
-        contents = worker.capture_state(key, 0, True)
-        worker.commit_state(contents, worker.persist_state(0, scratch), scratch, target)
+        worker.capture_state(key, 0, True)
+        worker.write_state(0, scratch, target)
         fresh = ModelKey(key + 10)
         worker.create_model(fresh, spec)
         worker.load_state(fresh, target, True)

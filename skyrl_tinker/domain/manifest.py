@@ -37,11 +37,13 @@ class Manifest:
 class CheckpointContents:
     """A checkpoint without its tensors: JSON files by name, and the manifest, which lists no files yet.
 
-    Unnamed weights have no manifest: they are not read again after a reboot.
+    Unnamed weights have no manifest: they are not read again after a reboot. `writers`: number of the ranks
+    that write, the first ones.
     """
 
     manifest: Manifest | None
     texts: Mapping[str, str]
+    writers: int
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -33,17 +33,25 @@ class CapturedState:
         target = Path(directory)
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
-            parts = await self.ranks.write_call_all(self.writer, "persist_state", self.number, str(scratch))
-            files: dict[str, FileEntry] = {name: entry for part in parts for name, entry in part.items()}
-            size: int = await self.ranks.write_call(
-                0, self.writer, "commit_state", self.contents, files, str(scratch), directory
-            )
+            return await self._write(str(scratch), directory)
         except SkyrlTinkerError as error:
             if isinstance(error, RankDiedError):  # its peers may write on until they are gone
                 self.ranks.kill()
                 await self.ranks.wait_gone()
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
             raise
+
+    async def _write(self, scratch: str, directory: str) -> int:
+        if self.contents.writers == 1:
+            alone: int = await self.ranks.write_call(
+                0, self.writer, "write_state", self.number, scratch, directory
+            )
+            return alone
+        parts = await self.ranks.write_call_all(self.writer, "persist_state", self.number, scratch)
+        files: dict[str, FileEntry] = {name: entry for part in parts for name, entry in part.items()}
+        size: int = await self.ranks.write_call(
+            0, self.writer, "commit_state", self.number, files, scratch, directory
+        )
         return size
 
     async def drop(self) -> None:

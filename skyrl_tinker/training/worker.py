@@ -35,7 +35,7 @@ from skyrl_tinker.training.trainer_spec import TrainerSpec
 class Worker:
     """One rank. All ranks get the same calls in the same order, and each call may be a collective.
 
-    Exceptions: `persist_state`, `commit_state` and `drop_captured` run beside others.
+    Exceptions: `persist_state`, `commit_state`, `write_state` and `drop_captured` run beside others.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
@@ -152,12 +152,15 @@ class Worker:
         """Free what was captured under `number`, if it is still there."""
         self._captured.pop(number, None)
 
-    def commit_state(
-        self, contents: CheckpointContents, files: Mapping[str, FileEntry], scratch: str, directory: str
-    ) -> int:
+    def commit_state(self, number: int, files: Mapping[str, FileEntry], scratch: str, directory: str) -> int:
         """Commit, on one rank only, in any thread, after all have persisted. Returns bytes."""
+        contents = self._captured[number].contents
         with storage_errors(f"rank {self.rank} could not write the checkpoint"):
             return checkpoint_save.commit(contents, files, Path(scratch), Path(directory))
+
+    def write_state(self, number: int, scratch: str, directory: str) -> int:
+        """Persist and commit what only this rank writes, in any thread. Returns bytes."""
+        return self.commit_state(number, self.persist_state(number, scratch), scratch, directory)
 
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
         model = self._model_to_change(key)

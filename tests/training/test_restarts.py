@@ -210,7 +210,7 @@ async def test_broken_ranks_say_so_until_fresh_ones_are_up(two: TrainerGroup, tm
     await two.watch(PATIENCE_S)
     with pytest.raises(TrainerError, match="died"):
         await two.zero_gradients([A])
-    with pytest.raises(TrainerError, match="died in persist_state"):
+    with pytest.raises(TrainerError, match="died in write_state"):
         await two.persist_state(captured, str(tmp_path / "c"))
     assert not os.listdir(tmp_path)
     await two.release(A)

@@ -171,8 +171,7 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _write(self, save: SamplerSave) -> int:
         size = await self._trainer.persist_state(save.captured, str(save.directory))
-        await self._free(save)  # loading may take long
-        await self._samplers.load(save.version)
+        await asyncio.gather(self._free(save), self._samplers.load(save.version))  # which may take long
         return size
 
     async def _free(self, save: SamplerSave) -> None:

@@ -88,7 +88,7 @@ def capture(
         for name, copy in model.host_copies(part, layout.dtype, own):
             file = files.setdefault(_file_name(model, part, file_of[name], len(shares)), {})
             file[key_of(part, name)] = copy
-    return Captured(files, _contents(model, base_model, optimizer, shares, layout), layout.dtype)
+    return Captured(files, _contents(model, base_model, optimizer, shares, layout, writers), layout.dtype)
 
 
 def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:
@@ -136,16 +136,20 @@ def _file_name(model: TrainableModel, part: Part, index: int, count: int) -> str
 
 
 def _contents(
-    model: TrainableModel, base_model: str, optimizer: bool, shares: list[list[str]], layout: Layout
+    model: TrainableModel,
+    base_model: str,
+    optimizer: bool,
+    shares: list[list[str]],
+    layout: Layout,
+    writers: int,
 ) -> CheckpointContents:
     family = model.optimizer if optimizer else None
     manifest = Manifest(base_model, model.spec, model.step, family) if layout.checked else None
     if isinstance(model, LoraModel):
-        config = adapter_config(model.shapes(), model.spec.rank, base_model)
-        return CheckpointContents(manifest, {ADAPTER_CONFIG_FILE: _json(config)})
-    return CheckpointContents(
-        manifest, {INDEX_FILE: _json(_index(model, shares, layout.dtype))} if len(shares) > 1 else {}
-    )
+        texts = {ADAPTER_CONFIG_FILE: _json(adapter_config(model.shapes(), model.spec.rank, base_model))}
+    else:
+        texts = {INDEX_FILE: _json(_index(model, shares, layout.dtype))} if len(shares) > 1 else {}
+    return CheckpointContents(manifest, texts, writers)
 
 
 def _index(model: TrainableModel, shares: list[list[str]], dtype: torch.dtype) -> dict[str, object]:

@@ -77,11 +77,11 @@ def test_a_checkpoint_holds_the_state_at_its_capture_whatever_comes_after(
     worker.create_model(ModelKey(1), spec)
     _train(worker, 1, 0, 1)
     save(worker, 1, tmp_path / "now")
-    contents = worker.capture_state(ModelKey(1), 7, True)
+    worker.capture_state(ModelKey(1), 7, True)
     _train(worker, 1, 1, 2)
     worker.release(ModelKey(1))
     files = worker.persist_state(7, str(tmp_path / "scratch"))
-    worker.commit_state(contents, files, str(tmp_path / "scratch"), str(tmp_path / "late"))
+    worker.commit_state(7, files, str(tmp_path / "scratch"), str(tmp_path / "late"))
     assert read_manifest(tmp_path / "late") == read_manifest(tmp_path / "now")  # checksums and all
     assert worker.persist_state(7, str(tmp_path / "scratch")) == files, "as when the first disk was full"
     worker.drop_captured(7)

@@ -57,9 +57,8 @@ def export(worker: Worker, spec: LoraSpec, directory: Path, recipients: Sequence
     worker.create_model(KEY, spec)
     perturb(worker, KEY)
     staging, scratch = directory.with_name("staging"), directory.with_name("scratch")
-    contents = worker.capture_export(KEY, 0, SHARD_BYTES)
-    files = worker.persist_state(0, str(scratch))
-    worker.commit_state(contents, files, str(scratch), str(staging))
+    worker.capture_export(KEY, 0, SHARD_BYTES)
+    worker.write_state(0, str(scratch), str(staging))
     what = Export(facts(worker.spec.directory), spec, worker.spec.dtype, recipients)
     return finish_export(what, staging, directory)
 

@@ -14,17 +14,15 @@ from skyrl_tinker.training.worker import Worker
 def save(worker: Worker, model: int, directory: Path, *, optimizer: bool = True) -> int:
     """Save a checkpoint of one in-process worker."""
     scratch = directory.with_name(f".{directory.name}.tmp")
-    contents = worker.capture_state(ModelKey(model), 0, optimizer)
-    files = worker.persist_state(0, str(scratch))
-    return worker.commit_state(contents, files, str(scratch), str(directory))
+    worker.capture_state(ModelKey(model), 0, optimizer)
+    return worker.write_state(0, str(scratch), str(directory))
 
 
 def write_weights(worker: Worker, model: int, directory: Path, *, durable: bool = False) -> None:
     """Write what samplers get from one in-process worker."""
     key, scratch = ModelKey(model), directory.with_name(f".{directory.name}.tmp")
-    contents = worker.capture_weights({key: 0}, {key: durable})[key]
-    files = worker.persist_state(0, str(scratch))
-    worker.commit_state(contents, files, str(scratch), str(directory))
+    worker.capture_weights({key: 0}, {key: durable})
+    worker.write_state(0, str(scratch), str(directory))
     worker.drop_captured(0)
 
 
