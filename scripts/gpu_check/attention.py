@@ -26,6 +26,7 @@ class Shape(NamedTuple):
 
 SHAPE = Shape((1, 7, 129, 4096), 32, 8, 128)
 SMALL = Shape((1, 7, 129), 4, 2, 32)
+WINDOW = 100
 LONG = 16384
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """Of the L2 norm of an error, relative to that of the tensor; bfloat16 rounds to 0.4 %."""
@@ -34,24 +35,26 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 def checks(setting: Setting) -> list[Check]:
     shape = SMALL if setting.small else SHAPE
     return [
-        Check("attention in bfloat16", lambda: _errors(setting, shape, torch.bfloat16)),
-        Check("attention in float32", lambda: _errors(setting, shape, torch.float32)),
+        Check("attention in bfloat16", lambda: _errors(setting, shape, torch.bfloat16, None)),
+        Check("attention in float32", lambda: _errors(setting, shape, torch.float32, None)),
+        Check("sliding window in bfloat16", lambda: _errors(setting, shape, torch.bfloat16, WINDOW)),
         Check("time of attention", lambda: _time(setting, shape)),
     ]
 
 
-def _errors(setting: Setting, shape: Shape, dtype: torch.dtype) -> Iterator[Row]:
+def _errors(setting: Setting, shape: Shape, dtype: torch.dtype, window: int | None) -> Iterator[Row]:
     name, kernel = attention.choose(setting.device, dtype)
     tensors, upstream = _tensors(setting, shape, dtype)
-    out = kernel(*tensors, shape.segments(setting.device), None)
+    out = kernel(*tensors, shape.segments(setting.device), None, window)
     found = [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
     exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
-    expected_out = _definition(exact, shape.lengths)
+    expected_out = _definition(exact, shape.lengths, window)
     expected = [expected_out.detach(), *torch.autograd.grad(expected_out, exact, upstream.float())]
     what = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+    title = "attention" if window is None else f"attention, window of {window}"
     for part, one, other in zip(what, found, expected, strict=True):
         error = float((one.float() - other).norm() / other.norm())
-        yield at_most(f"attention, {str(dtype)[6:]}, {name}: error of {part}", error, BOUNDS[dtype])
+        yield at_most(f"{title}, {str(dtype)[6:]}, {name}: error of {part}", error, BOUNDS[dtype])
 
 
 def _tensors(
@@ -71,16 +74,20 @@ def _tensors(
     return (q, k, v), normal(tokens, shape.heads, shape.size)
 
 
-def _definition(tensors: list[torch.Tensor], lengths: tuple[int, ...]) -> torch.Tensor:
-    """Softmax of scaled scores, of each segment by itself, a token seeing itself and earlier ones."""
+def _definition(tensors: list[torch.Tensor], lengths: tuple[int, ...], window: int | None) -> torch.Tensor:
+    """Softmax of scaled scores, of each segment by itself; a token sees itself and those before it.
+
+    `window`: how many in all.
+    """
     group = tensors[0].shape[1] // tensors[1].shape[1]
     outputs = []
     parts = (torch.split(tensor[0], list(lengths), 1) for tensor in tensors)
     for one, two, three in zip(*parts, strict=True):
         keys, values = two.repeat_interleave(group, 0), three.repeat_interleave(group, 0)
         scores = one @ keys.transpose(1, 2) * one.shape[-1] ** -0.5
-        later = torch.ones(scores.shape[1:], dtype=torch.bool, device=one.device).triu(1)
-        outputs.append((scores.masked_fill(later, -torch.inf).softmax(-1) @ values).transpose(0, 1))
+        ones = torch.ones(scores.shape[1:], dtype=torch.bool, device=one.device)
+        unseen = ones.triu(1) if window is None else ones.triu(1) | ones.tril(-window)
+        outputs.append((scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -94,7 +101,7 @@ def _time(setting: Setting, shape: Shape) -> Iterator[Row]:
     for _ in range(4):
         _wait(setting)
         started = time.perf_counter()
-        torch.autograd.grad(kernel(*tensors, segments, None), tensors, upstream)
+        torch.autograd.grad(kernel(*tensors, segments, None, None), tensors, upstream)
         _wait(setting)
         seconds.append(time.perf_counter() - started)
     products = 3.5 * 2 * long.lengths[0] ** 2 * long.heads * long.size  # causal: half of 4 L^2 H D

@@ -11,6 +11,7 @@ from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys
 from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
 from skyrl_tinker.domain.units import GB
+from skyrl_tinker.server.tiny_families import FAMILIES
 
 # no markup: it would take "[default: 8000]" for a style and drop it
 app = typer.Typer(
@@ -112,18 +113,22 @@ def demo(
 @app.command()
 def make_model(
     directory: Path,
+    arch: Annotated[str, typer.Option(help=f"one of {', '.join(FAMILIES)}")] = "qwen3",
     hidden: Annotated[int, typer.Option(help="a multiple of 64")] = 192,
     layers: int = 2,
     vocab: Annotated[int, typer.Option(help="at least 259")] = 512,
     untied: Annotated[bool, typer.Option("--untied", help="with a separate lm_head")] = False,
     seed: int = 0,
 ) -> None:
-    """Write a small untrained Qwen3 with its own tokenizer and chat template to DIRECTORY."""
+    """Write a small untrained model with its own tokenizer and chat template to DIRECTORY.
+
+    A qwen2 and a mistral have a sliding window of 16 tokens in all layers, a gemma3 in every other.
+    """
     from skyrl_tinker.server import tiny_model
 
     with one_line_errors():
         tiny_model.make_model(
-            directory, hidden=hidden, layers=layers, vocab=vocab, tied=not untied, seed=seed
+            directory, arch=arch, hidden=hidden, layers=layers, vocab=vocab, tied=not untied, seed=seed
         )
     print(directory.absolute())
 

@@ -10,10 +10,16 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server import tiny_model
+from skyrl_tinker.server import sliding_windows, tiny_model
 
 DEFAULT_CONTEXT = 4096
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = (
+    "Qwen3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Gemma3ForCausalLM",
+)
 LORA_VOCABULARY = 258_048
 """Most tokens for which vLLM 0.32 adapts lm_head, as it does for every adapter that it may be given."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -140,6 +146,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
         raise StartupError(
             f"architecture {architectures[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
+    sliding_windows.require_served(architectures[0], config)
     return str(architectures[0])
 
 

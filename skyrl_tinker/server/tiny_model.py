@@ -1,4 +1,4 @@
-"""Small untrained Qwen3 with its own byte-level BPE tokenizer: a base model without a download."""
+"""Small untrained model with its own byte-level BPE tokenizer: a base model without a download."""
 
 import json
 from collections.abc import Iterator
@@ -12,11 +12,12 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server.tiny_families import FAMILIES, Family
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 _SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS)
-_INIT_STD = 0.02  # initializer_range of the Qwen3 family
+_INIT_STD = 0.02  # initializer_range of all families
 
 # Qwen's split: words with their leading space, single digits, punctuation, line breaks, spaces.
 _SPLIT = (
@@ -49,8 +50,9 @@ sign. With every step the weights change a little, so that tokens with a good re
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of the model; head size 32, the smallest that vLLM serves on CPU."""
+    """Family and dimensions of the model; head size 32, the smallest that vLLM serves on CPU."""
 
+    family: Family
     hidden: int
     layers: int
     vocab: int
@@ -81,6 +83,7 @@ class Shape:
 def make_model(
     directory: Path,
     *,
+    arch: str = "qwen3",
     hidden: int = 192,
     layers: int = 2,
     vocab: int = 512,
@@ -90,9 +93,11 @@ def make_model(
     """Write config, weights and tokenizer to `directory`; the same arguments give the same bytes.
 
     About 1M parameters by default. config.json comes last, so that a directory that has one is complete.
-    Raises StartupError for impossible sizes.
+    Raises StartupError for an unknown family and impossible sizes.
     """
-    shape = Shape(hidden=hidden, layers=layers, vocab=vocab, tied=tied)
+    if arch not in FAMILIES:
+        raise StartupError(f"--arch must be one of {', '.join(FAMILIES)}, found {arch}")
+    shape = Shape(family=FAMILIES[arch], hidden=hidden, layers=layers, vocab=vocab, tied=tied)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(vocab)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -125,20 +130,25 @@ def make_tokenizer(vocab: int) -> Tokenizer:
 
 
 def _weights(shape: Shape, seed: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Yield weights by Hugging Face's Qwen3 names: matrices normal(0, 0.02), norms 1, as in transformers."""
+    """Yield weights by Hugging Face's names: norms that change nothing, all else normal(0, 0.02)."""
     generator = np.random.default_rng(seed)
 
-    def matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
-        return generator.normal(0.0, _INIT_STD, (rows, columns)).astype(np.float32)
+    def matrix(*size: int) -> npt.NDArray[np.float32]:
+        return generator.normal(0.0, _INIT_STD, size).astype(np.float32)
+
+    def norm(size: int) -> npt.NDArray[np.float32]:
+        return np.full(size, shape.family.plain_norm, np.float32)
 
     yield "model.embed_tokens.weight", matrix(shape.vocab, shape.hidden)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         for name, rows, columns in _projections(shape):
             yield f"{prefix}.{name}.weight", matrix(rows, columns)
+            if shape.family.query_biases and name.endswith(("q_proj", "k_proj", "v_proj")):
+                yield f"{prefix}.{name}.bias", matrix(rows)
         for name, size in _norms(shape):
-            yield f"{prefix}.{name}.weight", np.ones(size, np.float32)
-    yield "model.norm.weight", np.ones(shape.hidden, np.float32)
+            yield f"{prefix}.{name}.weight", norm(size)
+    yield "model.norm.weight", norm(shape.hidden)
     if not shape.tied:
         yield "lm_head.weight", matrix(shape.vocab, shape.hidden)
 
@@ -157,25 +167,24 @@ def _projections(shape: Shape) -> tuple[tuple[str, int, int], ...]:
     )
 
 
-def _norms(shape: Shape) -> tuple[tuple[str, int], ...]:
-    return (
-        ("input_layernorm", shape.hidden),
-        ("post_attention_layernorm", shape.hidden),
-        ("self_attn.q_norm", shape.head_dim),
-        ("self_attn.k_norm", shape.head_dim),
-    )
+def _norms(shape: Shape) -> Iterator[tuple[str, int]]:
+    for name in shape.family.layer_norms:
+        yield name, shape.hidden
+    if shape.family.head_norms:
+        yield "self_attn.q_norm", shape.head_dim
+        yield "self_attn.k_norm", shape.head_dim
 
 
 def _config(shape: Shape, eos: list[int]) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "attention_bias": False,
+        "architectures": [shape.family.architecture],
+        "model_type": shape.family.model_type,
+        **shape.family.config,
+        shape.family.activation: shape.family.gate,
         "attention_dropout": 0.0,
         "eos_token_id": eos[0],
         "pad_token_id": eos[1],
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "initializer_range": _INIT_STD,
         "intermediate_size": shape.intermediate,

@@ -136,13 +136,13 @@ def test_logits_in_bfloat16_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_across_segments_is_found(
     monkeypatch: pytest.MonkeyPatch, segments: tuple[tuple[int, int], ...]
 ) -> None:
-    _, check, _ = attention.checks(SMALL)
+    _, check, *_ = attention.checks(SMALL)
     assert _ok(check.rows()) == {HELD}
     _, kernel = attention.attention.choose("cpu", torch.float32)
     monkeypatch.setattr(
         attention.attention,
         "choose",
-        lambda *_: ("wrong", lambda q, k, v, given, scale: kernel(q, k, v, _Runs(segments), scale)),
+        lambda *_: ("wrong", lambda q, k, v, given, *rest: kernel(q, k, v, _Runs(segments), *rest)),
     )
     assert _ok(check.rows()) == {BROKEN}
 

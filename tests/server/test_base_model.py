@@ -8,6 +8,7 @@ from huggingface_hub.utils import filter_repo_objects
 from skyrl_tinker import config
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import base_model
+from skyrl_tinker.server.tiny_families import FAMILIES
 from skyrl_tinker.server.tiny_model import make_model
 from tests.support.shards import write_index
 
@@ -79,6 +80,57 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(
     change(model, **values)
     with pytest.raises(StartupError, match=message):
         base_model.resolve(config.load(base_model=str(model)))
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_every_family_is_served(tmp_path: Path, arch: str) -> None:
+    make_model(tmp_path / "model", arch=arch, hidden=64)
+    facts = base_model.resolve(config.load(base_model=str(tmp_path / "model")))
+    assert facts.architecture == FAMILIES[arch].architecture
+
+
+QWEN = {"use_sliding_window": True, "sliding_window": 16}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("arch", "values", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer or null, found 0"),
+        ("mistral", {"layer_types": [SLIDING, FULL]}, "has its sliding window in all layers"),
+        ("llama", {"sliding_window": 16}, "the trainer's Llama has no sliding windows"),
+        ("llama", {"layer_types": [FULL, "chunked_attention"]}, "layer_types chunked_attention are not"),
+        ("qwen2", QWEN | {"max_window_layers": 1}, "in all layers or in none, not in some"),
+        ("qwen3", QWEN | {"layer_types": [SLIDING, FULL]}, "in all layers or in none, not in some"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+    ],
+)
+def test_windows_that_trainer_and_samplers_would_not_both_have_are_refused(
+    tmp_path: Path, arch: str, values: dict[str, Any], message: str
+) -> None:
+    make_model(tmp_path / "model", arch=arch, hidden=64)
+    change(tmp_path / "model", **values)
+    with pytest.raises(StartupError, match=message):
+        base_model.resolve(config.load(base_model=str(tmp_path / "model")))
+
+
+@pytest.mark.parametrize(
+    ("arch", "values"),
+    [
+        ("llama", {"sliding_window": 8192}),  # as long as the context
+        ("qwen2", {"use_sliding_window": False, "max_window_layers": 1}),
+        ("qwen2", {"max_window_layers": 2}),
+        ("qwen3", QWEN | {"max_window_layers": 0}),
+        ("qwen3", QWEN | {"layer_types": [SLIDING, SLIDING]}),
+        ("mistral", {"sliding_window": None, "layer_types": [FULL, FULL]}),
+    ],
+)
+def test_windows_in_all_layers_and_those_that_are_off_are_served(
+    tmp_path: Path, arch: str, values: dict[str, Any]
+) -> None:
+    make_model(tmp_path / "model", arch=arch, hidden=64)
+    change(tmp_path / "model", **values)
+    base_model.resolve(config.load(base_model=str(tmp_path / "model")))
 
 
 @pytest.mark.parametrize(("workers", "heads", "kv_heads"), [(2, 6, 3), (3, 4, 3), (4, 6, 2)])

@@ -1,21 +1,25 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server.tiny_families import FAMILIES
 from skyrl_tinker.server.tiny_model import make_model
 
 CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_transformers_loads_every_weight_and_no_other(tmp_path: Path, tied: bool) -> None:
-    make_model(tmp_path, hidden=64, tied=tied)
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_transformers_loads_every_weight_and_no_other(tmp_path: Path, arch: str, tied: bool) -> None:
+    make_model(tmp_path, arch=arch, hidden=64, tied=tied)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
+    assert type(model).__name__ == FAMILIES[arch].architecture
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
@@ -54,9 +58,10 @@ def test_the_chat_template_is_chatml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("hidden", 96), ("hidden", 0), ("layers", 0), ("vocab", 258)]
+    ("argument", "value"),
+    [("hidden", 96), ("hidden", 0), ("layers", 0), ("vocab", 258), ("arch", "bert")],
 )
-def test_impossible_sizes_are_refused_by_name(tmp_path: Path, argument: str, value: int) -> None:
+def test_impossible_shapes_are_refused_by_name(tmp_path: Path, argument: str, value: Any) -> None:
     with pytest.raises(StartupError, match=f"--{argument} .*{value}"):
         make_model(tmp_path / "model", **{argument: value})
     assert not (tmp_path / "model").exists()

@@ -38,6 +38,7 @@ def apply() -> None:
     if token := os.environ.get(TOKEN):  # servers that users start themselves have none
         signed_pickles.apply(token)
     _count_cached_prompts_once()
+    _adapt_every_head()
     prompt_adapters.apply()
     score_extraction.apply()
     if current_platform.is_cpu():
@@ -92,6 +93,23 @@ def _fork_workers() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
+
+
+def _adapt_every_head() -> None:
+    """Take adapters of lm_head for every model.
+
+    Stock vLLM refuses them for classes that do not list the layer, among them Qwen2, Mistral and Gemma 3.
+    """
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    load = LoRAModelRunnerMixin.load_lora_model
+
+    @wraps(load)
+    def load_lora_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        model.embedding_modules = {**model.embedding_modules, "lm_head": "output_embeddings"}
+        return load(self, model, *args, **kwargs)
+
+    LoRAModelRunnerMixin.load_lora_model = load_lora_model  # type: ignore[method-assign]
 
 
 def _count_cached_prompts_once() -> None:

@@ -22,8 +22,13 @@ PLANNED = f"{IMPLEMENTATION}_planned"
 _FLASH = "flash_attn"
 _log = logging.getLogger(__name__)
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None], torch.Tensor]
-"""(q [1, H, T, D], k and v [1, Hkv, T, D], segments, scale) -> [T, H, D]"""
+Kernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None, int | None], torch.Tensor
+]
+"""(q [1, H, T, D], k and v [1, Hkv, T, D], segments, scale, window) -> [T, H, D]
+
+A window of W tokens: each token sees itself and the W - 1 before it. None: all before it.
+"""
 
 
 def register(device: str, dtype: torch.dtype) -> None:
@@ -84,18 +89,24 @@ def _attend(
     *,
     segments: Segments,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Run the kernel behind the interface of transformers; returns ([1, T, H, D], None)."""
-    return kernel(query, key, value, segments, scaling)[None], None
+    return kernel(query, key, value, segments, scaling, sliding_window)[None], None
 
 
 def _segment_by_segment(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     sizes = [count * length for count, length in segments.runs]
     q, k, v = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
-    outputs = [_attend_run(*part, scaling) for part in zip(q, k, v, segments.runs, strict=True)]
+    outputs = [_attend_run(*part, scaling, window) for part in zip(q, k, v, segments.runs, strict=True)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -105,11 +116,20 @@ def _attend_run(
     value: torch.Tensor,
     run: tuple[int, int],
     scaling: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     """Attend in one batch of SDPA: [heads, count * length, D] each -> [count * length, H, D]."""
     q, k, v = (tensor.view(len(tensor), *run, -1).transpose(0, 1) for tensor in (query, key, value))
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    seen = None if window is None or run[1] <= window else _seen(run[1], window, query.device)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True
+    )
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return [length, length]: which tokens (columns) each token sees."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def _flash_attn(
@@ -119,11 +139,21 @@ def _flash_attn(
     value: torch.Tensor,
     segments: Segments,
     scaling: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     bounds, longest = segments.cu_seqlens, segments.longest
     q, k, v = _tokens_first(query, key, value)
     out: torch.Tensor = flash_attn_varlen_func(
-        q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True
+        q,
+        k,
+        v,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=_reach(window),
     )
     return out
 
@@ -135,13 +165,19 @@ def _varlen_attn(
     value: torch.Tensor,
     segments: Segments,
     scaling: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     bounds, longest = segments.cu_seqlens, segments.longest
     q, k, v = _tokens_first(query, key, value)
     out: torch.Tensor = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0)
+        q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=_reach(window)
     )
     return out
+
+
+def _reach(window: int | None) -> tuple[int, int]:
+    """Return the tokens that each sees to its left and right, as the flash kernels count; -1: all."""
+    return (-1 if window is None else window - 1, 0)
 
 
 def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:

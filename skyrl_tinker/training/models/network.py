@@ -223,12 +223,10 @@ def _refuse_unsupported(causal_lm: Any) -> None:
     """Raise StartupError for features that packed attention and the chunked head would compute wrongly."""
     config = causal_lm.config
     unsupported = [name for name in _UNSUPPORTED if getattr(config, name, None) not in (None, 1.0)]
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if any(kind != "full_attention" for kind in kinds or ()):
-        unsupported.append("layer_types other than full_attention")
-    if kinds is None and window is not None and window < config.max_position_embeddings:
-        unsupported.append(f"a sliding window of {window} tokens")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unsupported += [f"layers of type {kind}" for kind in kinds - {"full_attention", "sliding_attention"}]
+    if getattr(config, "use_bidirectional_attention", False):
+        unsupported.append("bidirectional attention")
     unsupported += [f"rope type {kind}" for kind in ("dynamic", "longrope") if kind in _rope_types(config)]
     if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
         unsupported.append("a bias of the output head")

@@ -33,7 +33,9 @@ def load(causal_lm: Any, root: nn.Module, directory: str, device: torch.device) 
     root.to_empty(device=device)
     causal_lm.tie_weights()
     for module in causal_lm.modules():
-        if module._non_persistent_buffers_set:  # in no file: rotary frequencies
+        if module._non_persistent_buffers_set:  # in no file: rotary frequencies, the scale of embeddings
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True
             causal_lm._init_weights(module)
     with ExitStack() as stack, torch.no_grad():
         tensors = dict(_stored(Path(directory), stack))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save, save_file
+from safetensors.numpy import load_file, save
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_tinker import config
@@ -28,7 +28,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.server.base_model import resolve
-from skyrl_tinker.server.tiny_model import make_model
+from tests.support.tiny_models import write_tiny
 
 CONTEXT = 256
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -77,13 +77,8 @@ class Sampler:
         return await sample(self.client, leases, request, eos=self.facts.eos_token_ids, tag=tag)
 
 
-def write_model(directory: Path, *, tied: bool, seed: int = 0) -> BaseModelFacts:
-    """A tiny model whose weights are ten times the usual: a wrong weight anywhere shows in the logprobs."""
-    make_model(directory, hidden=64, layers=2, vocab=512, tied=tied, seed=seed)
-    tensors = {
-        name: value * (10 if value.ndim == 2 else 1) for name, value in load_weights(directory).items()
-    }
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+def write_model(directory: Path, *, tied: bool, seed: int = 0, arch: str = "qwen3") -> BaseModelFacts:
+    write_tiny(directory, arch=arch, tied=tied, seed=seed)
     return resolve(config.load(base_model=str(directory), model_name="tiny", context_length=CONTEXT))
 
 

@@ -15,6 +15,7 @@ from skyrl_tinker.training.batching.packed_row import Segments
 from skyrl_tinker.training.models.attention import choose
 
 LENGTHS = (1, 7, 7, 33)
+WINDOWS = (None, 1, 7, 33)
 
 
 def _segments() -> Segments:
@@ -28,15 +29,20 @@ def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query, key, value
 
 
-def _causal(q: Any, k: Any, v: Any, bounds: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Attention of each segment by its definition; [T, H, D] each."""
+def _attention(
+    q: Any, k: Any, v: Any, bounds: torch.Tensor, scale: float | None, reach: tuple[int, int]
+) -> torch.Tensor:
+    """Attention of each segment by its definition; [T, H, D] each. `reach`: tokens to the left and right."""
+    left, right = reach
+    assert right == 0
     outputs = []
     for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         heads = q.shape[1] // k.shape[1]
         one, two, three = q[start:stop], *(x[start:stop].repeat_interleave(heads, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", one, two) * (scale or q.shape[2] ** -0.5)
-        later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        unseen = (distance < 0) | ((distance > left) if left >= 0 else False)
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, three))
     return torch.cat(outputs)
 
@@ -54,10 +60,9 @@ def varlen_attn_2_11(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    assert window_size == (-1, 0)
     assert max_q == max_k == max(LENGTHS)
     assert torch.equal(cu_seq_q, cu_seq_k)
-    return _causal(query, key, value, cu_seq_q, scale)
+    return _attention(query, key, value, cu_seq_q, scale, window_size)
 
 
 def varlen_attn_2_13(*args: Any, enable_gqa: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -75,34 +80,49 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
     assert causal
-    return _causal(q, k, v, cu_seqlens_q, softmax_scale)
+    return _attention(q, k, v, cu_seqlens_q, softmax_scale, window_size)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+def test_attention_by_segments_is_its_definition(window: int | None) -> None:
+    _, by_segments = choose("cpu", torch.float32)
+    found = by_segments(*_tensors(), _segments(), None, window)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in _tensors())
+    reach = (-1 if window is None else window - 1, 0)
+    torch.testing.assert_close(found, _attention(q, k, v, _segments().cu_seqlens, None, reach))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("varlen_attn", [varlen_attn_2_11, varlen_attn_2_13])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_varlen_attention_of_either_torch_is_that_by_segments(
-    monkeypatch: pytest.MonkeyPatch, varlen_attn: Callable[..., torch.Tensor], scale: float | None
+    monkeypatch: pytest.MonkeyPatch,
+    varlen_attn: Callable[..., torch.Tensor],
+    scale: float | None,
+    window: int | None,
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     name, kernel = choose("cuda", torch.bfloat16)
     assert name == "varlen_attn of torch"
     _, by_segments = choose("cpu", torch.float32)
-    expected = by_segments(*_tensors(), _segments(), scale)
-    torch.testing.assert_close(kernel(*_tensors(), _segments(), scale), expected)
+    expected = by_segments(*_tensors(), _segments(), scale, window)
+    torch.testing.assert_close(kernel(*_tensors(), _segments(), scale, window), expected)
 
 
-def test_flash_attention_is_that_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", WINDOWS)
+def test_flash_attention_is_that_by_segments(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     name, kernel = choose("cuda", torch.float16)
     assert name == "flash_attn"
     _, by_segments = choose("cpu", torch.float32)
-    expected = by_segments(*_tensors(), _segments(), None)
-    torch.testing.assert_close(kernel(*_tensors(), _segments(), None), expected)
+    expected = by_segments(*_tensors(), _segments(), None, window)
+    torch.testing.assert_close(kernel(*_tensors(), _segments(), None, window), expected)
 
 
 def test_a_flash_attention_4_without_the_function_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
@@ -22,30 +22,24 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models import attention
 from skyrl_tinker.training.worker import Worker
+from tests.support.tiny_models import write_tiny
 from tests.training.conftest import MakeWorker
 from tests.training.support.passes import make_data, make_item, run_one
 
 
-def _mistral(directory: Path, sliding_window: int | None) -> str:
-    config = MistralConfig(
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=64,
-        vocab_size=64,
-        max_position_embeddings=512,
-        sliding_window=sliding_window,
-    )
-    MistralForCausalLM(config).save_pretrained(directory)
-    return str(directory)
-
-
-def test_a_sliding_window_below_the_context_is_refused(make_worker: MakeWorker, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="a sliding window of 32 tokens"):
-        make_worker(_mistral(tmp_path / "short", 32))
-    for number, window in enumerate((None, 512)):
-        make_worker(_mistral(tmp_path / str(number), window))
+@pytest.mark.parametrize(
+    ("arch", "change", "message"),
+    [
+        ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_att"),
+        ("gemma3", {"use_bidirectional_attention": True}, "bidirectional attention"),
+    ],
+)
+def test_attention_that_the_kernels_do_not_know_is_refused(
+    make_worker: MakeWorker, tmp_path: Path, arch: str, change: dict[str, Any], message: str
+) -> None:
+    write_tiny(tmp_path / "model", arch=arch, **change)
+    with pytest.raises(StartupError, match=message):
+        make_worker(str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

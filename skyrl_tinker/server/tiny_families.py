@@ -1,0 +1,57 @@
+"""Model families of small models: what of config.json and of a layer's tensors differs between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW = 16
+"""Tokens of a sliding window, where a family has one: fewer than in most prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Family as transformers names it; `config`: its own entries of config.json."""
+
+    architecture: str
+    model_type: str
+    config: Mapping[str, Any]
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    head_norms: bool = False  # of queries and keys
+    query_biases: bool = False  # of queries, keys and values
+    plain_norm: float = 1.0  # weight of a norm that changes nothing
+    activation: str = "hidden_act"  # name of that entry in config.json
+    gate: str = "silu"
+
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3", {"attention_bias": False}, head_norms=True),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0},
+        query_biases=True,
+    ),
+    "llama": Family("LlamaForCausalLM", "llama", {"attention_bias": False, "mlp_bias": False}),
+    "mistral": Family("MistralForCausalLM", "mistral", {"sliding_window": WINDOW}),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            "attention_bias": False,
+            "query_pre_attn_scalar": 32,
+            "rope_local_base_freq": 1000.0,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 2,  # every second layer sees all
+        },
+        layer_norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        head_norms=True,
+        plain_norm=0.0,
+        activation="hidden_activation",
+        gate="gelu_pytorch_tanh",
+    ),
+}
