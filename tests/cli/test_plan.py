@@ -56,12 +56,9 @@ def test_what_does_not_fit_ends_with_an_error(tmp_path: Path) -> None:
 
 
 def test_a_model_that_the_trainer_refuses_is_refused_with_its_words(tmp_path: Path) -> None:
-    sliding = SMALL | {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 128}
-    result = _plan(tmp_path, sliding | {"use_sliding_window": True}, "--context", "4096")
+    result = _plan(tmp_path, SMALL | {"logit_scale": 2.0}, "--context", "4096")
     assert result.returncode == 1
-    assert re.fullmatch(
-        "skyrl-tinker: no plan .*: the trainer does not support layer_types .*\n", result.stderr
-    )
+    assert re.fullmatch("skyrl-tinker: no plan .*: the trainer does not support logit_scale\n", result.stderr)
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
