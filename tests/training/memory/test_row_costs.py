@@ -42,7 +42,7 @@ def test_other_layers_and_tokens_cost_what_was_computed(ranks: Ranks, untied_mod
 
 
 def test_a_model_that_the_trainer_refuses_is_refused(ranks: Ranks, untied_model: str) -> None:
-    kinds = ["full_attention"] * 5 + ["sliding_attention"]
+    kinds = ["full_attention"] * 5 + ["linear_attention"]
     training = _training(untied_model, LoraSpec(8, 0), layer_types=kinds, num_hidden_layers=6)
-    with pytest.raises(StartupError, match="layer_types other than full_attention"):
+    with pytest.raises(StartupError, match="layers of type linear_attention"):
         measure_costs(training, 1024, ranks)
