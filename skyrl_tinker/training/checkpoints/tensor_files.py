@@ -42,6 +42,7 @@ def write_tensors(
     with path.open("wb") as file:
         _write_header(file, shapes, dtype)
         for tensor in tensors:
+            assert tensor.dtype == dtype, "the header says so"
             flat = tensor.contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)  # `tofile` would not say why it fails
         file.flush()
