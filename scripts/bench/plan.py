@@ -37,6 +37,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -55,19 +57,8 @@ from skyrl_tinker.training.models.network import frozen_network, trainable_netwo
 from skyrl_tinker.training.passes.pass_runner import PassRunner
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
+from tests.support.model_configs import QWEN3_8B
 
-QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 40960,
-}
 SCALE = 16
 """Of a tensor of the 8B's to that of the model that is loaded."""
 SIXTEENTH = QWEN3_8B | {

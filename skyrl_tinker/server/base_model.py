@@ -64,7 +64,9 @@ def _read(settings: Settings, *patterns: str) -> tuple[Mapping[str, Any], BaseMo
     local = _directory(settings)
     directory = _download(settings.base_model, patterns) if local is None else local
     config = _read_json(directory / "config.json")
-    return config, _facts(settings, directory, config, None if local else settings.base_model)
+    facts = _facts(settings, directory, config, None if local else settings.base_model)
+    sliding_windows.require_served(facts.architecture, config)
+    return config, facts
 
 
 def _check_workers(count: int, facts: BaseModelFacts) -> None:
@@ -146,7 +148,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
         raise StartupError(
             f"architecture {architectures[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
-    sliding_windows.require_served(architectures[0], config)
     return str(architectures[0])
 
 

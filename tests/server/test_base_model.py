@@ -98,6 +98,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
     [
         ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer or null, found 0"),
         ("mistral", {"layer_types": [SLIDING, FULL]}, "has its sliding window in all layers"),
+        ("mistral", {"max_position_embeddings": None}, "max_position_embeddings"),
         ("llama", {"sliding_window": 16}, "the trainer's Llama has no sliding windows"),
         ("llama", {"layer_types": [FULL, "chunked_attention"]}, "layer_types chunked_attention are not"),
         ("qwen2", QWEN | {"max_window_layers": 1}, "in all layers or in none, not in some"),

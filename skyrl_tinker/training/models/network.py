@@ -53,7 +53,8 @@ class Network(nn.Module):
         head; the gradient of the inputs takes as much again, and that of the weights, if they train.
         Attention multiplies two pairs of matrices in forward and five in backward, which makes the scores
         again (FlashAttention-2, arXiv:2307.08691, section 4.1); each takes 2 L^2 H d for H heads of size d,
-        causal attention half of that. Adapters, norms and layers that are run again are left out.
+        causal attention half of that. Adapters, norms and layers that are run again are left out, and a
+        sliding window counts as full attention.
         """
         weights = sum(layer.inputs * layer.outputs for layer in self.targets)
         heads = sum(layer.inputs for layer in self.targets if layer.leaf == "o_proj")  # H d, of all layers
