@@ -16,19 +16,23 @@ def state_bytes(facts: BaseModelFacts, spec: LoraSpec, optimizer: OptimizerFamil
 
 def _parameters(facts: BaseModelFacts, spec: LoraSpec) -> int:
     attention, mlp, head = _layers(facts)
+    count = max(1, facts.experts)
     if spec.rank == 0:
-        matrices = facts.num_layers * sum(inputs * outputs for inputs, outputs in (*attention, *mlp))
+        of_mlps = count * sum(inputs * outputs for inputs, outputs in mlp)
+        router = facts.hidden_size * facts.experts
+        layer = sum(inputs * outputs for inputs, outputs in attention) + of_mlps + router
         inputs, outputs = head
-        return matrices + inputs * outputs * (1 if facts.tied else 2)
-    adapted = [*(attention if spec.train_attn else ()), *(mlp if spec.train_mlp else ())]
-    widths = facts.num_layers * sum(inputs + outputs for inputs, outputs in adapted)
-    return spec.rank * (widths + (sum(head) if spec.train_unembed else 0))
+        return facts.num_layers * layer + inputs * outputs * (1 if facts.tied else 2)
+    per_expert = max(1, spec.rank // facts.experts_per_token)
+    widths = spec.rank * sum(map(sum, attention)) if spec.train_attn else 0
+    widths += count * per_expert * sum(map(sum, mlp)) if spec.train_mlp else 0
+    return facts.num_layers * widths + (spec.rank * sum(head) if spec.train_unembed else 0)
 
 
 def _layers(
     facts: BaseModelFacts,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[int, int]]:
-    """Return (inputs, outputs) of the matrices of one layer's attention and MLP, and of the head."""
+    """Return (inputs, outputs) of the matrices of a layer's attention, of its MLP or of one expert, and the head."""
     hidden, inner = facts.hidden_size, facts.intermediate_size
     queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
     attention = (hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)

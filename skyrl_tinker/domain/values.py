@@ -324,7 +324,9 @@ class BaseModelFacts:
     extra: Mapping[str, str] = field(default_factory=dict)
     hub_name: str | None = None  # on the Hugging Face hub, if the model came from there
     num_heads: int = 0
-    intermediate_size: int = 0
+    intermediate_size: int = 0  # of an MLP, or of each expert
+    experts: int = 0  # in every layer; 0: an MLP
+    experts_per_token: int = 1
 
     @property
     def name(self) -> str:

@@ -15,11 +15,13 @@ from skyrl_tinker.server import sliding_windows, tiny_model
 DEFAULT_CONTEXT = 4096
 ARCHITECTURES = (
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
     "Qwen2ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Gemma3ForCausalLM",
 )
+MIXTURES = frozenset({"Qwen3MoeForCausalLM"})
 LORA_VOCABULARY = 258_048
 """Most tokens for which vLLM 0.32 adapts lm_head, as it does for every adapter that it may be given."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -131,8 +133,23 @@ def _facts(
         eos_token_ids=_eos(directory, config),
         hub_name=hub_name,
         num_heads=_positive(config, "num_attention_heads"),
-        intermediate_size=_positive(config, "intermediate_size"),
+        **_mlp(config),
     )
+
+
+def _mlp(config: Mapping[str, Any]) -> dict[str, int]:
+    """Read the facts of MLPs, or of experts in all layers."""
+    if _architecture(config) not in MIXTURES:
+        return {"intermediate_size": _positive(config, "intermediate_size")}
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise StartupError(
+            "config.json: mlp_only_layers and decoder_sparse_step: expected experts in all layers"
+        )
+    return {
+        "intermediate_size": _positive(config, "moe_intermediate_size"),
+        "experts": _positive(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        "experts_per_token": _positive(config, "num_experts_per_tok"),
+    }
 
 
 def _names(settings: Settings, directory: Path) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from typing import Any
 WINDOW = 16
 """Tokens of a sliding window, where a family has one: fewer than in most prompts."""
 
+EXPERTS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -21,10 +23,26 @@ class Family:
     plain_norm: float = 1.0  # weight of a norm that changes nothing
     activation: str = "hidden_act"  # name of that entry in config.json
     gate: str = "silu"
+    experts: int = 0  # in every layer, in place of an MLP
 
 
 FAMILIES: Mapping[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", {"attention_bias": False}, head_norms=True),
+    "qwen3-moe": Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {
+            "attention_bias": False,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        head_norms=True,
+        experts=EXPERTS,
+    ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         "qwen2",

@@ -153,18 +153,21 @@ def _weights(shape: Shape, seed: int) -> Iterator[tuple[str, npt.NDArray[np.floa
         yield "lm_head.weight", matrix(shape.vocab, shape.hidden)
 
 
-def _projections(shape: Shape) -> tuple[tuple[str, int, int], ...]:
-    """Return (name, outputs, inputs) of a layer's matrices."""
+def _projections(shape: Shape) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, outputs, inputs) of a layer's matrices."""
     query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return (
-        ("self_attn.q_proj", query, shape.hidden),
-        ("self_attn.k_proj", key_value, shape.hidden),
-        ("self_attn.v_proj", key_value, shape.hidden),
-        ("self_attn.o_proj", shape.hidden, query),
-        ("mlp.gate_proj", shape.intermediate, shape.hidden),
-        ("mlp.up_proj", shape.intermediate, shape.hidden),
-        ("mlp.down_proj", shape.hidden, shape.intermediate),
-    )
+    yield "self_attn.q_proj", query, shape.hidden
+    yield "self_attn.k_proj", key_value, shape.hidden
+    yield "self_attn.v_proj", key_value, shape.hidden
+    yield "self_attn.o_proj", shape.hidden, query
+    experts = shape.family.experts
+    if experts:
+        yield "mlp.gate", experts, shape.hidden
+    inner = shape.family.config.get("moe_intermediate_size", shape.intermediate)
+    for mlp in [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]:
+        yield f"{mlp}.gate_proj", inner, shape.hidden
+        yield f"{mlp}.up_proj", inner, shape.hidden
+        yield f"{mlp}.down_proj", shape.hidden, inner
 
 
 def _norms(shape: Shape) -> Iterator[tuple[str, int]]:

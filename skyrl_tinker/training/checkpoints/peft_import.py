@@ -11,7 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALPHA, KEY_PREFIX
+from skyrl_tinker.domain.peft_config import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    ALPHA,
+    KEY_PREFIX,
+    expert_patterns,
+    expert_rank,
+)
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import UserError
@@ -70,13 +77,14 @@ class ForeignAdapter:
 def read_foreign(directory: Path) -> ForeignAdapter:
     """Read an adapter. Raises UserError when it is not LoRA, or a kind that plain LoRA cannot reproduce."""
     config = _read_config(directory / ADAPTER_CONFIG_FILE)
-    _require_plain(config)
     rank, alpha = _number(config, "r"), _number(config, "lora_alpha")
     if rank != int(rank):
         raise UserError(f"{ADAPTER_CONFIG_FILE}: r is {rank}, expected a whole number")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     tensors = _read_tensors(directory / ADAPTER_FILE)
     pairs = {key: _checked(key, tensor) for key, tensor in tensors.items() if _module(key) is not None}
+    inner = expert_rank({key: tuple(tensor.shape) for key, tensor in pairs.items()}, int(rank))
+    _require_plain(config, expert_patterns(inner, int(rank), alpha))
     others = {key: tensor for key, tensor in tensors.items() if key not in pairs}
     return ForeignAdapter(int(rank), scale / (ALPHA / rank), pairs, others)
 
@@ -118,7 +126,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _require_plain(config: Mapping[str, Any]) -> None:
+def _require_plain(config: Mapping[str, Any], patterns: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise UserError(f"{ADAPTER_CONFIG_FILE}: peft_type is {config.get('peft_type')!r}, expected 'LORA'")
     if config.get("init_lora_weights") not in _INITS:
@@ -126,8 +134,8 @@ def _require_plain(config: Mapping[str, Any]) -> None:
             f"{ADAPTER_CONFIG_FILE}: init_lora_weights is {config['init_lora_weights']!r}, which changes the "
             "base as well: have PEFT convert it when it is saved (path_initial_model_for_weight_conversion)"
         )
-    for key in sorted(config.keys() - _HARMLESS):
-        value, neutral = config[key], _NEUTRAL.get(key)
+    for key in sorted(config.keys() - _HARMLESS, key=lambda key: (key.endswith("_pattern"), key)):
+        value, neutral = config[key], patterns.get(key, _NEUTRAL.get(key))
         if value and value != neutral:
             expected = "nothing" if neutral is None else repr(neutral)
             raise UserError(f"{ADAPTER_CONFIG_FILE}: {key} is {value!r}, expected {expected}: not plain LoRA")
@@ -161,8 +169,8 @@ def _checked(key: str, tensor: torch.Tensor) -> torch.Tensor:
 def _spec(adapter: ForeignAdapter, targets: tuple[AdaptedLayer, ...]) -> LoraSpec:
     """Return the spec whose groups are those with at least one adapted layer."""
     modules = {module for key in adapter.tensors if (module := _module(key))}
-    adapted = [target for target in targets if target.name in modules]
-    unknown = sorted(modules - {target.name for target in targets})
+    adapted = [target for target in targets if not modules.isdisjoint(target.modules)]
+    unknown = sorted(modules.difference(*(target.modules for target in targets)))
     if unknown or not adapted:
         found = unknown[0] if unknown else "no tensors"
         leaves = ", ".join(sorted({target.leaf for target in targets}))

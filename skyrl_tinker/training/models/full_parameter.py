@@ -1,6 +1,7 @@
 """Full-parameter models: each has its own sharded, trainable copy of the base."""
 
 from collections.abc import Iterator
+from math import ceil
 
 import torch
 from torch import nn
@@ -9,6 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.models import mixtures
+from skyrl_tinker.training.models.mixtures import Piece
 from skyrl_tinker.training.models.network import Network, network_tensors
 from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel
 
@@ -16,7 +19,10 @@ _PREFIX = "causal_lm."
 
 
 class FullModel(TrainableModel):
-    """A full copy of the base. Tensors are this rank's shards; a tied head exists once, as the embedding."""
+    """A full copy of the base. Tensors are this rank's shards; a tied head exists once, as the embedding.
+
+    Experts are sharded whole: of the matrix of one, a rank's share is all of it or nothing.
+    """
 
     def __init__(
         self, key: ModelKey, spec: LoraSpec, network: Network, ranks: Ranks, optimizer: OptimizerFamily
@@ -30,6 +36,11 @@ class FullModel(TrainableModel):
             name.removeprefix(_PREFIX): parameter for name, parameter in network.named_parameters()
         }
         self._index = {name: index for index, name in enumerate(self._parameters)}
+        self._pieces = {
+            piece.name: piece
+            for name, parameter in self._parameters.items()
+            for piece in mixtures.pieces(name, parameter.shape)
+        }
         tables = [module for module in network.modules() if isinstance(module, nn.Embedding)]
         self._tables = {id(module.weight) for module in tables}
 
@@ -71,9 +82,18 @@ class FullModel(TrainableModel):
         return gradients, square.sqrt()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        stacked = {piece.owner for piece in self._pieces.values()}
+        for name, parameter in self._parameters.items():
+            if name in stacked:
+                shapes |= {piece.name: piece.shape for piece in mixtures.pieces(name, parameter.shape)}
+            else:
+                shapes[name] = tuple(parameter.shape)
+        return shapes
 
     def kind(self, name: str) -> Kind:
+        if name in self._pieces:
+            return Kind.MATRIX
         parameter = self._parameters[name]
         if id(parameter) in self._tables:
             return Kind.TABLE
@@ -81,19 +101,40 @@ class FullModel(TrainableModel):
 
     def share(self, part: Part, name: str) -> torch.Tensor:
         if part is Part.WEIGHT:  # without making the list of all, for each of them
-            return _local(self._parameters[name].detach())
+            piece = self._pieces.get(name)
+            if piece is None:
+                return _local(self._parameters[name].detach())
+            return piece.of(_local(self._parameters[piece.owner].detach()), self._first(piece))
         return super().share(part, name)
 
     def select(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return tensors[self._index[name]]
+        piece = self._pieces.get(name)
+        if piece is None:
+            return tensors[self._index[name]]
+        return piece.of(tensors[self._index[piece.owner]], self._first(piece))
 
     def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
+        if piece := self._pieces.get(name):
+            owner = piece.expert // self._experts_per_rank(piece)
+            whole = share if owner == self._ranks.rank else share.new_empty(piece.shape)
+            self._ranks.broadcast_(whole, owner)
+            return whole
         return self._as_dtensor(name, share).full_tensor()
 
     def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        like = self._sharded(name)
         whole = whole.to(self._ranks.device)
+        if piece := self._pieces.get(name):
+            owner = piece.expert // self._experts_per_rank(piece)
+            return whole if owner == self._ranks.rank else whole[:0]
+        like = self._sharded(name)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+    def _experts_per_rank(self, piece: Piece) -> int:
+        """Return how many experts FSDP gives to each rank but the last ones."""
+        return ceil(len(self._parameters[piece.owner]) / self._ranks.world)
+
+    def _first(self, piece: Piece) -> int:
+        return self._ranks.rank * self._experts_per_rank(piece)
 
     def _as_dtensor(self, name: str, share: torch.Tensor) -> DTensor:
         """Return the DTensor of which `share` is this rank's part, laid out as the parameter is."""

@@ -13,6 +13,7 @@ from skyrl_tinker.domain.peft_config import ALPHA, KEY_PREFIX
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.models import mixtures
 from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel, host_copy
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
@@ -21,16 +22,37 @@ MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A linear layer of the base that can be adapted; `name` is its path in the causal LM."""
+    """A linear layer of the base that can be adapted, or the same one of all experts of a mixture.
+
+    `name` is its path in the causal LM; that of experts is without their numbers.
+    """
 
     name: str
     inputs: int
     outputs: int
     is_head: bool
+    experts: int = 0  # each has its own pair
+    chosen: int = 1  # of the experts, for each token
 
     @property
     def leaf(self) -> str:
         return self.name.rpartition(".")[2]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the linear layers in files: one, or one of each expert."""
+        if not self.experts:
+            return (self.name,)
+        mixture, _, leaf = self.name.rpartition(".")
+        return tuple(f"{mixture}.{expert}.{leaf}" for expert in range(self.experts))
+
+    def rank(self, whole: int) -> int:
+        """Return the rank of each pair of an adapter of rank `whole`, which the chosen experts share.
+
+        Together they then have as many parameters as a dense layer of their size would get ("LoRA Without
+        Regret", thinkingmachines.ai/blog/lora).
+        """
+        return max(1, whole // self.chosen)
 
     def selected_by(self, spec: LoraSpec) -> bool:
         if self.is_head:
@@ -39,6 +61,8 @@ class AdaptedLayer:
 
 
 class Pair(NamedTuple):
+    """Of experts: with one dimension more, the first."""
+
     a: torch.Tensor  # [r, in], leaf
     b: torch.Tensor  # [out, r], leaf
 
@@ -58,21 +82,25 @@ class Factors(NamedTuple):
         assert pair.a.grad is not None
         assert pair.b.grad is not None
         a, b = pair.a.detach(), pair.b.detach()
-        return cls(a, b, a.T, b.T, pair.a.grad, pair.b.grad)
+        return cls(a, b, a.mT, b.mT, pair.a.grad, pair.b.grad)
 
     def to(self, dtype: torch.dtype) -> "Factors":
         """Convert all but the gradients."""
         a, b = self.a.to(dtype), self.b.to(dtype)
-        return Factors(a, b, a.T, b.T, self.grad_a, self.grad_b)
+        return Factors(a, b, a.mT, b.mT, self.grad_a, self.grad_b)
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
     offset: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
+        return flat[self.offset : self.end].view(self.shape)
 
 
 class LoraModel(TrainableModel):
@@ -97,28 +125,29 @@ class LoraModel(TrainableModel):
         if not self.targets:
             raise UserError(f"LoraConfig selects no layer of the base model: {spec}")
         self.scale = ALPHA / spec.rank
-        self._slots = _layout(self.targets, spec.rank)
-        size = sum(math.prod(slot.shape) for slot in self._slots.values())
+        slots, self._slots = _layout(self.targets, spec.rank)
+        size = max(slot.end for slot in self._slots.values())
         self._flat = torch.zeros(size, device=device)
         self._gradients = torch.zeros(size, device=device)
         self._saved: torch.Tensor | None = None
         self._initialise()
         self.pairs: Mapping[str, Pair] = {
-            target.name: Pair(*(self._leaf(key) for key in _keys(target))) for target in self.targets
+            name: Pair(*(self._leaf(slot) for slot in pair)) for name, pair in slots.items()
         }
         self.factors = {name: Factors.from_pair(pair) for name, pair in self.pairs.items()}
 
     def _initialise(self) -> None:
         """Set A as PEFT does (Kaiming-uniform, a = sqrt 5), B zero; depends on seed and layer names only."""
         for target in self.targets:
-            generator = torch.Generator().manual_seed(_seed(self.spec.seed, target.name))
-            fresh = torch.empty(self.spec.rank, target.inputs)
-            nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
-            self._slots[_keys(target)[0]].view(self._flat).copy_(fresh)
+            for module in target.modules:
+                generator = torch.Generator().manual_seed(_seed(self.spec.seed, module))
+                fresh = torch.empty(target.rank(self.spec.rank), target.inputs)
+                nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
+                self._slots[_key(module, "A")].view(self._flat).copy_(fresh)
 
-    def _leaf(self, key: str) -> torch.Tensor:
-        leaf = self._slots[key].view(self._flat).detach().requires_grad_()
-        leaf.grad = self._slots[key].view(self._gradients)
+    def _leaf(self, slot: _Slot) -> torch.Tensor:
+        leaf = slot.view(self._flat).detach().requires_grad_()
+        leaf.grad = slot.view(self._gradients)
         return leaf
 
     def _weights(self) -> list[torch.Tensor]:
@@ -183,31 +212,52 @@ def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[AdaptedLayer, .
         for name, module in linear.items()
         if module is head or name.rpartition(".")[2] in ATTENTION | MLP
     }
-    experts = [name for name, parameter in causal_lm.named_parameters() if parameter.ndim > 2]
-    if others := [*(linear.keys() - known), *experts]:
+    found = mixtures.find_mixtures(causal_lm)
+    strange = {name for name, parameter in causal_lm.named_parameters() if parameter.ndim > 2}
+    strange -= {f"{name}.{matrix}" for name in found for matrix in mixtures.MATRICES}
+    if others := [*(linear.keys() - known), *strange]:
         raise StartupError(
             f"{type(causal_lm).__name__}: adapters would leave out {min(others)} and {len(others) - 1} "
             f"others; expected no linear layers but {', '.join(sorted(ATTENTION | MLP))} and the head"
         )
-    return tuple(
+    layers = [
         AdaptedLayer(name, linear[name].in_features, linear[name].out_features, linear[name] is head)
         for name in linear
-    )
+    ]
+    for name, mixture in found.items():
+        count, hidden, inner = mixture.down_proj.shape
+        chosen = int(causal_lm.config.num_experts_per_tok)  # type: ignore[union-attr, arg-type]
+        for leaf, inputs, outputs in (
+            ("gate_proj", hidden, inner),
+            ("up_proj", hidden, inner),
+            ("down_proj", inner, hidden),
+        ):
+            layers.append(AdaptedLayer(f"{name}.{leaf}", inputs, outputs, False, count, chosen))
+    return tuple(layers)
 
 
-def _keys(target: AdaptedLayer) -> tuple[str, str]:
-    return (f"{KEY_PREFIX}{target.name}.lora_A.weight", f"{KEY_PREFIX}{target.name}.lora_B.weight")
+def _key(module: str, side: str) -> str:
+    return f"{KEY_PREFIX}{module}.lora_{side}.weight"
 
 
-def _layout(targets: Sequence[AdaptedLayer], rank: int) -> dict[str, _Slot]:
+def _layout(
+    targets: Sequence[AdaptedLayer], rank: int
+) -> tuple[dict[str, tuple[_Slot, _Slot]], dict[str, _Slot]]:
+    """Return the slots of A and B of each layer, of experts together, and those of each tensor by its key."""
+    pairs: dict[str, tuple[_Slot, _Slot]] = {}
     slots: dict[str, _Slot] = {}
     offset = 0
     for target in targets:
-        shapes = ((rank, target.inputs), (target.outputs, rank))
-        for key, shape in zip(_keys(target), shapes, strict=True):
-            slots[key] = _Slot(offset, shape)
-            offset += math.prod(shape)
-    return slots
+        inner = target.rank(rank)
+        pair = []
+        for side, shape in (("A", (inner, target.inputs)), ("B", (target.outputs, inner))):
+            start = offset
+            for module in target.modules:
+                slots[_key(module, side)] = slot = _Slot(offset, shape)
+                offset = slot.end
+            pair.append(_Slot(start, (target.experts, *shape) if target.experts else shape))
+        pairs[target.name] = (pair[0], pair[1])
+    return pairs, slots
 
 
 def _seed(seed: int, name: str) -> int:

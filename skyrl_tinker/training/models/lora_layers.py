@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from skyrl_tinker.training.batching.packed_row import Span
+from skyrl_tinker.training.batching.packed_row import Segments, Span
 from skyrl_tinker.training.models.lora import AdaptedLayer, Factors, LoraModel
 from skyrl_tinker.training.models.merged_adapters import MergedAdapters
 from skyrl_tinker.training.models.planned_device import device_type
@@ -29,9 +29,12 @@ class Active(NamedTuple):
     sizes: list[int]  # tokens of each request and, if any, the rest of the row
     recompute: bool = False  # run layers again in backward
     merged: MergedAdapters | None = None  # on a GPU
+    runs: tuple[tuple[int, int], ...] = ()  # (count, length): consecutive sequences of equal length
 
     @classmethod
-    def from_adapters(cls, adapters: Adapters, embedded: torch.Tensor, recompute: bool) -> "Active":
+    def from_adapters(
+        cls, adapters: Adapters, embedded: torch.Tensor, recompute: bool, segments: Segments
+    ) -> "Active":
         """Lay adapters over a row, `embedded` [1, T, D]; the spans tile it but for its end."""
         sizes = [len(span) for span, _ in adapters]
         if rest := embedded.shape[1] - sum(sizes):
@@ -39,7 +42,7 @@ class Active(NamedTuple):
         models = tuple(model for _, model in adapters)
         on_gpu = models and device_type(embedded) == "cuda"
         merged = MergedAdapters(models, sizes, embedded.device) if on_gpu else None
-        return cls(models, sizes, recompute, merged)
+        return cls(models, sizes, recompute, merged, segments.runs)
 
 
 @dataclass(slots=True)
@@ -58,11 +61,11 @@ class Routing:
 
 
 def install(causal_lm: nn.Module, targets: Sequence[AdaptedLayer], routing: Routing) -> None:
-    """Adapt every target but the head, whose logits are computed chunk by chunk elsewhere."""
+    """Adapt every linear layer but the head, whose logits are computed chunk by chunk elsewhere."""
     for target in targets:
-        module = causal_lm.get_submodule(target.name)
-        assert isinstance(module, nn.Linear)
-        if not target.is_head:
+        if not target.is_head and not target.experts:
+            module = causal_lm.get_submodule(target.name)
+            assert isinstance(module, nn.Linear)
             module.forward = partial(_forward, module, target.name, routing)  # type: ignore[method-assign]
 
 
@@ -91,7 +94,7 @@ _Part = tuple[int, Factors, float]
 
 
 def _forward(module: nn.Linear, name: str, routing: Routing, x: torch.Tensor) -> torch.Tensor:
-    models, sizes, _, merged = routing.active
+    models, sizes, merged = routing.active.models, routing.active.sizes, routing.active.merged
     if merged is not None:
         return merged.forward(module, name, x)
     parts = [

@@ -6,7 +6,7 @@ by itself instead, whose sums then are, to the last bit, the same as without the
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,14 @@ from torch.nn.functional import linear
 
 from skyrl_tinker.training.models.lora import Factors, LoraModel
 from skyrl_tinker.training.models.products import wide_product
+
+
+class Members(NamedTuple):
+    """Models that adapt a layer: a leaf of one, the factors of all, and which columns are each token's."""
+
+    anchor: torch.Tensor
+    factors: tuple[Factors, ...]
+    mask: torch.Tensor  # [T, sum of r]
 
 
 class MergedAdapters:
@@ -27,29 +35,38 @@ class MergedAdapters:
         numbers = [index[model] for model in models]
         owners = _to_device([*numbers, *[-1] * (len(sizes) - len(numbers))], device)
         self._owners = owners.repeat_interleave(_to_device(sizes, device), output_size=sum(sizes))  # [T]
-        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
+        self._masks: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
 
     def forward(self, module: nn.Linear, name: str, x: torch.Tensor) -> torch.Tensor:
-        members = tuple(number for number, model in enumerate(self._models) if name in model.factors)
-        if not members:
+        members = self.of(name, x.dtype)
+        if members is None:
             return linear(x, module.weight, module.bias)
-        factors = tuple(self._models[number].factors[name] for number in members)
-        anchor = self._models[members[0]].pairs[name].a
         y: torch.Tensor = _Merged.apply(  # type: ignore[no-untyped-call]
-            x, module.weight, module.bias, anchor, factors, self._mask(members, x.dtype)
+            x, module.weight, module.bias, members.anchor, members.factors, members.mask
         )
         return y
 
-    def _mask(self, members: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the scale of its model for each token and column of these models, else 0: [T, sum of r]."""
-        if members not in self._masks:
-            models = [self._models[number] for number in members]
-            ranks = [model.spec.rank for model in models]
-            columns = [number for number, rank in zip(members, ranks, strict=True) for _ in range(rank)]
-            scales = [model.scale for model, rank in zip(models, ranks, strict=True) for _ in range(rank)]
+    def of(self, name: str, dtype: torch.dtype) -> "Members | None":
+        """Return the models that adapt a layer, None if no one does."""
+        numbers = [number for number, model in enumerate(self._models) if name in model.factors]
+        if not numbers:
+            return None
+        factors = tuple(self._models[number].factors[name] for number in numbers)
+        ranks = [each.a.shape[-2] for each in factors]
+        mask = self._mask(tuple(zip(numbers, ranks, strict=True)), dtype)
+        return Members(self._models[numbers[0]].pairs[name].a, factors, mask)
+
+    def _mask(self, ranks: tuple[tuple[int, int], ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the scale of its model for each token and column of these models, else 0: [T, sum of r].
+
+        `ranks`: number of each model and its rank.
+        """
+        if ranks not in self._masks:
+            columns = [number for number, rank in ranks for _ in range(rank)]
+            scales = [self._models[number].scale for number in columns]
             own = self._owners[:, None] == _to_device(columns, self._device)
-            self._masks[members] = own * _to_device(scales, self._device).to(dtype)
-        return self._masks[members]
+            self._masks[ranks] = own * _to_device(scales, self._device).to(dtype)
+        return self._masks[ranks]
 
 
 def _to_device(values: Sequence[float], device: torch.device) -> torch.Tensor:

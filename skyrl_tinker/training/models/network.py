@@ -14,6 +14,7 @@ from skyrl_tinker.training.batching.even_rows import SequenceCost
 from skyrl_tinker.training.batching.packed_row import Row
 from skyrl_tinker.training.models import (
     attention,
+    expert_layers,
     fsdp_state,
     lora,
     lora_layers,
@@ -38,6 +39,7 @@ class Network(nn.Module):
         self.routing = Routing()
         self.targets = lora.find_targets(causal_lm, causal_lm.get_output_embeddings())
         lora_layers.install(causal_lm, self.targets, self.routing)
+        expert_layers.install(causal_lm, self.routing)
         self._has_run = False
         self._head_name = next(target.name for target in self.targets if target.is_head)
 
@@ -50,13 +52,13 @@ class Network(nn.Module):
         """Count the FLOP of a sequence in a forward pass and, if there is one, its backward pass.
 
         [L, n] times [n, m] takes 2 L n m, so a token takes 2 for each weight of a linear layer, also of the
-        head; the gradient of the inputs takes as much again, and that of the weights, if they train.
-        Attention multiplies two pairs of matrices in forward and five in backward, which makes the scores
-        again (FlashAttention-2, arXiv:2307.08691, section 4.1); each takes 2 L^2 H d for H heads of size d,
-        causal attention half of that. Adapters, norms and layers that are run again are left out, and a
-        sliding window counts as full attention.
+        head and of the experts that it chooses; the gradient of the inputs takes as much again, and that of
+        the weights, if they train. Attention multiplies two pairs of matrices in forward and five in
+        backward, which makes the scores again (FlashAttention-2, arXiv:2307.08691, section 4.1); each takes
+        2 L^2 H d for H heads of size d, causal attention half of that. Adapters, norms and layers that are
+        run again are left out, and a sliding window counts as full attention.
         """
-        weights = sum(layer.inputs * layer.outputs for layer in self.targets)
+        weights = sum(layer.inputs * layer.outputs * layer.chosen for layer in self.targets)
         heads = sum(layer.inputs for layer in self.targets if layer.leaf == "o_proj")  # H d, of all layers
         trains = any(parameter.requires_grad for parameter in self.parameters())
         return SequenceCost(
@@ -85,7 +87,7 @@ class Network(nn.Module):
         embedded = self.causal_lm.get_input_embeddings()(row.tokens)
         if whole_backward and not embedded.requires_grad:
             embedded.requires_grad_()
-        with self.routing.using(Active.from_adapters(adapters, embedded, recompute)):
+        with self.routing.using(Active.from_adapters(adapters, embedded, recompute, row.segments)):
             hidden = self.causal_lm.base_model(
                 inputs_embeds=embedded,
                 position_ids=row.positions,

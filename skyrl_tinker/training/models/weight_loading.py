@@ -1,6 +1,6 @@
 """Weights of a base model from its files: every rank reads its own slices of them, into its shards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.models import mixtures
 
 
 def empty_causal_lm(directory: str, dtype: torch.dtype, attention: str) -> Any:
@@ -55,13 +56,24 @@ def _stored(directory: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
 
 
 def _read(name: str, tensor: torch.Tensor, stored: dict[str, Any]) -> None:
+    local, start = _share(tensor)
+    parts = list(mixtures.pieces(name, tensor.shape))
+    if not parts:
+        source = _slice_of(stored, name, tensor.shape)
+        local.copy_(source[start : start + len(local)])
+    for piece in parts:
+        source = _slice_of(stored, piece.name, piece.shape)
+        if len(own := piece.of(local, start)):
+            own.copy_(source[:])
+
+
+def _slice_of(stored: dict[str, Any], name: str, shape: Sequence[int]) -> Any:
     if name not in stored:
         raise StartupError(f"the base model's files hold no tensor {name}")
     found = tuple(stored[name].get_shape())
-    if found != tuple(tensor.shape):
-        raise StartupError(f"tensor {name} of the base model: expected {tuple(tensor.shape)}, found {found}")
-    local, start = _share(tensor)
-    local.copy_(stored[name][start : start + len(local)])
+    if found != tuple(shape):
+        raise StartupError(f"tensor {name} of the base model: expected {tuple(shape)}, found {found}")
+    return stored[name]
 
 
 def _share(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

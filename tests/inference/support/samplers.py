@@ -148,7 +148,8 @@ class AdapterWeights:
 def publish_adapter(adapter: AdapterWeights, directory: Path, base_model: str) -> None:
     directory.mkdir(parents=True)
     (directory / ADAPTER_FILE).write_bytes(save(dict(adapter.tensors), metadata={"format": "pt"}))
-    config = adapter_config(adapter.tensors, adapter.spec.rank, base_model)
+    shapes = {name: tensor.shape for name, tensor in adapter.tensors.items()}
+    config = adapter_config(shapes, adapter.spec.rank, base_model)
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
 
 

@@ -12,9 +12,11 @@ from peft import PeftModel
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.server.tiny_families import FAMILIES, WINDOW
 from skyrl_tinker.training.checkpoints import checkpoint_save
 from skyrl_tinker.training.checkpoints.peft_import import convert, read_foreign
+from skyrl_tinker.training.models.mixtures import find_mixtures
 from skyrl_tinker.training.worker import Worker
 from tests.support.peft_adapters import token_logprobs
 from tests.support.tiny_models import write_tiny
@@ -46,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 # PEFT warns of what is meant here: a head is adapted, and a tied embedding left alone.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
 ]
 
@@ -143,6 +146,10 @@ def test_peft_loads_an_adapter_and_its_copy_is_taken_back(
     peft = PeftModel.from_pretrained(reference.load(directory), str(tmp_path / "ours"))
     _assert_close(expected, _by_transformers(peft))
     peft.save_pretrained(str(tmp_path / "theirs"))
+    if find_mixtures(trainer._base):
+        with pytest.raises(UserError, match="target_parameters is .*, expected nothing: not plain LoRA"):
+            read_foreign(tmp_path / "theirs")  # one pair for two projections is of twice the rank
+        shutil.copytree(tmp_path / "ours", tmp_path / "theirs", dirs_exist_ok=True)
     model = convert(read_foreign(tmp_path / "theirs"), directory)
     captured = checkpoint_save.capture(model, directory, optimizer=False, rank=0, world=1)
     files = checkpoint_save.persist(captured, tmp_path / "scratch")

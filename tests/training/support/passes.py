@@ -87,14 +87,10 @@ def weights_of(worker: Worker, model: int) -> dict[str, torch.Tensor]:
 
 
 def gradients_of(worker: Worker, model: int) -> dict[str, torch.Tensor]:
-    """Copy the weights, by PEFT key."""
+    """Copy the gradients of an adapter, by PEFT key."""
     found = worker._models[ModelKey(model)]
-    pairs = found.pairs  # type: ignore[attr-defined]
-    return {
-        f"base_model.model.{name}.lora_{letter}.weight": leaf.grad.clone()
-        for name, pair in pairs.items()
-        for letter, leaf in zip("AB", pair, strict=True)
-    }
+    gradients = found._local_gradients()
+    return {name: found.select(name, gradients).clone() for name in found.shapes()}
 
 
 def perturb(worker: Worker, model: int) -> None:

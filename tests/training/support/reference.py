@@ -52,14 +52,36 @@ def logprobs(model: torch.nn.Module, datum: Datum, merged: Mapping[str, Tensor] 
 
 
 def merge(model: torch.nn.Module, adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights with scale * B A added, differentiable in the adapter's tensors (PEFT keys)."""
-    merged = {}
+    """Weights with scale * B A added, differentiable in the adapter's tensors (PEFT keys).
+
+    The scale is 32 / rank, also of experts, which have a part of the rank.
+    """
+    merged: dict[str, Tensor] = {}
+    rank = max(len(tensor) for key, tensor in adapter.items() if key.endswith(".lora_A.weight"))
     for key, a in adapter.items():
         if key.endswith(".lora_A.weight"):
             name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             b = adapter[key.replace("lora_A", "lora_B")]
-            merged[f"{name}.weight"] = model.get_submodule(name).weight.detach() + 32 / len(a) * b @ a
+            if ".experts." in name:
+                _merge_expert(model, merged, name, b @ a * 32 / rank)
+            else:
+                merged[f"{name}.weight"] = model.get_submodule(name).weight.detach() + 32 / len(a) * b @ a
     return merged
+
+
+def _merge_expert(model: torch.nn.Module, merged: dict[str, Tensor], name: str, delta: Tensor) -> None:
+    """Add to one expert's rows of the tensor of all: `name` is mlp.experts.3.gate_proj, say."""
+    mixture, expert, layer = name.rsplit(".", 2)
+    owner = f"{mixture}.{'down_proj' if layer == 'down_proj' else 'gate_up_proj'}"
+    whole = merged.get(owner, model.get_parameter(owner).detach())
+    rows = delta.shape[0]
+    padded = torch.nn.functional.pad(
+        delta, (0, 0, rows, 0) if layer == "up_proj" else (0, 0, 0, whole.shape[1] - rows)
+    )
+    zeros = torch.zeros_like(whole[0])
+    merged[owner] = whole + torch.stack(
+        [padded if number == int(expert) else zeros for number in range(len(whole))]
+    )
 
 
 def loss_of(

@@ -1,0 +1,248 @@
+"""Experts of a mixture with adapters: tokens sorted by expert, results weighted and summed up per token.
+
+On a GPU all tokens of a row go through one grouped product per tensor, whatever the number of tenants. A CPU
+multiplies the tokens of one sequence and one expert at a time, so that a sequence gets, to the last bit, what
+it would get alone, and adds to gradients sequence by sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import grouped_mm
+
+from skyrl_tinker.training.models.lora import Factors
+from skyrl_tinker.training.models.lora_layers import Active, Routing
+from skyrl_tinker.training.models.merged_adapters import Members
+from skyrl_tinker.training.models.mixtures import MATRICES, find_mixtures
+from skyrl_tinker.training.models.planned_device import device_type, is_planned
+
+
+def install(causal_lm: nn.Module, routing: Routing) -> None:
+    """Adapt the experts of every mixture."""
+    for name, module in find_mixtures(causal_lm).items():
+        module.forward = partial(_forward, module, name, routing)
+
+
+def _forward(
+    module: Any, name: str, routing: Routing, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute the experts' part; x [T, D], the experts of each token and their weights [T, K] -> [T, D]."""
+    active = routing.active
+    at_once = device_type(x) == "cuda" or is_planned()
+    work: _AtOnce | _Apart = _AtOnce(active, chosen, module) if at_once else _Apart(active, chosen)
+    product = partial(work.product, module, name)
+    gate, up = product("gate_up_proj", x.index_select(0, work.order // chosen.shape[1])).chunk(2, dim=-1)
+    y = product("down_proj", module.act_fn(gate) * up)
+    places = torch.empty_like(work.order)
+    places[work.order] = torch.arange(len(places), device=places.device)
+    return (y.index_select(0, places).view(*chosen.shape, -1) * weights[..., None]).sum(1)
+
+
+class _AtOnce:
+    """All tokens of a row, each once for every expert that it has chosen: N = T K, sorted by expert."""
+
+    def __init__(self, active: Active, chosen: torch.Tensor, module: Any) -> None:
+        flat = chosen.flatten()
+        self.order = flat.argsort(stable=True)  # [N]
+        counts = torch.zeros(len(module.down_proj), dtype=torch.int32, device=flat.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+        self._ends = counts.cumsum(0, dtype=torch.int32)
+        self._tokens = self.order // chosen.shape[1]
+        self._merged = active.merged
+
+    def product(self, module: Any, name: str, matrix: str, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [N, in] by each token's expert."""
+        y = grouped_mm(x, getattr(module, matrix).mT, offs=self._ends)
+        if self._merged is None:
+            return y
+        parts = [
+            self._adapted(self._merged.of(f"{name}.{leaf}", x.dtype), x, part)
+            for leaf, part in zip(MATRICES[matrix], y.chunk(len(MATRICES[matrix]), dim=-1), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _adapted(self, members: Members | None, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if members is None:
+            return y
+        mask = members.mask[self._tokens]
+        delta: torch.Tensor = _MergedDelta.apply(  # type: ignore[no-untyped-call]
+            x, members.anchor, members.factors, mask, self._ends
+        )
+        return y + delta
+
+
+class _MergedDelta(torch.autograd.Function):
+    """Deltas (mask * (x A^T)) B^T of each token's expert; x [N, in], A [E, R, in], B [E, out, R].
+
+    The mask [N, R] leaves each token the columns of its own model.
+
+    Backward adds to the gradients of each model's factors in place. `anchor` is a leaf: autograd would
+    otherwise not call it where x needs no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        factors: tuple[Factors, ...],
+        mask: torch.Tensor,
+        ends: torch.Tensor,
+    ) -> torch.Tensor:
+        a, b = _side_by_side(factors, x.dtype)
+        mask = nn.functional.pad(mask, (0, a.shape[1] - mask.shape[1]))
+        inner = grouped_mm(x, a.mT, offs=ends).mul_(mask)
+        ctx.factors = factors
+        ctx.save_for_backward(x, inner, mask, ends)
+        return grouped_mm(inner, b.mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, inner, mask, ends = ctx.saved_tensors
+        dy = upstream[0].contiguous()
+        a, b = _side_by_side(ctx.factors, x.dtype)
+        outer = grouped_mm(dy, b, offs=ends).mul_(mask)
+        of_a, of_b = grouped_mm(outer.mT, x, offs=ends), grouped_mm(dy.mT, inner, offs=ends)
+        first = 0
+        for factors in ctx.factors:
+            part = slice(first, first + factors.a.shape[1])
+            factors.grad_a.add_(of_a[:, part])
+            factors.grad_b.add_(of_b[..., part])
+            first = part.stop
+        dx = grouped_mm(outer, a, offs=ends) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None
+
+
+def _side_by_side(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Concatenate all models' factors, with zeros up to 8 columns, or 16: grouped products want 16 bytes."""
+    a = torch.cat([each.a for each in factors], 1)
+    b = torch.cat([each.b for each in factors], 2)
+    rest = -a.shape[1] % 8
+    return nn.functional.pad(a, (0, 0, 0, rest)).to(dtype), nn.functional.pad(b, (0, rest)).to(dtype)
+
+
+class _Group(NamedTuple):
+    """Tokens of one sequence that have chosen the same expert. `request` may be past the end: no adapter."""
+
+    expert: int
+    request: int
+    size: int
+
+
+_Adapters = Mapping[int, tuple[Factors, float]]
+"""Factors and scale by request."""
+
+
+class _Apart:
+    """Tokens of a row, each once for every expert that it has chosen, sorted by sequence and expert."""
+
+    def __init__(self, active: Active, chosen: torch.Tensor) -> None:
+        sequences = _repeat([length for count, length in active.runs for _ in range(count)])
+        requests = _repeat(active.sizes or [len(chosen)])
+        experts = int(chosen.max()) + 1
+        keys = (sequences[:, None] * experts + chosen).flatten()
+        self.order = keys.argsort(stable=True)
+        found, sizes = torch.unique_consecutive(keys[self.order], return_counts=True)
+        owners = requests[self.order // chosen.shape[1]]
+        firsts = sizes.cumsum(0) - sizes
+        self._groups = [
+            _Group(*group)
+            for group in zip((found % experts).tolist(), owners[firsts].tolist(), sizes.tolist(), strict=True)
+        ]
+        self._models = active.models
+
+    def product(self, module: Any, name: str, matrix: str, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [N, in] by each token's expert."""
+        leaves = [f"{name}.{leaf}" for leaf in MATRICES[matrix]]
+        anchor = next((model.pairs[leaves[0]].a for model in self._models if leaves[0] in model.pairs), None)
+        y: torch.Tensor = _ApartProduct.apply(  # type: ignore[no-untyped-call]
+            x, getattr(module, matrix), anchor, self._groups, [self._adapters(leaf) for leaf in leaves]
+        )
+        return y
+
+    def _adapters(self, name: str) -> _Adapters:
+        return {
+            index: (model.factors[name], model.scale)
+            for index, model in enumerate(self._models)
+            if name in model.factors
+        }
+
+
+def _repeat(sizes: list[int]) -> torch.Tensor:
+    """Return for each token the number of the part that it is in."""
+    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+
+
+class _ApartProduct(torch.autograd.Function):
+    """Groups y = x W^T + scale * (x A^T) B^T, W, A and B of the group's expert; x [N, in], W [E, out, in].
+
+    `adapters`: of the parts of W's rows, which are of equal size. Backward adds to the gradients of A and B
+    in place, group by group. `anchor` is a leaf, or None without adapters: autograd would otherwise not call
+    it where x needs no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        anchor: torch.Tensor | None,
+        groups: list[_Group],
+        adapters: list[_Adapters],
+    ) -> torch.Tensor:
+        y = x.new_empty(len(x), weight.shape[1])
+        sizes = [group.size for group in groups]
+        for group, xs, ys in zip(groups, x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True):
+            torch.mm(xs, weight[group.expert].T, out=ys)
+            for part, (a, b, _, scale) in _adapted(group, adapters, ys):
+                part.addmm_(xs @ a.T, b.T, alpha=scale)
+        ctx.groups, ctx.adapters = groups, adapters
+        ctx.save_for_backward(x, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = upstream[0]
+        dx = torch.empty_like(x)
+        dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        sizes = [group.size for group in ctx.groups]
+        for group, xs, dys, dxs in zip(
+            ctx.groups,
+            x.split_with_sizes(sizes),
+            dy.split_with_sizes(sizes),
+            dx.split_with_sizes(sizes),
+            strict=True,
+        ):
+            torch.mm(dys, weight[group.expert], out=dxs)
+            if dw is not None:
+                dw[group.expert].addmm_(dys.T, xs)
+            for part, (a, b, factors, scale) in _adapted(group, ctx.adapters, dys):
+                outer = part @ b
+                factors.grad_a[group.expert].add_(outer.T @ xs, alpha=scale)
+                factors.grad_b[group.expert].add_(part.T @ (xs @ a.T), alpha=scale)
+                dxs.addmm_(outer, a, alpha=scale)
+        return dx, dw, None, None, None
+
+
+class _Pair(NamedTuple):
+    a: torch.Tensor  # [r, in], in the compute type
+    b: torch.Tensor  # [out, r]
+    factors: Factors  # of all experts
+    scale: float
+
+
+def _adapted(
+    group: _Group, adapters: Sequence[_Adapters], rows: torch.Tensor
+) -> list[tuple[torch.Tensor, _Pair]]:
+    """Return the adapted parts of these rows, [n, out] each, with the pairs of the group's expert."""
+    found = []
+    for part, by_request in zip(rows.chunk(len(adapters), dim=-1), adapters, strict=True):
+        if group.request in by_request:
+            factors, scale = by_request[group.request]
+            a, b = (each[group.expert].to(rows.dtype) for each in (factors.a, factors.b))
+            found.append((part, _Pair(a, b, factors, scale)))
+    return found
