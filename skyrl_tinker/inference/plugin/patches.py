@@ -39,11 +39,13 @@ def apply() -> None:
         signed_pickles.apply(token)
     _count_cached_prompts_once()
     _adapt_every_head()
+    _load_adapted_experts()
     prompt_adapters.apply()
     score_extraction.apply()
     if current_platform.is_cpu():
         _fork_workers()
         slot_products.apply()
+        _adapt_experts()
         _draw_for_whole_prompts_only()
         _zero_reused_blocks()
         _repack_tied_heads()
@@ -112,6 +114,23 @@ def _adapt_every_head() -> None:
     LoRAModelRunnerMixin.load_lora_model = load_lora_model  # type: ignore[method-assign]
 
 
+def _load_adapted_experts() -> None:
+    """Load experts by their names in checkpoints, as before the layer that adapts them was put around them.
+
+    Stock vLLM then expects `base_layer` in these names, and keeps the old weights without an error.
+    """
+    from vllm.lora.layers import FusedMoEWithLoRA
+
+    wrap = FusedMoEWithLoRA.__init__
+
+    @wraps(wrap)
+    def wrap_and_keep_names(self: Any, base_layer: Any) -> None:
+        wrap(self, base_layer)
+        base_layer.routed_experts.lora_base_layer_prefix = ""
+
+    FusedMoEWithLoRA.__init__ = wrap_and_keep_names  # type: ignore[method-assign]
+
+
 def _count_cached_prompts_once() -> None:
     """Report the smallest count of n sequences, that of the first to be prefilled.
 
@@ -130,6 +149,12 @@ def _count_cached_prompts_once() -> None:
         return make(self, *args, **kwargs)
 
     RequestState.make_request_output = make_request_output  # type: ignore[method-assign]
+
+
+def _adapt_experts() -> None:
+    from skyrl_tinker.inference.plugin import expert_adapters  # vLLM's kernels for CPUs
+
+    expert_adapters.apply()
 
 
 def _draw_for_whole_prompts_only() -> None:
