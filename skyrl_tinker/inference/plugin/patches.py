@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
 from skyrl_tinker.inference.constants import TOKEN
-from skyrl_tinker.inference.plugin import prompt_adapters, score_extraction, signed_pickles
+from skyrl_tinker.inference.plugin import prompt_adapters, score_extraction, signed_pickles, slot_products
 from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 
@@ -39,11 +39,13 @@ def apply() -> None:
         signed_pickles.apply(token)
     _count_cached_prompts_once()
     _adapt_every_head()
+    _load_adapted_experts()
     prompt_adapters.apply()
     score_extraction.apply()
     if current_platform.is_cpu():
         _fork_workers()
-        _multiply_adapters_by_slot()
+        slot_products.apply()
+        _adapt_experts()
         _draw_for_whole_prompts_only()
         _zero_reused_blocks()
         _repack_tied_heads()
@@ -112,6 +114,23 @@ def _adapt_every_head() -> None:
     LoRAModelRunnerMixin.load_lora_model = load_lora_model  # type: ignore[method-assign]
 
 
+def _load_adapted_experts() -> None:
+    """Load experts by their names in checkpoints, as before the layer that adapts them was put around them.
+
+    Stock vLLM then expects `base_layer` in these names, and keeps the old weights without an error.
+    """
+    from vllm.lora.layers import FusedMoEWithLoRA
+
+    wrap = FusedMoEWithLoRA.__init__
+
+    @wraps(wrap)
+    def wrap_and_keep_names(self: Any, base_layer: Any) -> None:
+        wrap(self, base_layer)
+        base_layer.routed_experts.lora_base_layer_prefix = ""
+
+    FusedMoEWithLoRA.__init__ = wrap_and_keep_names  # type: ignore[method-assign]
+
+
 def _count_cached_prompts_once() -> None:
     """Report the smallest count of n sequences, that of the first to be prefilled.
 
@@ -132,76 +151,10 @@ def _count_cached_prompts_once() -> None:
     RequestState.make_request_output = make_request_output  # type: ignore[method-assign]
 
 
-def _multiply_adapters_by_slot() -> None:
-    """Replace LoRA ops that copy a matrix for every row, at 20 times the cost of the product.
+def _adapt_experts() -> None:
+    from skyrl_tinker.inference.plugin import expert_adapters  # vLLM's kernels for CPUs
 
-    And to them slot -1 of base-model rows is the *last* adapter when they share a batch with adapters.
-    """
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
-
-    for op in (bgmv_shrink, bgmv_expand, bgmv_expand_slice):
-        for module in (lora_ops, punica_cpu):  # the sgmv_* ops look them up in the first
-            setattr(module, op.__name__, op)
-
-
-def bgmv_shrink(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    output: torch.Tensor,
-    slots: torch.Tensor,
-    scaling: float = 1.0,
-) -> None:
-    """Set output[row] = scaling * A[slot of row] @ inputs[row]; zero where the slot is negative."""
-    for slot, rows in _rows_by_slot(slots):
-        if slot < 0:
-            output[rows] = 0
-        else:
-            matrix = _matrix(weights, slot, output.dtype)
-            output[rows, : len(matrix)] = scaling * (inputs[rows].to(output.dtype) @ matrix.T)
-
-
-def bgmv_expand(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    output: torch.Tensor,
-    slots: torch.Tensor,
-    add_inputs: bool = True,
-) -> None:
-    """Call bgmv_expand_slice on as many columns as both sides have: they may be padded differently."""
-    width = min(weights.shape[-2], output.shape[1])
-    bgmv_expand_slice(inputs, weights[..., :width, :], output, slots, 0, width, add_inputs)
-
-
-def bgmv_expand_slice(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    output: torch.Tensor,
-    slots: torch.Tensor,
-    slice_offset: int,
-    slice_size: int,
-    add_inputs: bool = True,
-) -> None:
-    """Add to output[row, slice] += B[slot of row] @ inputs[row]; base rows (slot < 0) get nothing added."""
-    columns = output[:, slice_offset : slice_offset + slice_size]
-    if not add_inputs:
-        columns.zero_()
-    for slot, rows in _rows_by_slot(slots):
-        if slot >= 0:
-            columns[rows] += inputs[rows].to(output.dtype) @ _matrix(weights, slot, output.dtype).T
-
-
-def _rows_by_slot(slots: torch.Tensor) -> list[tuple[int, torch.Tensor | slice]]:
-    """List the rows of each slot; a single slot stands for all rows."""
-    first = int(slots[0])
-    if bool((slots == first).all()):
-        return [(first, slice(None))]
-    return [(slot, (slots == slot).nonzero().squeeze(1)) for slot in torch.unique(slots).tolist()]
-
-
-def _matrix(weights: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tensor:
-    """Slice [slots, 1, out, in] or [slots, out, in] to [out, in]."""
-    return weights[slot].reshape(-1, weights.shape[-1]).to(dtype)
+    expert_adapters.apply()
 
 
 def _draw_for_whole_prompts_only() -> None:

@@ -1,0 +1,110 @@
+"""Routed experts with adapters on a CPU, in plain torch: stock vLLM has them in Triton only.
+
+vLLM's FusedMoEWithLoRA stays: it holds the adapters by slot and gives them to the experts' kernel, which here
+is PlainExperts. The weights stay as they were loaded: stock vLLM packs them for its CPU kernel when a model
+starts, but not when its weights are loaded again.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+    UnquantizedMoeBackend,
+    select_unquantized_moe_backend,
+)
+
+from skyrl_tinker.inference.plugin.slot_products import Rows, rows_by_slot
+
+
+def apply() -> None:
+    """Have vLLM compute routed experts with PlainExperts, with or without adapters."""
+    setattr(method, select_unquantized_moe_backend.__name__, _select)
+
+
+def _select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[FusedMoEExperts]]:
+    """Replace vLLM's choice of a kernel; NotImplementedError for experts of another kind."""
+    supported, reason = FusedMoEExperts.is_supported_config(
+        PlainExperts, moe_config, None, None, FusedMoEActivationFormat.Standard
+    )
+    if moe_config.has_bias:
+        supported, reason = False, "kernel does not support biases"
+    if not supported:
+        raise NotImplementedError(f"experts of this model on a CPU: {reason}")
+    return UnquantizedMoeBackend.CPU, PlainExperts
+
+
+class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
+    """Gated experts: down(activation(gate(x), up(x))), each of the three with the adapter of the row."""
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
+        """Refuse data parallelism, for which vLLM cannot gather rows of several ranks on a CPU."""
+        return moe_parallel_config.dp_size == 1
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leave them as they were loaded."""
+
+    def apply(  # type: ignore[override]
+        self,
+        *,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        **_: Any,
+    ) -> None:
+        """Set `output` to the sum over each row's experts. `expert_map`: the number of each here, or -1."""
+        slots = self._slots(len(hidden_states))
+        chosen = topk_ids if expert_map is None else expert_map[topk_ids]
+        shares = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        output.zero_()
+        for expert in range(len(w1)):
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            if len(rows):
+                adapted = [(slot, some) for slot, some in rows_by_slot(slots[rows]) if slot >= 0]
+                weights = w1[expert], w2[expert]
+                results = self._compute(expert, hidden_states[rows], adapted, weights, activation)
+                output.index_add_(0, rows, results * shares[rows, places, None].to(results.dtype))
+
+    def _slots(self, count: int) -> torch.Tensor:
+        """Return the slot of each row, -1 for the base model."""
+        context = self._lora_context
+        if context is None:  # this server takes no adapters
+            return torch.full((count,), -1)
+        return context.punica_wrapper.token_lora_indices[:count]
+
+    def _compute(
+        self,
+        expert: int,
+        inputs: torch.Tensor,
+        adapted: list[tuple[int, Rows]],
+        weights: tuple[torch.Tensor, torch.Tensor],
+        activation: MoEActivation,
+    ) -> torch.Tensor:
+        """Return the expert's outputs, unweighted. `adapted`: rows by slot; B holds the scale."""
+        adapters: Any = self._lora_context
+        gate_up, down = weights
+        gated = inputs @ gate_up.T
+        for slot, rows in adapted:
+            for index, part in enumerate(gated.chunk(2, dim=1)):
+                a = adapters.w13_lora_a_stacked[index][slot, expert]
+                b = adapters.w13_lora_b_stacked[index][slot, expert]
+                part[rows] += inputs[rows] @ a.T @ b.T
+        middle = gated.new_empty(len(gated), gated.shape[1] // 2)
+        self.activation(activation, middle, gated)
+        outputs = middle @ down.T
+        for slot, rows in adapted:
+            a, b = adapters.w2_lora_a_stacked[0][slot, expert], adapters.w2_lora_b_stacked[0][slot, expert]
+            outputs[rows] += middle[rows] @ a.T @ b.T
+        return outputs
