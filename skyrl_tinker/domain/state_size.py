@@ -32,7 +32,7 @@ def _parameters(facts: BaseModelFacts, spec: LoraSpec) -> int:
 def _layers(
     facts: BaseModelFacts,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[int, int]]:
-    """Return (inputs, outputs) of the matrices of a layer's attention, of its MLP or of one expert, and the head."""
+    """Return (inputs, outputs) of the matrices of a layer's attention and MLP or expert, and of the head."""
     hidden, inner = facts.hidden_size, facts.intermediate_size
     queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
     attention = (hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)

@@ -137,13 +137,13 @@ def _facts(
     )
 
 
-def _mlp(config: Mapping[str, Any]) -> dict[str, int]:
+def _mlp(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the facts of MLPs, or of experts in all layers."""
     if _architecture(config) not in MIXTURES:
         return {"intermediate_size": _positive(config, "intermediate_size")}
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise StartupError(
-            "config.json: mlp_only_layers and decoder_sparse_step: expected experts in all layers"
+            "config.json: expected experts in all layers (mlp_only_layers, decoder_sparse_step)"
         )
     return {
         "intermediate_size": _positive(config, "moe_intermediate_size"),

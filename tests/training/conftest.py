@@ -1,4 +1,4 @@
-"""Tiny Qwen3 directories, a process group of one, and workers on it."""
+"""Tiny Qwen3 directories, one of them of a mixture of experts, a process group of one, and workers on it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.distributed import Ranks
@@ -16,8 +16,11 @@ from skyrl_tinker.training.worker import Worker
 torch.set_num_threads(1)
 
 
-def _write_model(directory: Path, *, tied: bool) -> str:
-    config = Qwen3Config(
+def _write_model(directory: Path, *, tied: bool, experts: int = 0) -> str:
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3",
+        **(mixture if experts else {}),
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -30,7 +33,7 @@ def _write_model(directory: Path, *, tied: bool) -> str:
         initializer_range=0.2,  # far from uniform predictions, so that mistakes show
     )
     torch.manual_seed(7)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return str(directory)
 
 
@@ -42,6 +45,12 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return _write_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def mixture_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Seven experts, which two ranks cannot share equally."""
+    return _write_model(tmp_path_factory.mktemp("mixture"), tied=False, experts=7)
 
 
 @pytest.fixture(params=["tied", "untied"])

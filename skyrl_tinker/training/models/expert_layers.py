@@ -9,15 +9,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import grouped_mm
 
+from skyrl_tinker.domain.values import Int64
 from skyrl_tinker.training.models.lora import Factors
 from skyrl_tinker.training.models.lora_layers import Active, Routing
 from skyrl_tinker.training.models.merged_adapters import Members
 from skyrl_tinker.training.models.mixtures import MATRICES, find_mixtures
-from skyrl_tinker.training.models.planned_device import device_type, is_planned
+from skyrl_tinker.training.models.planned_device import device_type
 
 
 def install(causal_lm: nn.Module, routing: Routing) -> None:
@@ -31,8 +34,9 @@ def _forward(
 ) -> torch.Tensor:
     """Compute the experts' part; x [T, D], the experts of each token and their weights [T, K] -> [T, D]."""
     active = routing.active
-    at_once = device_type(x) == "cuda" or is_planned()
-    work: _AtOnce | _Apart = _AtOnce(active, chosen, module) if at_once else _Apart(active, chosen)
+    experts = len(module.down_proj)
+    way = _AtOnce if device_type(x) == "cuda" else _Apart
+    work: _AtOnce | _Apart = way(active, chosen, experts)
     product = partial(work.product, module, name)
     gate, up = product("gate_up_proj", x.index_select(0, work.order // chosen.shape[1])).chunk(2, dim=-1)
     y = product("down_proj", module.act_fn(gate) * up)
@@ -44,10 +48,10 @@ def _forward(
 class _AtOnce:
     """All tokens of a row, each once for every expert that it has chosen: N = T K, sorted by expert."""
 
-    def __init__(self, active: Active, chosen: torch.Tensor, module: Any) -> None:
+    def __init__(self, active: Active, chosen: torch.Tensor, experts: int) -> None:
         flat = chosen.flatten()
         self.order = flat.argsort(stable=True)  # [N]
-        counts = torch.zeros(len(module.down_proj), dtype=torch.int32, device=flat.device)
+        counts = torch.zeros(experts, dtype=torch.int32, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
         self._ends = counts.cumsum(0, dtype=torch.int32)
         self._tokens = self.order // chosen.shape[1]
@@ -139,20 +143,23 @@ _Adapters = Mapping[int, tuple[Factors, float]]
 class _Apart:
     """Tokens of a row, each once for every expert that it has chosen, sorted by sequence and expert."""
 
-    def __init__(self, active: Active, chosen: torch.Tensor) -> None:
-        sequences = _repeat([length for count, length in active.runs for _ in range(count)])
-        requests = _repeat(active.sizes or [len(chosen)])
-        experts = int(chosen.max()) + 1
-        keys = (sequences[:, None] * experts + chosen).flatten()
-        self.order = keys.argsort(stable=True)
-        found, sizes = torch.unique_consecutive(keys[self.order], return_counts=True)
-        owners = requests[self.order // chosen.shape[1]]
-        firsts = sizes.cumsum(0) - sizes
+    def __init__(self, active: Active, chosen: torch.Tensor, experts: int) -> None:
+        self._models = active.models
+        lengths = [length for count, length in active.runs for _ in range(count)]
+        sequences, requests = _repeat(lengths), _repeat(active.sizes or [len(chosen)])
+        if isinstance(chosen, FakeTensor):  # without values: all experts get as much
+            numbers = (np.arange(chosen.numel()) % experts).reshape(chosen.shape)
+        else:
+            numbers = chosen.numpy()
+        keys = (sequences[:, None] * experts + numbers).ravel()
+        order = keys.argsort(kind="stable")
+        found, firsts, sizes = np.unique(keys[order], return_index=True, return_counts=True)
+        owners = requests[order[firsts] // chosen.shape[1]]
+        self.order = torch.tensor(order)
         self._groups = [
             _Group(*group)
-            for group in zip((found % experts).tolist(), owners[firsts].tolist(), sizes.tolist(), strict=True)
+            for group in zip((found % experts).tolist(), owners.tolist(), sizes.tolist(), strict=True)
         ]
-        self._models = active.models
 
     def product(self, module: Any, name: str, matrix: str, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [N, in] by each token's expert."""
@@ -171,9 +178,9 @@ class _Apart:
         }
 
 
-def _repeat(sizes: list[int]) -> torch.Tensor:
+def _repeat(sizes: list[int]) -> Int64:
     """Return for each token the number of the part that it is in."""
-    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return np.repeat(np.arange(len(sizes)), sizes)
 
 
 class _ApartProduct(torch.autograd.Function):

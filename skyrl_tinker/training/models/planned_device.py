@@ -17,11 +17,6 @@ def device_type(of: torch.Tensor | torch.device) -> str:
     return _planned.get() or device.type
 
 
-def is_planned() -> bool:
-    """Return whether another device is planned for, so that values may be missing."""
-    return _planned.get() is not None
-
-
 @contextmanager
 def planning(device: str) -> Iterator[None]:
     """Take all devices for that type."""

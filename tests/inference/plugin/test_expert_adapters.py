@@ -1,7 +1,6 @@
 """Adapters of routed experts: vLLM samples a mixture of experts with the logprobs of merged weights."""
 
 import asyncio
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from safetensors.numpy import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ALPHA
+from skyrl_tinker.domain.peft_config import ALPHA
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
@@ -64,7 +63,6 @@ async def test_adapted_experts_have_the_logprobs_of_merged_weights(running: Serv
     for name, adapter in adapters.items():
         publish_adapter(adapter, tmp_path / name, str(base))
         directories[name] = _merged(base, tmp_path / f"{name}-merged", adapter)
-    _name_ranks(tmp_path / "all", adapters["all"])
     for name in adapters:
         await sampler.client.control.load_adapter(name, str(tmp_path / name))
     for names in (("base", "all", "experts"), ("attention", "base", "others"), ("all", "base"), ("base",)):
@@ -134,23 +132,6 @@ def _adapter(base: Path, rank: int, seed: int, *parts: str) -> AdapterWeights:
             key = f"base_model.model.{name.removesuffix('.weight')}.lora_{matrix}.weight"
             tensors[key] = generator.normal(0, 0.1, shape).astype(np.float32)
     return AdapterWeights(LoraSpec(rank=rank, seed=seed), tensors)
-
-
-def _name_ranks(directory: Path, adapter: AdapterWeights) -> None:
-    """Say in the adapter's config, as PEFT needs it, that experts have a smaller rank at the same scale.
-
-    To its newer releases gate and up are one matrix of twice the rank.
-    """
-    path = directory / ADAPTER_CONFIG_FILE
-    rank = adapter.spec.rank
-    ranks = {
-        r"experts\.\d+\.(gate|up|down)_proj": rank // TOP_K,
-        r"experts\.gate_up_proj": 2 * (rank // TOP_K),
-        r"experts\.down_proj": rank // TOP_K,
-    }
-    alphas = {name: ALPHA * own / rank for name, own in ranks.items()}
-    config = json.loads(path.read_text()) | {"rank_pattern": ranks, "alpha_pattern": alphas}
-    path.write_text(json.dumps(config))
 
 
 def _merged(base: Path, directory: Path, adapter: AdapterWeights) -> Path:

@@ -147,7 +147,7 @@ def test_peft_loads_an_adapter_and_its_copy_is_taken_back(
     _assert_close(expected, _by_transformers(peft))
     peft.save_pretrained(str(tmp_path / "theirs"))
     if find_mixtures(trainer._base):
-        with pytest.raises(UserError, match="target_parameters is .*, expected nothing: not plain LoRA"):
+        with pytest.raises(UserError, match=r"target_parameters is .*, expected nothing: not plain LoRA"):
             read_foreign(tmp_path / "theirs")  # one pair for two projections is of twice the rank
         shutil.copytree(tmp_path / "ours", tmp_path / "theirs", dirs_exist_ok=True)
     model = convert(read_foreign(tmp_path / "theirs"), directory)
