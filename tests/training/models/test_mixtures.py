@@ -1,0 +1,130 @@
+"""Experts on a CPU: to the bit whatever shares the row, and the same on ranks that hold some of them each."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from skyrl_tinker.domain.ids import ModelKey, RequestId
+from skyrl_tinker.domain.values import (
+    AdamParams,
+    DimuonParams,
+    LoraSpec,
+    OptimizerFamily,
+    PassOutput,
+    StepItem,
+)
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.models.mixtures import pieces
+from skyrl_tinker.training.trainer_group import TrainerGroup
+from skyrl_tinker.training.trainer_spec import TrainerSpec
+from skyrl_tinker.training.worker import Worker
+from tests.training.conftest import MakeWorker
+from tests.training.support.passes import (
+    assert_close,
+    assert_equal,
+    gradients_of,
+    make_data,
+    make_item,
+    perturb,
+    run_one,
+    run_pass,
+)
+from tests.training.support.saves import publish_weights, read_weights
+
+SPECS = {1: LoraSpec(8, 1), 2: LoraSpec(1, 2, train_attn=False), 3: LoraSpec(6, 3, train_mlp=False)}
+LORA, FULL = ModelKey(1), ModelKey(9)
+
+
+def _worker(make_worker: MakeWorker, directory: str, budget: int) -> Worker:
+    worker = make_worker(directory, budget)
+    for model, spec in SPECS.items():
+        worker.create_model(ModelKey(model), spec)
+        perturb(worker, model)
+    return worker
+
+
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_a_request_gets_to_the_bit_what_it_gets_alone(
+    make_worker: MakeWorker, mixture_model: str, budget: int
+) -> None:
+    items = [
+        make_item(model, make_data(lengths, 10 * model + turn), seq_id=turn)
+        for turn, lengths in enumerate([(40, 3, 17), (60,)])
+        for model in (2, 1, 3)
+    ]
+    together, apart = (_worker(make_worker, mixture_model, budget) for _ in range(2))
+    for item, output in zip(items, run_pass(together, *items), strict=True):
+        assert isinstance(output, PassOutput)
+        for found, expected in zip(output.logprobs, run_one(apart, item).logprobs, strict=True):
+            np.testing.assert_array_equal(found, expected)
+    for model in SPECS:
+        assert_equal(gradients_of(together, model), gradients_of(apart, model))
+
+
+def test_experts_share_the_rank(make_worker: MakeWorker, mixture_model: str) -> None:
+    shapes = _worker(make_worker, mixture_model, 64)._models[LORA].shapes()
+    layer = "base_model.model.model.layers.1"
+    assert shapes[f"{layer}.self_attn.q_proj.lora_A.weight"] == (8, 64)
+    assert shapes[f"{layer}.mlp.experts.6.gate_proj.lora_A.weight"] == (4, 64)
+    assert shapes[f"{layer}.mlp.experts.6.down_proj.lora_B.weight"] == (64, 4)
+    assert not [name for name in shapes if ".mlp.gate." in name], "the router stays as it is"
+
+
+async def _trained(
+    directory: str, ranks: int, path: Path, optimizer: OptimizerFamily
+) -> dict[str, torch.Tensor]:
+    """Train an adapter and all parameters, save and load these on the way, and return what samplers get."""
+    params = AdamParams(1e-2, eps=1e-3) if optimizer == "adamw" else DimuonParams(0.02)
+    group = TrainerGroup.launch(TrainerSpec(directory, ranks, "cpu", "float32", 1, 64, timeout_s=60.0))
+    try:
+        await group.ready()
+        for model, spec in ((LORA, SPECS[1]), (FULL, LoraSpec(0, 0))):
+            await group.create_model(model, spec, optimizer)
+        for number in range(3):
+            items = [make_item(model, make_data((40, 9, 30), number)) for model in (LORA, FULL)]
+            outputs = (await group.run_pass(group.prepare(items))).outputs
+            assert all(isinstance(output, PassOutput) for output in outputs), outputs
+            await group.optim_step([StepItem(RequestId("s"), model, params) for model in (LORA, FULL)])
+            captured = await group.capture_state(FULL, optimizer=True)
+            await captured.persist(str(path / f"saved-{number}"))
+            await captured.drop()
+            await group.load_state(FULL, str(path / f"saved-{number}"), optimizer=True)
+        found = {}
+        for model in (LORA, FULL):
+            await publish_weights(group, model, path / f"weights-{model}")
+            found |= read_weights(path / f"weights-{model}")
+        return {name: torch.tensor(array) for name, array in found.items()}
+    finally:
+        await group.shutdown()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "dimuon"])
+def test_two_ranks_equal_one(
+    ray_cluster: None, mixture_model: str, tmp_path: Path, optimizer: OptimizerFamily
+) -> None:
+    one, two = (
+        asyncio.run(_trained(mixture_model, ranks, tmp_path / str(ranks), optimizer)) for ranks in (1, 2)
+    )
+    assert_close(two, one, 1e-5)
+
+
+def test_a_missing_expert_is_named(make_worker: MakeWorker, mixture_model: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixture_model)
+    model.save_pretrained(tmp_path)
+    weights = read_weights(tmp_path)
+    del weights["model.layers.1.mlp.experts.3.up_proj.weight"]
+    from safetensors.numpy import save_file
+
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(StartupError, match=r"no tensor model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"):
+        make_worker(str(tmp_path))
+
+
+def test_other_parameters_are_no_pieces() -> None:
+    assert not list(pieces("model.layers.0.mlp.gate.weight", (8, 64)))
+    found = [piece.name for piece in pieces("mlp.experts.gate_up_proj", (2, 6, 4))]
+    assert found == [f"mlp.experts.{e}.{leaf}_proj.weight" for e in (0, 1) for leaf in ("gate", "up")]
