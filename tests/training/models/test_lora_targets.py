@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, Phi3Config, PreTrainedConfig
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.models.lora import find_targets
@@ -21,8 +21,8 @@ SHAPE = {
     [
         (Phi3Config(**SHAPE), "Phi3ForCausalLM: .* leave out model.layers.0.mlp.gate_up_proj and 3 others"),
         (
-            Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2),
-            "Qwen3MoeForCausalLM: .* leave out model.layers.0.mlp.experts.down_proj and 3 others",
+            MixtralConfig(**SHAPE, num_local_experts=4),
+            "MixtralForCausalLM: .* leave out model.layers.0.mlp.experts.down_proj and 3 others",
         ),
     ],
     ids=["fused projections", "experts"],
