@@ -11,10 +11,11 @@ MOMENTS: Mapping[OptimizerFamily, int] = {"adamw": 2, "dimuon": 1}
 
 def state_bytes(facts: BaseModelFacts, spec: LoraSpec, optimizer: OptimizerFamily) -> int:
     """Return the bytes on all ranks together; norms and biases of full-parameter models are left out."""
-    return _parameters(facts, spec) * FLOAT32_BYTES * (2 + MOMENTS[optimizer])
+    return parameters(facts, spec) * FLOAT32_BYTES * (2 + MOMENTS[optimizer])
 
 
-def _parameters(facts: BaseModelFacts, spec: LoraSpec) -> int:
+def parameters(facts: BaseModelFacts, spec: LoraSpec) -> int:
+    """Count those of a model in training."""
     attention, mlp, head = _layers(facts)
     count = max(1, facts.experts)
     if spec.rank == 0:

@@ -41,6 +41,11 @@ def resolve(settings: Settings) -> BaseModelFacts:
             f"vocab_size {facts.vocab_size} of {facts.directory}: vLLM serves adapters for at most "
             f"{LORA_VOCABULARY} tokens; use a model with a smaller vocabulary"
         )
+    if facts.experts and settings.vllm_args.get("data-parallel-size", 1) != 1:
+        raise StartupError(
+            "vllm_args: data-parallel-size: expected 1 for a mixture of experts, whose ranks would exchange "
+            "rows without their adapters; use replicas"
+        )
     if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         raise StartupError(
             f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "

@@ -1,12 +1,13 @@
 """Memory that a server takes on GPUs divided in one way: trainer ranks, samplers, host and disk. No torch."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
+from skyrl_tinker.domain.state_size import parameters
 from skyrl_tinker.domain.units import GB, MiB
-from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.server.gpu_division import GpuDivision
 
 CONTEXT_BYTES = 1.5 * GB
@@ -118,8 +119,12 @@ class MemoryEstimate:
 
     @property
     def _slot_bytes(self) -> float:
-        """Adapters that vLLM has room for on each GPU."""
-        return 0 if self.demand.full else self.demand.adapter_slots * _BFLOAT16 * self.costs.trained
+        """Adapters that vLLM has room for on each GPU: for experts, too, of the whole rank."""
+        if self.demand.full:
+            return 0
+        spec, whole = LoraSpec(self.demand.rank, 0), replace(self.facts, experts_per_token=1)
+        unused = parameters(whole, spec) - parameters(self.facts, spec)
+        return self.demand.adapter_slots * _BFLOAT16 * (self.costs.trained + unused)
 
     @property
     def _cache_bytes(self) -> float:

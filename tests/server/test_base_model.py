@@ -82,6 +82,24 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(
         base_model.resolve(config.load(base_model=str(model)))
 
 
+@pytest.mark.parametrize(
+    ("changed", "settings", "message"),
+    [
+        ({"mlp_only_layers": [0]}, {}, "expected experts in all layers"),
+        ({"decoder_sparse_step": 2}, {}, "expected experts in all layers"),
+        ({"num_experts_per_tok": 0}, {}, "num_experts_per_tok must be a positive integer, found 0"),
+        ({}, {"vllm_args": {"data-parallel-size": 2}}, "data-parallel-size: expected 1 for a mixture"),
+    ],
+)
+def test_mixtures_that_would_not_run_are_refused(
+    tmp_path: Path, changed: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    make_model(tmp_path / "model", arch="qwen3-moe")
+    change(tmp_path / "model", **changed)
+    with pytest.raises(StartupError, match=message):
+        base_model.resolve(config.load(base_model=str(tmp_path / "model"), **settings))
+
+
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_every_family_is_served(tmp_path: Path, arch: str) -> None:
     make_model(tmp_path / "model", arch=arch, hidden=64)

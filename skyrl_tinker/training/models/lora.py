@@ -61,7 +61,7 @@ class AdaptedLayer:
 
 
 class Pair(NamedTuple):
-    """Of experts: with one dimension more, the first."""
+    """Factors of a layer; those of experts have one dimension more, the first."""
 
     a: torch.Tensor  # [r, in], leaf
     b: torch.Tensor  # [out, r], leaf
