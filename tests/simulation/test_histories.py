@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.faults import POINTS
 
 SIMULATE = Path(__file__).parents[2] / "scripts" / "simulate"
-HISTORIES = 5_000
+HISTORIES = 2_000
 MENDED = (55, 93, 170, 1117, 2449, 4475)
 """Seeds that found faults of the server; where its code runs otherwise now, they are other histories.
 
@@ -34,7 +34,7 @@ def test_histories_that_found_faults() -> None:
 
 
 def test_a_seed_is_one_history() -> None:
-    arguments = ("--seed", "0", "--histories", "40", "--jobs", "1")
+    arguments = ("--seed", "0", "--histories", "20", "--jobs", "1")
     assert simulate(*arguments, hashes="1") == simulate(*arguments, hashes="2")
 
 
