@@ -53,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 
 
 def _starts_servers(item: pytest.Function) -> bool:
-    folders = ("tests/e2e/", "tests/cookbook/", "tests/faults/", "tests/simulation/")  # simulated ones, too
-    return item.nodeid.startswith(folders) or "ray_cluster" in item.fixturenames
+    places = ("tests/e2e/", "tests/cookbook/", "tests/faults/", "tests/scripts/test_gpu_check_serve.py")
+    places += ("tests/simulation/",)  # simulated servers, too
+    return item.nodeid.startswith(places) or "ray_cluster" in item.fixturenames
 
 
 def _group(nodeid: str) -> str:

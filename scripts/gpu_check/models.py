@@ -30,6 +30,7 @@ CONFIGS: Mapping[str, Qwen3Config] = {
         ("tiny", 192, 2, 512, 512, 6, 2, 32, 0.05),
         ("untied", 64, 2, 128, 512, 4, 2, 32, 0.1),
         ("30M", 384, 8, 1536, 32_000, 6, 2, 64, 0.02),  # larger weights make much of bfloat16's rounding
+        ("2B", 2048, 24, 6144, 151_936, 16, 8, 128, 0.02),
         ("8B", 4096, 36, 12_288, 151_936, 32, 8, 128, 0.02),  # the shape of Qwen3-8B
     )
 }
