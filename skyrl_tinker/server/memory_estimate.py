@@ -35,6 +35,7 @@ class Demand:
     chunk_bytes: int  # of full parameters on their way to the samplers: weight_chunk_mb
     adapter_slots: int  # of a sampler's batch: max_loras
     sampler_share: float  # of a GPU that vLLM takes: gpu_memory_utilization
+    cached_adapters: int = 0  # that vLLM keeps on the host: max_cpu_loras
     copies: int = 1  # GPUs of a replica for each one of its tensor parallelism
     given: Mapping[str, Any] = field(default_factory=dict)  # settings that are not the plan's to choose
 
@@ -192,6 +193,11 @@ class MemoryEstimate:
                 HOST, f"{waiting} models off the GPU, on each rank", ranks * waiting * costs.state
             )
         yield MemoryLine(HOST, "a model's weights on their way to the samplers", _BFLOAT16 * costs.trained)
+        if not self.demand.full:
+            processes = self.division.replicas * self.division.tensor_parallel
+            cached = processes * self.demand.cached_adapters * _BFLOAT16 * costs.trained
+            name = f"{self.demand.cached_adapters} adapters in each process of the samplers, at most"
+            yield MemoryLine(HOST, name, cached)
         yield MemoryLine(HOST, "its training state on the way to the disk", 3 * _FLOAT32 * costs.trained)
         if self.division.colocated:
             share = costs.weights + resident * costs.state

@@ -34,6 +34,8 @@ def _reason(architecture: str, config: Mapping[str, Any], windowed: bool) -> str
             return "the trainer's Mistral has its sliding window in all layers, whatever layer_types says"
         case "Qwen2ForCausalLM" | "Qwen3ForCausalLM" if _mixed(config, kinds):
             return "vLLM serves a sliding window in all layers or in none, not in some"
+        case "Qwen3MoeForCausalLM" if config.get("use_sliding_window"):
+            return "sliding windows are not supported beside experts"
         case "Gemma3ForCausalLM" if config.get("use_bidirectional_attention"):
             return "use_bidirectional_attention is not supported: tokens are trained from those before them"
     return None

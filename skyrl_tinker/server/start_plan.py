@@ -89,6 +89,7 @@ def plan(
         tenants=tenants,
         chunk_bytes=settings.weight_chunk_mb * MiB,
         adapter_slots=settings.max_loras,
+        cached_adapters=settings.max_cpu_loras,
         sampler_share=settings.gpu_memory_utilization,
         copies=workers(settings.vllm_args, 1),
         given=_given(settings),

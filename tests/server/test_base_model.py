@@ -87,6 +87,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(
     [
         ({"mlp_only_layers": [0]}, {}, "expected experts in all layers"),
         ({"decoder_sparse_step": 2}, {}, "expected experts in all layers"),
+        ({"use_sliding_window": True, "sliding_window": 64}, {}, "sliding windows are not supported"),
         ({"num_experts_per_tok": 0}, {}, "num_experts_per_tok must be a positive integer, found 0"),
         ({}, {"vllm_args": {"data-parallel-size": 2}}, "data-parallel-size: expected 1 for a mixture"),
     ],

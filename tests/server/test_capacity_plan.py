@@ -160,6 +160,16 @@ def test_layers_that_are_always_recomputed_allow_longer_rows() -> None:
     assert chosen["token_budget"] == 16384
 
 
+def test_slots_of_experts_have_the_whole_rank_and_adapters_wait_on_the_host() -> None:
+    """vLLM's slots have rank 32 for each of 128 experts; adapters divide it by the 8 that are chosen."""
+    mixture = replace(FACTS, hidden_size=2048, intermediate_size=768, experts=128, experts_per_token=8)
+    demand = replace(DEMAND, gpu_bytes=141 * GB, cached_adapters=32)
+    lines = {line.name: line.bytes for line in make_plan(demand, mixture, costs).lines}
+    unused = 36 * 128 * (32 - 4) * 3 * (2048 + 768)
+    assert lines["slots of 8 adapters"] == 8 * 2 * (100_000_000 + unused)
+    assert lines["32 adapters in each process of the samplers, at most"] == 32 * 2 * 100_000_000
+
+
 def test_models_that_stay_leave_room_for_a_row() -> None:
     demand = replace(DEMAND, context=4096)
     resident = settings_of(make_plan(demand, FACTS, costs))["resident_models"]

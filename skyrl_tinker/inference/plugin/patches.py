@@ -40,6 +40,7 @@ def apply() -> None:
     _count_cached_prompts_once()
     _adapt_every_head()
     _load_adapted_experts()
+    _keep_experts_as_loaded()
     prompt_adapters.apply()
     score_extraction.apply()
     if current_platform.is_cpu():
@@ -129,6 +130,17 @@ def _load_adapted_experts() -> None:
         base_layer.routed_experts.lora_base_layer_prefix = ""
 
     FusedMoEWithLoRA.__init__ = wrap_and_keep_names  # type: ignore[method-assign]
+
+
+def _keep_experts_as_loaded() -> None:
+    """Leave out the kernel of Blackwell GPUs that wants experts in a layout of its own.
+
+    Stock vLLM lays them out when it starts, but not when weights are loaded again under adapters.
+    """
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    special = unquantized._trtllm_bf16_lora_supported
+    setattr(unquantized, special.__name__, lambda moe_config: False)
 
 
 def _count_cached_prompts_once() -> None:

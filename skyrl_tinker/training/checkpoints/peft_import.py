@@ -134,6 +134,7 @@ def _require_plain(config: Mapping[str, Any], patterns: Mapping[str, Any]) -> No
             f"{ADAPTER_CONFIG_FILE}: init_lora_weights is {config['init_lora_weights']!r}, which changes the "
             "base as well: have PEFT convert it when it is saved (path_initial_model_for_weight_conversion)"
         )
+    # Patterns come last: of a kind of adapter that is not converted they do not say which.
     for key in sorted(config.keys() - _HARMLESS, key=lambda key: (key.endswith("_pattern"), key)):
         value, neutral = config[key], patterns.get(key, _NEUTRAL.get(key))
         if value and value != neutral:

@@ -38,7 +38,8 @@ def _forward(
     way = _AtOnce if device_type(x) == "cuda" else _Apart
     work: _AtOnce | _Apart = way(active, chosen, experts)
     product = partial(work.product, module, name)
-    gate, up = product("gate_up_proj", x.index_select(0, work.order // chosen.shape[1])).chunk(2, dim=-1)
+    copies = x[:, None].expand(*chosen.shape, -1).flatten(0, 1)  # their gradients are summed up in order
+    gate, up = product("gate_up_proj", copies.index_select(0, work.order)).chunk(2, dim=-1)
     y = product("down_proj", module.act_fn(gate) * up)
     places = torch.empty_like(work.order)
     places[work.order] = torch.arange(len(places), device=places.device)
@@ -121,7 +122,7 @@ class _MergedDelta(torch.autograd.Function):
 
 
 def _side_by_side(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Concatenate all models' factors, with zeros up to 8 columns, or 16: grouped products want 16 bytes."""
+    """Concatenate all models' factors, with zeros up to a multiple of 8: grouped products want 16 bytes."""
     a = torch.cat([each.a for each in factors], 1)
     b = torch.cat([each.b for each in factors], 2)
     rest = -a.shape[1] % 8
@@ -146,7 +147,7 @@ class _Apart:
     def __init__(self, active: Active, chosen: torch.Tensor, experts: int) -> None:
         self._models = active.models
         lengths = [length for count, length in active.runs for _ in range(count)]
-        sequences, requests = _repeat(lengths), _repeat(active.sizes or [len(chosen)])
+        sequences, requests = _repeat(lengths), _repeat(active.sizes)
         if isinstance(chosen, FakeTensor):  # without values: all experts get as much
             numbers = (np.arange(chosen.numel()) % experts).reshape(chosen.shape)
         else:
@@ -215,7 +216,7 @@ class _ApartProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy = upstream[0]
         dx = torch.empty_like(x)
-        dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         sizes = [group.size for group in ctx.groups]
         for group, xs, dys, dxs in zip(
             ctx.groups,
@@ -226,13 +227,13 @@ class _ApartProduct(torch.autograd.Function):
         ):
             torch.mm(dys, weight[group.expert], out=dxs)
             if dw is not None:
-                dw[group.expert].addmm_(dys.T, xs)
+                dw[group.expert] += dys.T @ xs
             for part, (a, b, factors, scale) in _adapted(group, ctx.adapters, dys):
                 outer = part @ b
                 factors.grad_a[group.expert].add_(outer.T @ xs, alpha=scale)
                 factors.grad_b[group.expert].add_(part.T @ (xs @ a.T), alpha=scale)
                 dxs.addmm_(outer, a, alpha=scale)
-        return dx, dw, None, None, None
+        return dx, None if dw is None else dw.to(weight.dtype), None, None, None
 
 
 class _Pair(NamedTuple):

@@ -122,11 +122,11 @@ class FullModel(TrainableModel):
         return self._as_dtensor(name, share).full_tensor()
 
     def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        whole = whole.to(self._ranks.device)
         if piece := self._pieces.get(name):
             owner = piece.expert // self._experts_per_rank(piece)
-            return whole if owner == self._ranks.rank else whole[:0]
+            return (whole if owner == self._ranks.rank else whole[:0]).to(self._ranks.device)
         like = self._sharded(name)
+        whole = whole.to(self._ranks.device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
     def _experts_per_rank(self, piece: Piece) -> int:

@@ -1,6 +1,7 @@
 """Experts on a CPU: to the bit whatever shares the row, and the same on ranks that hold some of them each."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from skyrl_tinker.domain.values import (
     StepItem,
 )
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.memory.row_profile import FakeTrainer, Training
+from skyrl_tinker.training.models.expert_layers import _ApartProduct, _Group
 from skyrl_tinker.training.models.mixtures import pieces
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.training.trainer_spec import TrainerSpec
@@ -128,3 +132,35 @@ def test_other_parameters_are_no_pieces() -> None:
     assert not list(pieces("model.layers.0.mlp.gate.weight", (8, 64)))
     found = [piece.name for piece in pieces("mlp.experts.gate_up_proj", (2, 6, 4))]
     assert found == [f"mlp.experts.{e}.{leaf}_proj.weight" for e in (0, 1) for leaf in ("gate", "up")]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", "bfloat16"), ("cpu", "float32")])
+@pytest.mark.parametrize("rank", [8, 0])
+def test_a_mixture_is_planned_without_weights(
+    ranks: Ranks, mixture_model: str, rank: int, device: str, dtype: str, recompute: bool
+) -> None:
+    config = json.loads((Path(mixture_model) / "config.json").read_text())
+    training = Training(config, device, dtype, LoraSpec(rank, 0), gradient_checkpointing=recompute)
+    found = FakeTrainer(training, ranks).measure(256)
+    assert device == "cpu" or found.reads == 0
+    assert found.peak > found.saved > 0
+
+
+def test_bfloat16_adds_the_gradients_of_experts_in_float32() -> None:
+    """Sequence by sequence, in bfloat16, small addends would be lost."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(4096, 8).bfloat16(), torch.randn(1, 4, 8).bfloat16().requires_grad_()
+    dy = torch.randn(4096, 4).bfloat16()
+    _ApartProduct.apply(x, weight, None, [_Group(0, 0, 16)] * 256, [{}]).backward(dy)
+    expected = dy.float().T @ x.float()
+    assert weight.grad is not None
+    assert float((weight.grad[0] - expected).norm() / expected.norm()) < 0.004
+
+
+def test_a_rank_past_the_last_expert_has_a_share_of_nothing() -> None:
+    (piece,) = pieces("mlp.experts.down_proj", (1, 6, 4))
+    stacked = torch.randn(1, 6, 4)
+    assert piece.of(stacked).equal(stacked[0])
+    assert piece.of(stacked[:0], 1).shape == (0, 4)
+    assert piece.of(stacked, 1).shape == (0, 4), "of another rank"
