@@ -18,7 +18,7 @@ from torch.nn.functional import grouped_mm
 from skyrl_tinker.domain.values import Int64
 from skyrl_tinker.training.models.lora import Factors
 from skyrl_tinker.training.models.lora_layers import Active, Routing
-from skyrl_tinker.training.models.merged_adapters import Members
+from skyrl_tinker.training.models.merged_adapters import Members, side_by_side
 from skyrl_tinker.training.models.mixtures import MATRICES, find_mixtures
 from skyrl_tinker.training.models.planned_device import device_type
 
@@ -97,7 +97,7 @@ class _MergedDelta(torch.autograd.Function):
         mask: torch.Tensor,
         ends: torch.Tensor,
     ) -> torch.Tensor:
-        a, b = _side_by_side(factors, x.dtype)
+        a, b = _padded(factors, x.dtype)
         mask = nn.functional.pad(mask, (0, a.shape[1] - mask.shape[1]))
         inner = grouped_mm(x, a.mT, offs=ends).mul_(mask)
         ctx.factors = factors
@@ -108,7 +108,7 @@ class _MergedDelta(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, inner, mask, ends = ctx.saved_tensors
         dy = upstream[0].contiguous()
-        a, b = _side_by_side(ctx.factors, x.dtype)
+        a, b = _padded(ctx.factors, x.dtype)
         outer = grouped_mm(dy, b, offs=ends).mul_(mask)
         of_a, of_b = grouped_mm(outer.mT, x, offs=ends), grouped_mm(dy.mT, inner, offs=ends)
         first = 0
@@ -121,12 +121,11 @@ class _MergedDelta(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def _side_by_side(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Concatenate all models' factors, with zeros up to a multiple of 8: grouped products want 16 bytes."""
-    a = torch.cat([each.a for each in factors], 1)
-    b = torch.cat([each.b for each in factors], 2)
+    a, b = side_by_side(factors, dtype)
     rest = -a.shape[1] % 8
-    return nn.functional.pad(a, (0, 0, 0, rest)).to(dtype), nn.functional.pad(b, (0, rest)).to(dtype)
+    return nn.functional.pad(a, (0, 0, 0, rest)), nn.functional.pad(b, (0, rest))
 
 
 class _Group(NamedTuple):

@@ -36,11 +36,13 @@ class FullModel(TrainableModel):
             name.removeprefix(_PREFIX): parameter for name, parameter in network.named_parameters()
         }
         self._index = {name: index for index, name in enumerate(self._parameters)}
-        self._pieces = {
-            piece.name: piece
-            for name, parameter in self._parameters.items()
-            for piece in mixtures.pieces(name, parameter.shape)
-        }
+        self._pieces: dict[str, Piece] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name, parameter in self._parameters.items():
+            pieces = {piece.name: piece for piece in mixtures.pieces(name, parameter.shape)}
+            self._pieces |= pieces
+            shapes = {piece.name: piece.shape for piece in pieces.values()}
+            self._shapes |= shapes or {name: tuple(parameter.shape)}
         tables = [module for module in network.modules() if isinstance(module, nn.Embedding)]
         self._tables = {id(module.weight) for module in tables}
 
@@ -82,14 +84,7 @@ class FullModel(TrainableModel):
         return gradients, square.sqrt()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        stacked = {piece.owner for piece in self._pieces.values()}
-        for name, parameter in self._parameters.items():
-            if name in stacked:
-                shapes |= {piece.name: piece.shape for piece in mixtures.pieces(name, parameter.shape)}
-            else:
-                shapes[name] = tuple(parameter.shape)
-        return shapes
+        return dict(self._shapes)
 
     def kind(self, name: str) -> Kind:
         if name in self._pieces:
@@ -115,7 +110,7 @@ class FullModel(TrainableModel):
 
     def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
         if piece := self._pieces.get(name):
-            owner = piece.expert // self._experts_per_rank(piece)
+            owner = self._owner(piece)
             whole = share if owner == self._ranks.rank else share.new_empty(piece.shape)
             self._ranks.broadcast_(whole, owner)
             return whole
@@ -123,8 +118,8 @@ class FullModel(TrainableModel):
 
     def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         if piece := self._pieces.get(name):
-            owner = piece.expert // self._experts_per_rank(piece)
-            return (whole if owner == self._ranks.rank else whole[:0]).to(self._ranks.device)
+            mine = self._owner(piece) == self._ranks.rank
+            return (whole if mine else whole[:0]).to(self._ranks.device)
         like = self._sharded(name)
         whole = whole.to(self._ranks.device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
@@ -133,7 +128,12 @@ class FullModel(TrainableModel):
         """Return how many experts FSDP gives to each rank but the last ones."""
         return ceil(len(self._parameters[piece.owner]) / self._ranks.world)
 
+    def _owner(self, piece: Piece) -> int:
+        """Return the rank that holds the expert."""
+        return piece.expert // self._experts_per_rank(piece)
+
     def _first(self, piece: Piece) -> int:
+        """Return the first expert of this rank."""
         return self._ranks.rank * self._experts_per_rank(piece)
 
     def _as_dtensor(self, name: str, share: torch.Tensor) -> DTensor:

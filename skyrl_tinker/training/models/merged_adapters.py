@@ -94,7 +94,7 @@ class _Merged(torch.autograd.Function):
         mask: torch.Tensor,
     ) -> torch.Tensor:
         y = linear(x, weight, bias)
-        a, b = _side_by_side(factors, x.dtype)
+        a, b = side_by_side(factors, x.dtype)
         inner = (x[0] @ a.T).mul_(mask)
         y[0].addmm_(inner, b.T)
         ctx.factors = factors
@@ -105,7 +105,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, inner, mask = ctx.saved_tensors
         dy = upstream[0][0]
-        a, b = _side_by_side(ctx.factors, x.dtype)
+        a, b = side_by_side(ctx.factors, x.dtype)
         outer = (dy @ b).mul_(mask)
         ranks = [len(factors.a) for factors in ctx.factors]
         of_a, of_b = wide_product(outer.T, x[0]), wide_product(dy.T, inner)
@@ -115,7 +115,8 @@ class _Merged(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
-def _side_by_side(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    a = torch.cat([each.a for each in factors]).to(dtype)
-    b = torch.cat([each.b for each in factors], 1).to(dtype)
+def side_by_side(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Concatenate A [.., r, in] and B [.., out, r] of all models along r."""
+    a = torch.cat([each.a for each in factors], -2).to(dtype)
+    b = torch.cat([each.b for each in factors], -1).to(dtype)
     return a, b

@@ -8,19 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from skyrl_tinker.domain.peft_config import ALPHA
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
-from skyrl_tinker.server.tiny_model import make_tokenizer
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.sync import sync_weights
 from tests.inference.support.samplers import (
-    CONTEXT,
     AdapterWeights,
     Sampler,
     Served,
@@ -32,6 +28,7 @@ from tests.inference.support.samplers import (
     reference,
     spec_of,
     target_logprobs,
+    write_model,
 )
 
 TOP_K = 2
@@ -42,7 +39,7 @@ ATTENTION, EXPERTS = "self_attn", "mlp.experts"
 def running(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One replica, of which a batch holds two adapters."""
     root = tmp_path_factory.mktemp("experts")
-    facts = _write_model(root / "model")
+    facts = write_model(root / "model", tied=False, arch="qwen3-moe")
     served = Served(facts, ServerGroup.launch(_spec(facts, root / "logs")))
     asyncio.run(served.group.ready())
     yield served
@@ -82,38 +79,6 @@ async def test_new_weights_reach_adapted_experts(running: Served, tmp_path: Path
         merged = _merged(directory, tmp_path / f"{directory.name}-adapter", adapter)
         await _assert_sampled(sampler, {"base": directory, "adapter": merged})
     await sampler.client.close()
-
-
-def _write_model(directory: Path) -> BaseModelFacts:
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        vocab_size=512,
-        max_position_embeddings=512,
-        initializer_range=0.2,  # far from uniform predictions, so that mistakes show
-    )
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    make_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
-    return BaseModelFacts(
-        directory=str(directory),
-        names=("tiny",),
-        architecture="Qwen3MoeForCausalLM",
-        vocab_size=config.vocab_size,
-        context_length=CONTEXT,
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
-        hidden_size=config.hidden_size,
-        tied=False,
-        eos_token_ids=(),
-    )
 
 
 def _spec(facts: BaseModelFacts, log_dir: Path) -> SamplerSpec:
