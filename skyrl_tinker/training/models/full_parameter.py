@@ -41,8 +41,9 @@ class FullModel(TrainableModel):
         for name, parameter in self._parameters.items():
             pieces = {piece.name: piece for piece in mixtures.pieces(name, parameter.shape)}
             self._pieces |= pieces
-            shapes = {piece.name: piece.shape for piece in pieces.values()}
-            self._shapes |= shapes or {name: tuple(parameter.shape)}
+            self._shapes |= {piece.name: piece.shape for piece in pieces.values()}
+            if not pieces:
+                self._shapes[name] = tuple(parameter.shape)
         tables = [module for module in network.modules() if isinstance(module, nn.Embedding)]
         self._tables = {id(module.weight) for module in tables}
 
