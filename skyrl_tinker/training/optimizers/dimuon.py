@@ -19,7 +19,7 @@ learning_rate / sqrt(features). Embedding rows without gradient in a step stay, 
 An untied head is a matrix.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -32,6 +32,8 @@ _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _TINY = 1e-12
 """Norms below this are not scaled up to unit length: zero stays zero."""
+_BATCH = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Most entries of matrices that are multiplied at once, unless one has more: what a CPU's cache holds."""
 
 
 def apply(model: TrainableModel, gradients: list[torch.Tensor], params: DimuonParams, ranks: Ranks) -> None:
@@ -50,12 +52,23 @@ def apply(model: TrainableModel, gradients: list[torch.Tensor], params: DimuonPa
                 add(name, _rows(momentum, model.select(name, gradients)))
             case Kind.VECTOR:
                 add(name, model.shard(name, _unit(model.gather(name, momentum))))
-            case Kind.MATRIX if model.network_key is None:  # whole on every rank, and small
-                add(name, matrix_sign(momentum))
             case Kind.MATRIX:
                 matrices[name] = shape
-    for name, sign in _deal_signs(model, matrices, momenta, ranks):
-        add(name, model.shard(name, sign))
+    for name, sign in _signs(model, matrices, momenta, ranks):
+        add(name, sign)
+
+
+def _signs(
+    model: TrainableModel, shapes: Mapping[str, tuple[int, ...]], momenta: list[torch.Tensor], ranks: Ranks
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this rank's share of each matrix's sign."""
+    if model.network_key is None:  # whole on every rank, and small
+        for names in _batches(shapes, _BATCH[ranks.device.type]):
+            whole = torch.stack([model.select(name, momenta) for name in names])
+            yield from zip(names, matrix_sign(whole), strict=True)
+    else:
+        for name, sign in _deal_signs(model, shapes, momenta, ranks):
+            yield name, model.shard(name, sign)
 
 
 def _deal_signs(
@@ -63,34 +76,62 @@ def _deal_signs(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each matrix's sign, which one rank has computed for all.
 
-    Each rank takes one of as many matrices as there are ranks, of about as much work.
+    Each rank takes one of as many batches as there are ranks, of about as much work.
     """
-    names = sorted(shapes, key=lambda name: -prod(shapes[name]) * min(shapes[name]))
-    for first in range(0, len(names), ranks.world):
-        signs = {}
-        for owner, name in enumerate(names[first : first + ranks.world]):
-            whole = model.gather(name, model.select(name, momenta))
-            signs[name] = whole if owner == ranks.rank else torch.empty_like(whole)
-        for owner, name in enumerate(signs):
-            if owner == ranks.rank:
-                signs[name] = matrix_sign(signs[name]).contiguous()
-        for owner, name in enumerate(list(signs)):
-            ranks.broadcast_(signs[name], owner)
-            yield name, signs.pop(name)
+    batches = _batches(shapes, _BATCH[ranks.device.type], ranks.world)
+    for first in range(0, len(batches), ranks.world):
+        dealt = batches[first : first + ranks.world]
+        signs = [_gather(model, names, momenta, owner == ranks.rank) for owner, names in enumerate(dealt)]
+        if ranks.rank < len(dealt):
+            signs[ranks.rank] = matrix_sign(signs[ranks.rank]).contiguous()
+        for owner, names in enumerate(dealt):
+            ranks.broadcast_(signs[owner], owner)
+            yield from zip(names, signs[owner], strict=True)
 
 
-def matrix_sign(matrix: torch.Tensor) -> torch.Tensor:
-    """Approximate U V^T of matrix [m, n] = U S V^T; zero for a zero matrix.
+def _gather(
+    model: TrainableModel, names: Sequence[str], momenta: list[torch.Tensor], mine: bool
+) -> torch.Tensor:
+    """Return whole matrices, stacked, or only memory for them. Every rank must call it."""
+    stacked = None
+    for number, name in enumerate(names):
+        whole = model.gather(name, model.select(name, momenta))
+        if stacked is None:
+            stacked = whole.new_empty(len(names), *whole.shape)
+        if mine:
+            stacked[number] = whole
+    assert stacked is not None, "no batch is empty"
+    return stacked
+
+
+def _batches(shapes: Mapping[str, tuple[int, ...]], most: int, ranks: int = 1) -> list[list[str]]:
+    """Put matrices of one shape together, those of most work first: experts have hundreds of small ones.
+
+    A batch has at most `most` entries; where there are enough matrices, each rank gets some of them.
+    """
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name in sorted(shapes, key=lambda name: -prod(shapes[name]) * min(shapes[name])):
+        alike.setdefault(shapes[name], []).append(name)
+    batches = []
+    for shape, names in alike.items():
+        size = max(1, min(most // prod(shape), len(names) // ranks))
+        batches += [names[first : first + size] for first in range(0, len(names), size)]
+    return batches
+
+
+def matrix_sign(matrices: torch.Tensor) -> torch.Tensor:
+    """Approximate U V^T of each matrix U S V^T of [N, m, n]; zero for a zero matrix.
 
     x <- a x + b (x x^T) x + c (x x^T)^2 x maps every singular value s to a s + b s^3 + c s^5; the matrix is
     scaled to norm 1 first, where this iteration leads them to about 1.
     """
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = _unit(matrix.T if tall else matrix)
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_TINY)
     for _ in range(_STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.mT if tall else x
 
 
 def _unit(tensor: torch.Tensor) -> torch.Tensor:
