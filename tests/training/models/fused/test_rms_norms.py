@@ -18,10 +18,8 @@ def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_it_computes_what_torch_does(dtype: torch.dtype, weighted: bool) -> None:
-    x, weight = _leaf(1, 7, 3, 32, dtype=dtype), _leaf(32, dtype=dtype) if weighted else None
-    leaves = [x] if weight is None else [x, weight]
+def test_it_computes_what_torch_does(dtype: torch.dtype) -> None:
+    leaves = x, weight = _leaf(1, 7, 3, 32, dtype=dtype), _leaf(32, dtype=dtype)
     found, expected = rms_norm(x, weight, EPS), by_torch(x, (32,), weight, EPS)
     upstream = torch.randn(x.shape).to(dtype)
     gradients = torch.autograd.grad(found, leaves, upstream)
@@ -37,11 +35,18 @@ def test_the_form_of_gemma_keeps_the_digits_of_small_weights() -> None:
     norm = Gemma3RMSNorm(64).to(torch.bfloat16)
     torch.nn.init.constant_(norm.weight, 2**-9)
     x = _leaf(1000, 64, dtype=torch.bfloat16)
+    upstream = torch.randn(x.shape).bfloat16()
+    leaves = [x, norm.weight]
+    expected = [plain := norm(x), *torch.autograd.grad(plain, leaves, upstream)]
     with planning("cuda"):
-        found = forward_one_plus(norm, norm.forward, x).detach()
+        found = [
+            fused := forward_one_plus(norm, norm.forward, x),
+            *torch.autograd.grad(fused, leaves, upstream),
+        ]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-2)
     exact = by_torch(x.detach().double(), (64,), None, norm.eps) * (1 + 2**-9)
-    assert float((found - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
-    assert float(((found - exact) * exact.sign()).mean() / exact.abs().mean()) == pytest.approx(0, abs=2**-11)
+    bias = ((fused.detach() - exact) * exact.sign()).mean() / exact.abs().mean()
+    assert float(bias) == pytest.approx(0, abs=2**-12)
 
 
 def test_a_frozen_norm_keeps_its_input_and_one_number_per_token() -> None:
@@ -50,6 +55,7 @@ def test_a_frozen_norm_keeps_its_input_and_one_number_per_token() -> None:
         with DispatchCounter() as counter:
             y = rms_norm(x, weight, EPS)
             kept = counter.live
+            assert counter.operations == 2  # the norm, and a view of what is kept
             y.backward(torch.zeros_like(y))
     assert kept == 5 * 64 * 2 + 5 * 4  # the output, and what it keeps beside x and the weight
-    assert counter.operations == 4  # norm, zeros, norm's backward, detach of the gradient
+    assert x.grad is not None

@@ -33,7 +33,7 @@ def test_values_and_gradients_are_those_of_eager_code(
     expected_gradients = torch.autograd.grad(expected, leaves, upstream)
     inputs = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     with planning("cuda"):
-        found = rotary.apply(apply_rotary_pos_emb, *(each * 1 for each in inputs), *angles)
+        found = rotary.apply(apply_rotary_pos_emb, inputs[0] * 1, inputs[1] * 1, *angles)
     kept = [each.clone() for each in found]
     gradients = torch.autograd.grad(found, inputs, [each.clone() for each in upstream])
     torch.testing.assert_close([*kept, *gradients], [*expected, *expected_gradients])
@@ -43,5 +43,5 @@ def test_liger_turns_queries_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(liger, "installed", lambda: True)
     leaves = [_leaf(4).detach(), _leaf(2).detach()]
     with planning("cuda"):
-        found = rotary.apply(apply_rotary_pos_emb, *leaves, *_angles())
+        found = rotary.apply(apply_rotary_pos_emb, leaves[0], leaves[1], *_angles())
     assert [each.data_ptr() for each in found] == [each.data_ptr() for each in leaves]
