@@ -33,13 +33,14 @@ class _ByLiger(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
         ctx.kind = kind
         ctx.save_for_backward(gate, up)
-        return liger.gated_product(gate, up, kind)
+        return liger.kernels_for(gate).gated_product(gate, up, kind)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients in the memory of gate and up, which nobody else keeps."""
         gate, up = ctx.saved_tensors
-        liger.gated_product_backward(gate, up, upstream[0].contiguous(), ctx.kind)
+        dy = upstream[0].contiguous()
+        liger.kernels_for(gate).gated_product_backward(gate, up, dy, ctx.kind)
         return gate, up, None
 
 

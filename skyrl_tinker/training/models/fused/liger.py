@@ -4,10 +4,11 @@ The stand-ins compute the same, take and write the same memory, and count as one
 run through them, and a CPU that is told to take the way of CUDA.
 """
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,40 +24,44 @@ def name() -> str:
     return f"liger-kernel {metadata.version('liger-kernel')}"
 
 
-def gated_product(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute act(gate) * up, with silu or the tanh form of gelu; all contiguous."""
-    product: torch.Tensor
-    if gate.is_cuda:
-        *_, product = _kernel("swiglu_forward" if kind == "silu" else "geglu_forward")(gate, up)
-    else:
-        product = _gated_product(gate, up, kind)
+class Kernels(NamedTuple):
+    """Functions of one place."""
+
+    gated_product: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+    """act(gate) * up, with silu or the tanh form of gelu; all contiguous."""
+    gated_product_backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str], None]
+    """Writes over gate and up with their gradients."""
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """Rotates q [1, H, T, D] and k [1, Hkv, T, D] in place, where they lie in memory as [1, T, H, D]."""
+
+
+def kernels_for(tensor: torch.Tensor) -> Kernels:
+    return LIGER if tensor.is_cuda else STAND_INS
+
+
+def module(name: str) -> Any:
+    return import_module(f"liger_kernel.ops.{name}")
+
+
+def _product(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    forward = module("swiglu").swiglu_forward if kind == "silu" else module("geglu").geglu_forward
+    product: torch.Tensor = forward(gate, up)[-1]
     return product
 
 
-def gated_product_backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, kind: str) -> None:
-    """Write over gate and up with their gradients."""
-    if gate.is_cuda:
-        _kernel("swiglu_backward" if kind == "silu" else "geglu_backward")(gate, up, dy)
-    else:
-        _gated_product_backward(gate, up, dy, kind)
+def _product_backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, kind: str) -> None:
+    backward = module("swiglu").swiglu_backward if kind == "silu" else module("geglu").geglu_backward
+    backward(gate, up, dy)
 
 
-def rotate(
+def _rotated(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q [1, H, T, D] and k [1, Hkv, T, D] in place, where they lie in memory as [1, T, H, D]."""
-    if q.is_cuda:
-        q, k, *_ = _kernel("rope_forward")(q, k, cos, sin)
-        return q, k
-    rows = [tensor.transpose(1, 2).contiguous() for tensor in (q, k)]
-    _rotate(*rows, cos, sin)
-    q, k = (tensor.transpose(1, 2) for tensor in rows)
+    q, k, *_ = module("rope").rope_forward(q, k, cos, sin)
     return q, k
 
 
-def _kernel(name: str) -> Any:
-    module = import_module(f"liger_kernel.ops.{name.partition('_')[0]}")
-    return getattr(module, name)
+LIGER = Kernels(_product, _product_backward, _rotated)
 
 
 @torch.library.custom_op("skyrl_tinker::gated_product", mutates_args=())
@@ -83,3 +88,14 @@ def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
         first, second = tensor.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
         tensor.copy_(tensor * cos[:, :, None] + turned * sin[:, :, None])
+
+
+def _turned(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [tensor.transpose(1, 2).contiguous() for tensor in (q, k)]
+    _rotate(rows[0], rows[1], cos, sin)
+    return rows[0].transpose(1, 2), rows[1].transpose(1, 2)
+
+
+STAND_INS = Kernels(_gated_product, _gated_product_backward, _turned)

@@ -17,7 +17,7 @@ def apply(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if device_type(q) != "cuda":
         return plain(q, k, cos, sin)
-    rotate = liger.rotate if liger.installed() else plain
+    rotate = liger.kernels_for(q).rotate if liger.installed() else plain
     rotated: tuple[torch.Tensor, torch.Tensor] = _Rotation.apply(  # type: ignore[no-untyped-call]
         q, k, cos, sin, rotate
     )
