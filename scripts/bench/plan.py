@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """What training at the shape of Qwen3-8B would ask of a GPU and its host, measured without a GPU.
 
-usage: scripts/bench/plan.py [--tokens N] [--tenants N] [--context N]
+usage: scripts/bench/plan.py [--tokens N] [--tenants N] [--context N] [--liger]
 
-The trainer's own network runs forward and backward on fake tensors, with the kernel of attention that CUDA
-takes (torch's varlen_attn), in bfloat16, LoRA of rank 32 on all layers.
+The trainer's own network runs forward and backward on fake tensors, with the kernels that CUDA takes (torch's
+varlen_attn and rms_norm; liger-kernel's if it is installed here, or with --liger), in bfloat16, LoRA of rank
+32 on all layers.
 
 `ops_per_row_8b`: operations dispatched for one row, by one tenant (`_8tenants`: by eight), questions about
 fake tensors not counted; `ops_plain_8b`: those of the plain model of transformers, without adapters, each
@@ -53,6 +54,7 @@ from skyrl_tinker.training.memory import row_profile
 from skyrl_tinker.training.memory.dispatch_counter import DispatchCounter
 from skyrl_tinker.training.memory.row_profile import FakeTrainer, RowProfile, Training
 from skyrl_tinker.training.models import attention, planned_device
+from skyrl_tinker.training.models.fused import liger
 from skyrl_tinker.training.models.network import frozen_network, trainable_network
 from skyrl_tinker.training.passes.pass_runner import PassRunner
 from skyrl_tinker.training.trainer_spec import TrainerSpec
@@ -307,7 +309,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a row")
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--context", type=int, default=32768, help="tokens of the longest row")
+    parser.add_argument("--liger", action="store_true", help="count its kernels, installed or not")
     arguments = parser.parse_args()
+    if arguments.liger:
+        liger.installed = lambda: True
     disable_progress_bar()
     torch.set_num_threads(1)
     summary = rows_of_8b(arguments) | packing()

@@ -43,7 +43,7 @@ def checks(setting: Setting) -> list[Check]:
 
 
 def _errors(setting: Setting, shape: Shape, dtype: torch.dtype, window: int | None) -> Iterator[Row]:
-    name, kernel = attention.choose(setting.device, dtype)
+    name, kernel = attention.choose_newest(setting.device, dtype)
     tensors, upstream = _tensors(setting, shape, dtype)
     out = kernel(*tensors, shape.segments(setting.device), None, window)
     found = [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
@@ -94,15 +94,15 @@ def _definition(tensors: list[torch.Tensor], lengths: tuple[int, ...], window: i
 def _time(setting: Setting, shape: Shape) -> Iterator[Row]:
     """Time forward and backward of one long sequence; backward has 2.5 times forward's products."""
     long = shape._replace(lengths=(256 if setting.small else LONG,))
-    name, kernel = attention.choose(setting.device, torch.bfloat16)
+    name, kernel = attention.choose_newest(setting.device, torch.bfloat16)
     tensors, upstream = _tensors(setting, long, torch.bfloat16)
     segments = long.segments(setting.device)
     seconds = []
     for _ in range(4):
-        _wait(setting)
+        setting.wait()
         started = time.perf_counter()
         torch.autograd.grad(kernel(*tensors, segments, None, None), tensors, upstream)
-        _wait(setting)
+        setting.wait()
         seconds.append(time.perf_counter() - started)
     products = 3.5 * 2 * long.lengths[0] ** 2 * long.heads * long.size  # causal: half of 4 L^2 H D
     title = f"attention of {long.lengths[0]} tokens, {name}"
@@ -110,8 +110,3 @@ def _time(setting: Setting, shape: Shape) -> Iterator[Row]:
     yield measured(
         f"{title}: TFLOP/s (FlashAttention-2 on an H100: about 400)", products / min(seconds) / 1e12
     )
-
-
-def _wait(setting: Setting) -> None:
-    if not setting.small:
-        torch.cuda.synchronize()

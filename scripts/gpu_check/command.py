@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpu_check import attention, cuda_ipc, logprobs, machine, parity, speed, state
+from gpu_check import attention, cuda_ipc, fused, logprobs, machine, parity, speed, state
 from gpu_check.checks import Check
 from gpu_check.forked import Forked, ForkedError, alone
 from gpu_check.rows import BROKEN, HEADER, SKIPPED, Row, failed
@@ -31,6 +31,7 @@ Checks = Callable[[Setting], list[Check]]
 PARTS: dict[str, Checks] = {
     "machine": machine.checks,
     "attention": attention.checks,
+    "fused": fused.checks,
     "logprobs": logprobs.checks,
     "parity": parity.checks,
     "state": state.checks,

@@ -65,10 +65,10 @@ def _functions() -> Iterator[Row]:
 
 
 def _kernels(setting: Setting) -> Iterator[Row]:
-    name, _ = attention.choose(setting.device, torch.bfloat16)
+    name, _ = attention.choose_newest(setting.device, torch.bfloat16)
     fits = (name == BY_SEGMENTS) == setting.small
     yield require("attention in bfloat16", fits, name, BY_SEGMENTS if setting.small else "a flash kernel")
-    yield measured("attention in float32", attention.choose(setting.device, torch.float32)[0])
+    yield measured("attention in float32", attention.choose_newest(setting.device, torch.float32)[0])
 
 
 def _wide_product(setting: Setting) -> Iterator[Row]:

@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+import torch
+
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 NOT_ON_CPU = "not on cpu"
@@ -22,6 +24,11 @@ class Setting:
     @property
     def threads(self) -> int:
         return 1 if self.small else os.cpu_count() or 1
+
+    def wait(self) -> None:
+        """Wait for what is queued on the device."""
+        if not self.small:
+            torch.cuda.synchronize()
 
     def spec(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_check import attention, kernels, logprobs, rows
+from gpu_check import attention, fused, kernels, logprobs, rows
 from gpu_check.kernels import Interval
 from gpu_check.rows import BROKEN, HELD, Row
 from gpu_check.setting import Setting
@@ -52,7 +52,7 @@ def test_all_parts_hold_on_a_cpu_without_the_servers_packages(tmp_path: Path) ->
     assert found["ok"]
     assert {row["name"] for row in found["rows"] if row["ok"] == "-"} == NOT_ON_CPU
     names = " ".join(row["name"] for row in found["rows"])
-    for part in ("torch", "attention", "frozen head", "recomputed or not", "checkpoint of"):
+    for part in ("torch", "attention", "SwiGLU", "frozen head", "recomputed or not", "checkpoint of"):
         assert part in names
     for layers in ("kept", "recomputed", "as memory allows"):
         assert f"layers {layers}, head adapted" in names
@@ -141,10 +141,20 @@ def test_attention_across_segments_is_found(
     _, kernel = attention.attention.choose("cpu", torch.float32)
     monkeypatch.setattr(
         attention.attention,
-        "choose",
+        "choose_newest",
         lambda *_: ("wrong", lambda q, k, v, given, *rest: kernel(q, k, v, _Runs(segments), *rest)),
     )
     assert _ok(check.rows()) == {BROKEN}
+
+
+def test_a_fused_layer_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return (x / (x.square().mean(-1, keepdim=True) + eps).sqrt()).bfloat16().to(x.dtype) * weight
+
+    checks = {check.name: check for check in fused.checks(SMALL)}
+    assert {ok for check in checks.values() for ok in _ok(check.rows())} == {HELD}
+    monkeypatch.setattr(fused.rms_norms, "rms_norm", rounded)
+    assert _ok(checks["norm in float32"].rows()) == {BROKEN}
 
 
 class _Runs:

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from skyrl_tinker.training.batching.packed_row import Segments
+from skyrl_tinker.training.models.fused import flash_attention
 
 IMPLEMENTATION = "skyrl_tinker_packed"
 """Name by which transformers finds the chosen kernel; it builds no mask for names that it does not know."""
@@ -20,6 +21,7 @@ PLANNED = f"{IMPLEMENTATION}_planned"
 """Name of the kernel that fake tensors run through: `register_planned`."""
 
 _FLASH = "flash_attn"
+_HALF = (torch.float16, torch.bfloat16)
 _log = logging.getLogger(__name__)
 
 Kernel = Callable[
@@ -33,7 +35,7 @@ A window of W tokens: each token sees itself and the W - 1 before it. None: all 
 
 def register(device: str, dtype: torch.dtype) -> None:
     """Choose the kernel for this process. Idempotent."""
-    name, kernel = choose(device, dtype)
+    name, kernel = choose_newest(device, dtype)
     _log.info("attention on %s in %s: %s", device, dtype, name)
     AttentionInterface.register(IMPLEMENTATION, partial(_attend, kernel))
 
@@ -50,9 +52,18 @@ def register_planned(device: str, dtype: torch.dtype) -> None:
     AttentionInterface.register(PLANNED, partial(_attend, kernel))
 
 
+def choose_newest(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
+    """Choose a kernel; torch's own if it can run FlashAttention 3 or 4, which this process then does."""
+    name, kernel = choose(device, dtype)
+    varlen = _varlen_kernel() if device == "cuda" and dtype in _HALF else None
+    if varlen is not None and (newer := flash_attention.activate(varlen, device)):
+        return f"varlen_attn of torch by {newer}", varlen
+    return name, kernel
+
+
 def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
     """Choose a kernel; the flash kernels are for CUDA and 16-bit types only."""
-    if device == "cuda" and dtype in (torch.float16, torch.bfloat16):
+    if device == "cuda" and dtype in _HALF:
         # flash-attn 4 has the package without the function, some builds of torch have no varlen_attn
         if (flash := _find("flash_attn", "flash_attn_varlen_func")) is not None:
             return _FLASH, partial(_flash_attn, flash)

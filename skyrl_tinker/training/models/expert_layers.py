@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import grouped_mm
 
 from skyrl_tinker.domain.values import Int64
+from skyrl_tinker.training.models.fused.gated_products import gated
 from skyrl_tinker.training.models.lora import Factors
 from skyrl_tinker.training.models.lora_layers import Active, Routing
 from skyrl_tinker.training.models.merged_adapters import Members, side_by_side
@@ -40,7 +41,7 @@ def _forward(
     product = partial(work.product, module, name)
     copies = x[:, None].expand(*chosen.shape, -1).flatten(0, 1)  # their gradients are summed up in order
     gate, up = product("gate_up_proj", copies.index_select(0, work.order)).chunk(2, dim=-1)
-    y = product("down_proj", module.act_fn(gate) * up)
+    y = product("down_proj", gated(module.act_fn, gate, up))
     places = torch.empty_like(work.order)
     places[work.order] = torch.arange(len(places), device=places.device)
     return (y.index_select(0, places).view(*chosen.shape, -1) * weights[..., None]).sum(1)

@@ -21,6 +21,7 @@ from skyrl_tinker.training.models import (
     recompute,
     weight_loading,
 )
+from skyrl_tinker.training.models.fused import fused_layers
 from skyrl_tinker.training.models.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.lora_layers import Active, Adapters, Routing
@@ -40,6 +41,7 @@ class Network(nn.Module):
         self.targets = lora.find_targets(causal_lm, causal_lm.get_output_embeddings())
         lora_layers.install(causal_lm, self.targets, self.routing)
         expert_layers.install(causal_lm, self.routing)
+        self.fused = fused_layers.install(causal_lm)
         self._has_run = False
         self._head_name = next(target.name for target in self.targets if target.is_head)
 
@@ -169,6 +171,7 @@ def frozen_network(spec: TrainerSpec, mesh: DeviceMesh, causal_lm: Any = None) -
     if causal_lm is not None:
         return freeze(causal_lm, mesh)
     network = freeze(_empty(spec, getattr(torch, spec.dtype)), mesh)
+    fused_layers.log_choice(spec.device, network.fused)
     weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
     return network
 
@@ -188,6 +191,7 @@ def freeze(causal_lm: Any, mesh: DeviceMesh) -> Network:
 def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
     """Load a full copy to train: float32 weights and gradients, computed in the compute type."""
     network = make_trainable(_empty(spec, torch.float32), getattr(torch, spec.dtype), mesh)
+    fused_layers.log_choice(spec.device, network.fused)
     weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
     return network
 

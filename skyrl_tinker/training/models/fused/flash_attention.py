@@ -1,0 +1,88 @@
+"""FlashAttention 3 and 4 as kernels under torch's varlen_attn, in place of FlashAttention 2."""
+
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch.nn import attention
+
+from skyrl_tinker.training.batching.packed_row import Segments
+
+_log = logging.getLogger(__name__)
+_ERROR = 0.02  # of the L2 norm, relative; each kernel rounds to 0.4 %
+_LENGTHS, _HEADS, _KEY_HEADS, _SIZE, _WINDOW = (1, 70, 200), 4, 2, 128, 50
+
+
+class _Package(NamedTuple):
+    name: str  # as torch calls it
+    module: str
+    capabilities: tuple[int, ...]  # major ones of the GPUs that torch lets it run on
+
+
+_PACKAGES = (
+    _Package("FA3", "flash_attn_interface", (9,)),
+    _Package("FA4", "flash_attn.cute", (9, 10)),
+)
+_Kernel = Callable[..., torch.Tensor]
+
+
+def activate(varlen: _Kernel, device: str) -> str | None:
+    """Let torch run the first that is installed, is for this GPU and agrees with FlashAttention 2 here.
+
+    `varlen`: torch's varlen_attn as a kernel of attention. Return the name, or None: FlashAttention 2 stays.
+    """
+    major, _ = torch.cuda.get_device_capability()
+    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()  # torch 2.11 has fewer
+    for package in _PACKAGES:
+        fits = package.name in known and major in package.capabilities
+        if fits and _is_installed(package.module) and _agrees(package, varlen, device):
+            return package.name
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is absent
+        return False
+
+
+def _agrees(package: _Package, varlen: _Kernel, device: str) -> bool:
+    """Try it out, forward and backward; log why it is not used."""
+    expected = _results(varlen, device)
+    try:
+        attention.activate_flash_attention_impl(package.name)
+        error = max(map(_difference, _results(varlen, device), expected))
+        fault: object = f"relative error {error:.3g}, expected at most {_ERROR}"
+        if error <= _ERROR:
+            return True
+    except Exception as raised:  # of a package that does not fit the GPU or torch: another kernel computes
+        fault = f"{type(raised).__name__}: {raised}"
+    _log.warning("%s (%s) is installed but not used: %s", package.name, package.module, fault)
+    if attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+    return False
+
+
+def _results(varlen: _Kernel, device: str) -> list[torch.Tensor]:
+    """Return outputs and gradients, with a sliding window and without."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, bounds = sum(_LENGTHS), torch.tensor([0, *_LENGTHS]).cumsum(0).to(device, torch.int32)
+    segments = Segments(tuple((1, length) for length in _LENGTHS), bounds, max(_LENGTHS))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    tensors = [normal(1, heads, tokens, _SIZE).requires_grad_() for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS)]
+    upstream = normal(tokens, _HEADS, _SIZE)
+    found: list[torch.Tensor] = []
+    for window in (None, _WINDOW):
+        out = varlen(*tensors, segments, None, window)
+        found += [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
+    return found
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())

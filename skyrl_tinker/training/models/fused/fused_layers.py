@@ -1,0 +1,79 @@
+"""Layers of a transformers model, told by their code, which on CUDA run fused kernels."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.llama import modeling_llama
+
+from skyrl_tinker.training.models.fused import gated_products, liger, rms_norms, rotary
+
+_ROTARY = "apply_rotary_pos_emb"
+_Forward = Callable[..., Any]
+_log = logging.getLogger(__name__)
+
+
+def install(causal_lm: nn.Module) -> Mapping[str, int]:
+    """Wrap what has the code of Llama or Gemma 3, no other; return how many of each kind."""
+    counts: Counter[str] = Counter()
+    for module in causal_lm.modules():
+        for kind, fuse in _KINDS.items():
+            if fused := fuse(module, module.forward):
+                module.forward = fused
+                counts[kind] += 1
+    return counts
+
+
+def log_choice(device: str, counts: Mapping[str, int]) -> None:
+    if device == "cuda":
+        others = liger.name() if liger.installed() else "torch"
+        names = {"norms": "torch", "MLPs": others, "rotary embeddings": others}
+        _log.info("fused: %s", ", ".join(f"{counts[kind]} {kind} by {names[kind]}" for kind in _KINDS))
+
+
+def _norm(module: nn.Module, plain: Any) -> _Forward | None:
+    if _same(plain, modeling_llama.LlamaRMSNorm.forward):
+        return partial(rms_norms.forward, module, plain)
+    if _same(plain, modeling_gemma3.Gemma3RMSNorm.forward):
+        return partial(rms_norms.forward_one_plus, module, plain)
+    return None
+
+
+def _mlp(module: nn.Module, plain: Any) -> _Forward | None:
+    same = _same(plain, modeling_llama.LlamaMLP.forward)
+    return partial(gated_products.forward, module) if same else None
+
+
+def _rotary(module: nn.Module, plain: Any) -> _Forward | None:
+    """Copy the forward of an attention layer, with another function under the name of the embedding."""
+    names = getattr(getattr(plain, "__func__", None), "__globals__", {})
+    original = names.get(_ROTARY)
+    if original is None or _ROTARY not in plain.__code__.co_names:
+        return None
+    if not _same(original, modeling_llama.apply_rotary_pos_emb):
+        return None
+    changed = {**names, _ROTARY: partial(rotary.apply, original)}
+    copy = FunctionType(plain.__code__, changed, plain.__name__, plain.__defaults__, plain.__closure__)
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return MethodType(copy, module)
+
+
+_KINDS = {"norms": _norm, "MLPs": _mlp, "rotary embeddings": _rotary}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare what two functions do, whatever their variables are called."""
+    return _content(one) == _content(other)
+
+
+def _content(function: Any) -> tuple[Any, ...] | None:
+    code = getattr(function, "__code__", None)
+    if code is None:  # wrapped already
+        return None
+    constants = tuple(value for value in code.co_consts if not isinstance(value, str))  # but docstrings
+    return code.co_code, code.co_names, code.co_argcount, constants

@@ -1,0 +1,101 @@
+"""Kernels of liger-kernel (Triton, for CUDA), where it is installed, and what stands for them elsewhere.
+
+The stand-ins compute the same, take and write the same memory, and count as one operation each: fake tensors
+run through them, and a CPU that is told to take the way of CUDA.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from skyrl_tinker.training.models.fused.activations import activated, activated_backward
+
+
+@cache
+def installed() -> bool:
+    return find_spec("liger_kernel") is not None and find_spec("triton") is not None
+
+
+def name() -> str:
+    return f"liger-kernel {metadata.version('liger-kernel')}"
+
+
+class Kernels(NamedTuple):
+    """Functions of one place."""
+
+    gated_product: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+    """act(gate) * up, with silu or the tanh form of gelu; all contiguous."""
+    gated_product_backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str], None]
+    """Writes over gate and up with their gradients."""
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """Rotates q [1, H, T, D] and k [1, Hkv, T, D] in place, where they lie in memory as [1, T, H, D]."""
+
+
+def kernels_for(tensor: torch.Tensor) -> Kernels:
+    return LIGER if tensor.is_cuda else STAND_INS
+
+
+def module(name: str) -> Any:
+    return import_module(f"liger_kernel.ops.{name}")
+
+
+def _product(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    forward = module("swiglu").swiglu_forward if kind == "silu" else module("geglu").geglu_forward
+    product: torch.Tensor = forward(gate, up)[-1]
+    return product
+
+
+def _product_backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, kind: str) -> None:
+    backward = module("swiglu").swiglu_backward if kind == "silu" else module("geglu").geglu_backward
+    backward(gate, up, dy)
+
+
+def _rotated(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, *_ = module("rope").rope_forward(q, k, cos, sin)
+    return q, k
+
+
+LIGER = Kernels(_product, _product_backward, _rotated)
+
+
+@torch.library.custom_op("skyrl_tinker::gated_product", mutates_args=())
+def _gated_product(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    return activated(gate, kind).mul_(up)
+
+
+@_gated_product.register_fake
+def _(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.empty_like(gate)
+
+
+@torch.library.custom_op("skyrl_tinker::gated_product_backward", mutates_args=("gate", "up"))
+def _gated_product_backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, kind: str) -> None:
+    of_gate, of_up = activated_backward(dy * up, gate, kind), activated(gate, kind).mul_(dy)
+    gate.copy_(of_gate)
+    up.copy_(of_up)
+
+
+@torch.library.custom_op("skyrl_tinker::rotate", mutates_args=("q", "k"))
+def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate q and k [1, T, heads, D]."""
+    for tensor in (q, k):
+        first, second = tensor.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+        tensor.copy_(tensor * cos[:, :, None] + turned * sin[:, :, None])
+
+
+def _turned(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [tensor.transpose(1, 2).contiguous() for tensor in (q, k)]
+    _rotate(rows[0], rows[1], cos, sin)
+    return rows[0].transpose(1, 2), rows[1].transpose(1, 2)
+
+
+STAND_INS = Kernels(_gated_product, _gated_product_backward, _turned)

@@ -1,0 +1,92 @@
+"""Networks of every family compute with CUDA's fused layers, run on a CPU, what they compute without."""
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.server.tiny_families import FAMILIES
+from skyrl_tinker.training.models.fused import fused_layers, liger
+from skyrl_tinker.training.models.planned_device import planning
+from skyrl_tinker.training.worker import Worker
+from tests.support.tiny_models import write_tiny
+from tests.training.conftest import MakeWorker
+from tests.training.support.passes import assert_close, gradients_of, make_data, make_item, perturb, run_one
+
+FULL, LORA = 1, 2
+DATA = make_data((48, 15, 17, 5), 1)
+WAYS = {"liger-kernel": True, "torch": False}
+LAYERS = 2
+
+
+@pytest.fixture(params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    write_tiny(tmp_path / "model", arch=request.param, layers=LAYERS)
+    return str(tmp_path / "model")
+
+
+def _trainer(make_worker: MakeWorker, directory: str) -> Worker:
+    worker = make_worker(directory)
+    worker.create_model(ModelKey(FULL), LoraSpec(0, 0))
+    worker.create_model(ModelKey(LORA), LoraSpec(8, 1))
+    perturb(worker, LORA)
+    return worker
+
+
+def _results(worker: Worker) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Return the logprobs and gradients of both models."""
+    logprobs = [each for model in (FULL, LORA) for each in run_one(worker, make_item(model, DATA)).logprobs]
+    full: Any = worker._models[ModelKey(FULL)]
+    weights = full.network.causal_lm.named_parameters()
+    gradients = {name: weight.grad.full_tensor().clone() for name, weight in weights}
+    return logprobs, gradients | gradients_of(worker, LORA)
+
+
+def test_fused_layers_compute_what_transformers_does(
+    make_worker: MakeWorker, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, expected_gradients = _results(_trainer(make_worker, directory))
+    for with_liger in WAYS.values():
+        monkeypatch.setattr(liger, "installed", lambda found=with_liger: found)
+        worker = _trainer(make_worker, directory)
+        with planning("cuda"):
+            found, gradients = _results(worker)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+        assert_close(gradients, expected_gradients, 1e-5)
+
+
+def test_every_norm_mlp_and_rotary_embedding_is_fused(make_worker: MakeWorker, directory: str) -> None:
+    network = make_worker(directory)._base
+    ends = ("Norm", "MLP", "Attention")
+    names = [type(module).__name__ for module in network.modules()]
+    norms, mlps, attentions = (sum(name.endswith(end) for name in names) for end in ends)
+    assert network.fused == Counter({"norms": norms, "MLPs": mlps, "rotary embeddings": attentions})
+    assert attentions == LAYERS
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_log_names_what_computes(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(liger, "installed", lambda: WAYS[way])
+    monkeypatch.setattr(liger, "name", lambda: way)
+    with caplog.at_level(logging.INFO):
+        fused_layers.log_choice("cpu", {})
+        fused_layers.log_choice("cuda", Counter({"norms": 5, "rotary embeddings": 2}))
+    (message,) = caplog.messages
+    assert message == f"fused: 5 norms by torch, 0 MLPs by {way}, 2 rotary embeddings by {way}"
+
+
+def test_other_code_stays_as_it_is() -> None:
+    class Norm(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    assert not fused_layers.install(torch.nn.ModuleList([Norm(), torch.nn.Linear(2, 2)]))
