@@ -173,7 +173,7 @@ async def test_weights_come_from_the_ranks_while_these_train_on_and_later_from_f
     assert synced.size == sum(array.nbytes for array in tensors.values())
     for url in pair:
         await assert_served(url, "v1", v1)
-    await back_to_base(facts, *pair)
+    await sync_weights(client.control, transport, Path(facts.directory), "base")
     assert (await sync_weights(client.control, transport, v1, "v1")).size == synced.size
     for url in pair:
         await assert_served(url, "v1", v1)
@@ -431,9 +431,8 @@ async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
     await two_ranks.restart()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_weights(
-    rank: int, two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+    two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
 ) -> None:
     await back_to_base(facts, *pair)
     directory = await capture(two_ranks, facts, tmp_path / "v1")
@@ -441,9 +440,9 @@ async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_
     captured = (await two_ranks.capture_weights({MODEL: False}))[MODEL]
     await two_ranks.ping()
     whole = make_transport("gloo", two_ranks, CHUNK_BYTES)
-    transport = killing(whole, 3, two_ranks.pids()[rank])
+    transport = killing(whole, 3, two_ranks.pids()[1])
     client = client_of(*pair)
-    with pytest.raises(WeightSyncError, match=f"update failed: rank {rank} died") as caught:
+    with pytest.raises(WeightSyncError, match="update failed: rank 1 died") as caught:
         await sync_weights(client.control, transport, captured, "v2")
     assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (), ())
     for url in pair:
@@ -455,6 +454,7 @@ async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_
     while two_ranks.broken is None:
         await two_ranks.watch(10.0)
     await two_ranks.restart()
+    two_ranks.note_work()
     await sync_weights(client.control, make_transport("gloo", two_ranks, CHUNK_BYTES), directory, "v1")
     for url in pair:
         await assert_served(url, "v1", directory)

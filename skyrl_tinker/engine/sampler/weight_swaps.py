@@ -4,6 +4,7 @@ A version comes from its files; a fresh one from the trainer's ranks, as long as
 """
 
 import asyncio
+import logging
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import VersionId
@@ -15,6 +16,8 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
 from skyrl_tinker.weight_sync.sync import PARTIAL, Synced, sync_weights
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightSource, WeightSyncError, WeightTransport
+
+_log = logging.getLogger(__name__)
 
 
 class WeightSwaps:
@@ -80,7 +83,12 @@ class WeightSwaps:
 
     async def _sync(self, client: RemoteInferenceClient, version: WeightVersion | None) -> Synced:
         async with self._syncing:
-            return await sync_weights(client.control, self._transport, *self._source(version))
+            source, name = self._source(version)
+            synced = await sync_weights(client.control, self._transport, source, name)
+        origin = "files" if isinstance(source, Path) else "the ranks"
+        figures = synced.size / 1e6, synced.seconds, 1000 * synced.paused_s
+        _log.info("%s came from %s: %.0f MB in %.2f s, paused for %.0f ms", name, origin, *figures)
+        return synced
 
     def _source(self, version: WeightVersion | None) -> tuple[WeightSource, str]:
         if version is None:
