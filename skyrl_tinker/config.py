@@ -138,7 +138,7 @@ class Settings(BaseSettings):
         "auto", description="Way of full parameters to the samplers; auto: by device and placement"
     )
     weight_chunk_mb: int = Field(
-        256, ge=1, description="Weights sent at once; the sender takes twice so much memory"
+        256, ge=1, description="Weights sent at once; each rank that sends takes twice so much memory"
     )
     max_loras: int = Field(8, ge=1, description="Adapters that a replica uses in one batch")
     max_cpu_loras: int = Field(32, ge=1, description="Adapters that a replica holds in the host's memory")

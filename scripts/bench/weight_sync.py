@@ -5,8 +5,9 @@ usage: scripts/bench/weight_sync.py [--model DIR] [--ranks N] [--replicas N] [--
 
 Starts trainer ranks and vLLM servers by itself (CPU). Without --model it makes one of about 100 MB.
 `capture`: from the trainer's shards to host memory, while the trainer waits; `write`: from there to files;
-`sync`: from files to serving; `paused`: how long requests stood still; `gap`: the largest time between two
-tokens of a rollout during a sync, `usual`: the median.
+`sync`: from files to serving, or with gloo also `from ranks`, which needs no `write` before it; `paused`: how
+long requests stood still; `gap`: the largest time between two tokens of a rollout during a sync, `usual`: the
+median.
 Prints a table and, as its last line, one JSON object.
 """
 
@@ -33,9 +34,10 @@ from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.server.base_model import resolve
 from skyrl_tinker.server.tiny_model import make_model
-from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
+from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import TransportName, make_transport
 from skyrl_tinker.weight_sync.sync import sync_weights
+from skyrl_tinker.weight_sync.transport import WeightSource
 
 MiB = 1 << 20
 MODEL = ModelKey(1)
@@ -82,19 +84,19 @@ async def rolling(url: str) -> AsyncIterator[Rollout]:
 class World:
     trainer: TrainerGroup
     servers: ServerGroup
-    source: Path
+    files: Path
     chunk_bytes: int
 
-    async def measure(self, name: TransportName, repeats: int) -> dict[str, float]:
+    async def measure(self, name: TransportName, source: WeightSource, repeats: int) -> dict[str, float]:
         """Medians over the repeats, the first sync (which forms the group) not counted."""
         client = RemoteInferenceClient(self.servers.urls[0], self.servers.urls)
         transport = make_transport(name, self.trainer, self.chunk_bytes)
-        await sync_weights(client.control, transport, self.source, "v")
+        await sync_weights(client.control, transport, source, "v")
         rows: list[dict[str, float]] = []
         for _ in range(repeats):
             async with rolling(self.servers.urls[0]) as rollout:
                 before = len(rollout.gaps)
-                synced = await sync_weights(client.control, transport, self.source, "v")
+                synced = await sync_weights(client.control, transport, source, "v")
             rows.append(
                 {
                     "s_per_gb": synced.seconds / synced.size * 1e9,
@@ -107,20 +109,23 @@ class World:
         await client.close()
         return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
-    async def capture(self, repeats: int) -> dict[str, float]:
-        """Milliseconds that the trainer waits, and those in which it trains on."""
+    async def capture(self, repeats: int) -> tuple[CapturedState, dict[str, float]]:
+        """Return the last capture; milliseconds that the trainer waits, and those in which it trains on."""
         await self.trainer.create_model(MODEL, LoraSpec(0, 0))
-        times = []
+        times: list[tuple[float, float]] = []
+        captured: CapturedState | None = None
         for _ in range(repeats):
-            shutil.rmtree(self.source, ignore_errors=True)
+            if captured is not None:
+                await captured.drop()
+            shutil.rmtree(self.files, ignore_errors=True)
             start = time.perf_counter()
             captured = (await self.trainer.capture_weights({MODEL: False}))[MODEL]
             middle = time.perf_counter()
-            await self.trainer.persist_state(captured, str(self.source))
+            await self.trainer.persist_state(captured, str(self.files))
             times.append((1000 * (middle - start), 1000 * (time.perf_counter() - middle)))
-            await captured.drop()
+        assert captured is not None
         captures, writes = zip(*times, strict=True)
-        return {"capture_ms": statistics.median(captures), "write_ms": statistics.median(writes)}
+        return captured, {"capture_ms": statistics.median(captures), "write_ms": statistics.median(writes)}
 
 
 async def run(arguments: argparse.Namespace, home: Path) -> dict[str, float]:
@@ -131,23 +136,30 @@ async def run(arguments: argparse.Namespace, home: Path) -> dict[str, float]:
     try:
         await asyncio.gather(trainer.ready(), servers.ready())
         world = World(trainer, servers, home / "version", chunk)
-        captured = await world.capture(arguments.repeats)
+        captured, times_ms = await world.capture(arguments.repeats)
         size = sum(file.stat().st_size for file in (home / "version").iterdir())
-        times = ", ".join(f"{name} {value:.0f}" for name, value in captured.items())
+        times = ", ".join(f"{name} {value:.0f}" for name, value in times_ms.items())
         print(f"{size / 1e6:.0f} MB, {ranks} ranks, {arguments.replicas} replicas; {times}")
-        figures = {name: await world.measure(name, arguments.repeats) for name in TRANSPORTS}
+        figures: dict[str, dict[str, float]] = {
+            name: await world.measure(name, world.files, arguments.repeats) for name in TRANSPORTS
+        }
+        figures["gloo from ranks"] = await world.measure("gloo", captured, arguments.repeats)
     finally:
         await asyncio.gather(trainer.shutdown(), servers.shutdown())
-    rounded = {name: round(value, 1) for name, value in captured.items()}
+    rounded = {name: round(value, 1) for name, value in times_ms.items()}
     return {"mb": round(size / 1e6), **rounded} | report(figures)
 
 
-def report(figures: dict[TransportName, dict[str, float]]) -> dict[str, float]:
+def report(figures: dict[str, dict[str, float]]) -> dict[str, float]:
     columns = list(next(iter(figures.values())))
-    print(f"{'':16}" + "".join(f"{column:>12}" for column in columns))
+    print(f"{'':26}" + "".join(f"{column:>12}" for column in columns))
     for name, row in figures.items():
-        print(f"{name:16}" + "".join(f"{row[column]:12.2f}" for column in columns))
-    return {f"{name}_{column}": round(row[column], 2) for name, row in figures.items() for column in columns}
+        print(f"{name:26}" + "".join(f"{row[column]:12.2f}" for column in columns))
+    return {
+        f"{name.replace(' ', '_')}_{column}": round(row[column], 2)
+        for name, row in figures.items()
+        for column in columns
+    }
 
 
 def facts_of(directory: Path) -> BaseModelFacts:

@@ -110,7 +110,8 @@ class MemoryEstimate:
 
     @property
     def _transfer(self) -> float:
-        return self.demand.chunk_bytes if self.demand.full else 0
+        """Two buffers: one chunk is read while the samplers take another."""
+        return 2 * self.demand.chunk_bytes if self.demand.full else 0
 
     # Samplers
 
@@ -172,7 +173,7 @@ class MemoryEstimate:
             yield MemoryLine(TRAINER, row, memory.needed(tokens), memory is chosen)
         yield MemoryLine(TRAINER, "lost to the allocator (assumed)", ALLOCATOR_WASTE * chosen.needed(tokens))
         if demand.full:
-            yield MemoryLine(TRAINER, "transfer buffer", self._transfer)
+            yield MemoryLine(TRAINER, "transfer buffers", self._transfer)
         yield MemoryLine(TRAINER, "CUDA contexts (assumed)", demand.gpu_bytes - self.room)
         yield MemoryLine(TRAINER, "activations per token, kept", costs.kept.per_token, False)
         yield MemoryLine(TRAINER, "activations per token, recomputed", costs.recomputed.per_token, False)

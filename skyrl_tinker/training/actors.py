@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
@@ -75,6 +75,9 @@ class RankProcess:
     def sender_call(self, method: str, *args: Any) -> Any:
         return getattr(self._sender, method)(*args)
 
+    def open_captured(self, number: int, limit: int) -> Any:
+        return self._sender.open_captured(self._worker.captured_share(number), limit)
+
 
 class Actors:
     """Actors of all ranks, from start to end.
@@ -93,7 +96,6 @@ class Actors:
         }
         actor: Any = ray.remote(**options)(RankProcess)
         self._actors = tuple(actor.remote(spec, rank) for rank in range(spec.ranks))
-        self._sending: tuple[int, ...] = ()  # ranks that have a sender
         self.pids: list[int] = []  # by rank; empty before `join`
 
     async def join(self) -> None:
@@ -134,13 +136,20 @@ class Actors:
         ranks = range(len(self._actors))
         return await _gather(self.write_call(rank, writer, method, *args) for rank in ranks)
 
-    async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
-        self._sending = tuple(range(len(self._actors) if every_rank else 1))
+    async def open_sender(self, factory: Callable[[int], Any]) -> None:
         await self._call_senders(lambda actor: actor.open_sender, "open_sender", factory)
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
-        """Call the sender of each rank that has one; replies by rank. A failure raises SamplerError."""
+        """Call the sender of each rank; replies by rank. A failure raises SamplerError."""
         return await self._call_senders(lambda actor: actor.sender_call, method, method, *args)
+
+    async def root_call(self, method: str, *args: Any) -> Any:
+        """Call the sender of rank 0. A failure raises SamplerError."""
+        return await self._call_sender(0, lambda actor: actor.sender_call, method, method, *args)
+
+    async def open_captured(self, number: int, limit: int) -> list[Any]:
+        """Have each rank's sender open what the rank holds under `number`; replies by rank."""
+        return await self._call_senders(lambda actor: actor.open_captured, "open_captured", number, limit)
 
     async def gpus(self) -> tuple[Gpu, ...]:
         calls = [actor.gpu.options(concurrency_group="ctl").remote() for actor in self._actors]
@@ -169,13 +178,15 @@ class Actors:
         await asyncio.to_thread(psutil.wait_procs, processes, timeout=EXIT_S)
 
     async def _call_senders(self, pick: Callable[[Any], Any], method: str, *args: Any) -> list[Any]:
-        calls = [
-            pick(self._actors[rank]).options(concurrency_group="sync").remote(*args) for rank in self._sending
-        ]
-        name = f"sending weights ({method})"
-        return await _gather(
-            _reply(call, rank, name, SamplerError) for rank, call in zip(self._sending, calls, strict=True)
-        )
+        ranks = range(len(self._actors))
+        return await _gather([self._call_sender(rank, pick, method, *args) for rank in ranks])
+
+    def _call_sender(
+        self, rank: int, pick: Callable[[Any], Any], method: str, *args: Any
+    ) -> Coroutine[Any, Any, Any]:
+        """Begin the call at once."""
+        call = pick(self._actors[rank]).options(concurrency_group="sync").remote(*args)
+        return _reply(call, rank, f"sending weights ({method})", SamplerError)
 
 
 async def _gather(replies: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -6,6 +6,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.errors import RankDiedError, SkyrlTinkerError
@@ -53,6 +54,13 @@ class CapturedState:
             0, self.writer, "commit_state", self.number, files, scratch, directory
         )
         return size
+
+    async def open_in_senders(self, limit: int) -> list[Any]:
+        """Have each rank's weight sender open what the rank holds of a full model; its answers, by rank.
+
+        TrainerError when a rank has died.
+        """
+        return await self.ranks.open_captured(self.number, limit)
 
     async def drop(self) -> None:
         """Free the copies; ranks that died have none."""

@@ -27,11 +27,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Position of a process among its peers."""
+    """Position of a process among its peers.
+
+    `transfers`: group for collectives in another thread, beside those of units; None with one rank.
+    """
 
     rank: int
     world: int
     mesh: DeviceMesh
+    transfers: dist.ProcessGroup | None = None
 
     @property
     def device(self) -> torch.device:
@@ -114,4 +118,5 @@ def join(place: Path, rank: int, world: int, device: str, timeout_s: float) -> R
 
 def _join(store: Store, rank: int, world: int, backend: str, device: str, limit: timedelta) -> Ranks:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    return Ranks(rank, world, init_device_mesh(device, (world,)))
+    transfers = dist.new_group(backend=backend, timeout=limit) if world > 1 else None
+    return Ranks(rank, world, init_device_mesh(device, (world,)), transfers)

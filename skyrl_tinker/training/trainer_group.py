@@ -3,9 +3,9 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -33,6 +33,7 @@ __all__ = ["CapturedState", "PassResult", "PreparedPass", "TrainerGroup", "Train
 
 INLINE_TOKENS = 2048
 """Most tokens of a batch that Ray sends within the calls (100 KB); more is serialised once for all ranks."""
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +72,7 @@ class TrainerGroup:
         self._require_ray = require_ray
         self._ranks = Actors(spec)
         self._restart_policy = RestartPolicy()
-        self._sender: tuple[Callable[[int], Any], bool] | None = None
+        self._sender: Callable[[int], Any] | None = None
         self._captures = itertools.count()
 
     @classmethod
@@ -105,7 +106,7 @@ class TrainerGroup:
         try:
             await self._ranks.join()
             if self._sender is not None:
-                await self._ranks.open_sender(self._sender[0], every_rank=self._sender[1])
+                await self._ranks.open_sender(self._sender)
         except TrainerError as error:
             self.broken = error
             raise
@@ -205,15 +206,15 @@ class TrainerGroup:
             return ()
         return await self._ranks.gpus()
 
-    async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
-        """Create a weight sender by the picklable `factory(rank)`, in rank 0 or in every rank.
+    async def open_sender(self, factory: Callable[[int], Any]) -> None:
+        """Create a weight sender in every rank, by the picklable `factory(rank)`.
 
         It has its own threads there: `sender_call` does not wait for units of work, nor they for it.
         """
-        self._sender = (factory, every_rank)
+        self._sender = factory
         if self.broken is not None:
             raise self.broken
-        await self._ranks.open_sender(factory, every_rank=every_rank)
+        await self._ranks.open_sender(factory)
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
         """Call the senders; results by rank.
@@ -221,15 +222,11 @@ class TrainerGroup:
         SamplerError when a sender failed, which leaves the group intact; TrainerError when a rank died, whose
         successor has a fresh sender.
         """
-        if self.broken is not None:
-            raise self.broken
-        ranks = self._ranks
-        try:
-            return await ranks.sender_call(method, *args)
-        except TrainerError as error:
-            if ranks is self._ranks:
-                self.broken = self.broken or error
-            raise
+        return await self._on_senders(lambda ranks: ranks.sender_call(method, *args))
+
+    async def root_call(self, method: str, *args: Any) -> Any:
+        """Call the sender of rank 0, as `sender_call` does."""
+        return await self._on_senders(lambda ranks: ranks.root_call(method, *args))
 
     async def ping(self) -> None:
         """Check that all ranks respond, also while a step runs. TrainerError: a rank is dead."""
@@ -265,6 +262,17 @@ class TrainerGroup:
         """Kill the ranks and wait until their processes are gone."""
         self._ranks.kill()
         await self._ranks.wait_gone()
+
+    async def _on_senders(self, call: Callable[[Actors], Awaitable[T]]) -> T:
+        if self.broken is not None:
+            raise self.broken
+        ranks = self._ranks
+        try:
+            return await call(ranks)
+        except TrainerError as error:
+            if ranks is self._ranks:
+                self.broken = self.broken or error
+            raise
 
     async def _on_all_ranks(self, method: str, *args: Any) -> list[Any]:
         """Call every rank; values by rank. Raises TrainerError once the ranks are broken."""

@@ -30,12 +30,14 @@ from skyrl_tinker.training.optimizers.step import optim_step
 from skyrl_tinker.training.passes.out_of_memory import run_or_refuse
 from skyrl_tinker.training.passes.pass_runner import PassRunner
 from skyrl_tinker.training.trainer_spec import TrainerSpec
+from skyrl_tinker.training.weight_share import WeightShare
 
 
 class Worker:
     """One rank. All ranks get the same calls in the same order, and each call may be a collective.
 
-    Exceptions: `persist_state`, `commit_state`, `write_state` and `drop_captured` run beside others.
+    Exceptions, which run beside others: `persist_state`, `commit_state`, `write_state`, `captured_share` and
+    `drop_captured`.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
@@ -119,7 +121,7 @@ class Worker:
         """Return the samplers' dtype, except for adapters that also stay: one may train on from them."""
         if durable and isinstance(self._models[key], LoraModel):
             return checkpoint_save.STATE
-        return Layout(getattr(torch, self.spec.dtype), checked=durable)
+        return Layout(getattr(torch, self.spec.dtype), checked=durable, pinned=True)
 
     def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> CheckpointContents:
         """Keep host copies of this rank's share under `number` until they are persisted."""
@@ -147,6 +149,12 @@ class Worker:
         """Write the share captured under `number`, in any thread, until `drop_captured`."""
         with storage_errors(f"rank {self.rank} could not write the checkpoint"):
             return checkpoint_save.persist(self._captured[number], Path(scratch))
+
+    def captured_share(self, number: int) -> WeightShare:
+        """Return the weights captured under `number`, until `drop_captured`, for this rank's sender."""
+        captured = self._captured[number]
+        tensors = {name: tensor for file in captured.files.values() for name, tensor in file.items()}
+        return WeightShare(self.rank, captured.dtype, captured.dealt, tensors, self._ranks.transfers)
 
     def drop_captured(self, number: int) -> None:
         """Free what was captured under `number`, if it is still there."""

@@ -8,18 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import Message, Senders
+from skyrl_tinker.weight_sync.transport import CapturedWeights, Message, Senders, WeightSource
 
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
+    from skyrl_tinker.weight_sync.captured_chunks import CapturedShare
+    from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
+
+Opened = tuple[Sequence[WeightChunk], bool]
+"""Chunks of a version, and whether the sender is in a group."""
 
 
 class BroadcastTransport(ABC):
-    """Engine's side. The group is the sender as rank 0, then the workers of each replica in turn."""
+    """Engine's side. The group is rank 0's sender, as rank 0, then the workers of each replica in turn.
+
+    Files are read by that sender alone; what the ranks captured by all of them, which pass it on to it.
+    """
 
     factory: Callable[[int], "BroadcastSender"]
+    takes_captured = True
 
     def __init__(self, senders: Senders, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()
@@ -28,43 +36,55 @@ class BroadcastTransport(ABC):
         self._opened = False
         self._chunks: Sequence[WeightChunk] = ()
         self._rendezvous: tuple[Any, ...] = ()
+        self._read = senders.root_call
 
-    async def open(self, directory: Path) -> Sequence[WeightChunk]:
+    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
         if not self._opened:
-            await self._senders.open_sender(self.factory, every_rank=False)
+            await self._senders.open_sender(self.factory)
             self._opened = True
-        self._chunks, joined = await self._call("open", str(directory), self.limit)
+        opening = self._open_files(source) if isinstance(source, Path) else self._open_captured(source)
+        self._chunks, joined = await opening
         if not joined:
             self.members = ()
         return self._chunks
 
+    async def _open_files(self, directory: Path) -> Opened:
+        self._read = self._senders.root_call
+        opened: Opened = await self._senders.root_call("open", str(directory), self.limit)
+        return opened
+
+    async def _open_captured(self, weights: CapturedWeights) -> Opened:
+        self._read = self._senders.sender_call
+        opened: Opened = (await weights.open_in_senders(self.limit))[0]
+        return opened
+
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
         world = 1 + sum(workers)
-        address = await self._call("prepare")
+        address = await self._senders.root_call("prepare")
         self._rendezvous = (address, world)
         offsets = [1 + sum(workers[:replica]) for replica in range(len(workers))]
         return [self.join_message(address, offset, world) for offset in offsets]
 
     async def meet(self) -> None:
-        await self._call("meet", *self._rendezvous)
+        await self._senders.root_call("meet", *self._rendezvous)
 
     async def load(self, index: int) -> Message:
-        await self._call("load", index)
+        await self._read("load", index)
         return self.update_message(self._chunks[index], last=index == len(self._chunks) - 1)
 
     async def send(self) -> None:
-        await self._call("send")
+        await self._senders.root_call("send")
 
     async def close(self) -> None:
         self._chunks = ()
         if self._opened:
-            await self._call("close")
+            await self._senders.sender_call("close")
 
     async def leave(self) -> None:
         self.members = ()
         if self._opened:
             with suppress(TrainerError):  # a dead rank is in no group
-                await self._call("leave")
+                await self._senders.root_call("leave")
 
     @abstractmethod
     def join_message(self, address: Any, rank_offset: int, world: int) -> Message:
@@ -73,13 +93,12 @@ class BroadcastTransport(ABC):
     @abstractmethod
     def update_message(self, chunk: WeightChunk, *, last: bool) -> Message: ...
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        (result,) = await self._senders.sender_call(method, *args)
-        return result
-
 
 class BroadcastSender(ABC):
-    """Sender in rank 0 of the trainer, in threads of its own: one that waits, one for `leave`."""
+    """Sender in a rank of the trainer, in threads of its own: one that waits, one for `leave`.
+
+    That of rank 0 is in the group; the others only read, with it, what the ranks captured.
+    """
 
     device: str
 
@@ -88,15 +107,17 @@ class BroadcastSender(ABC):
         self._loaded: torch.Tensor | None = None
         self._group: Any = None  # of `meet`
 
-    def open(self, directory: str, limit: int) -> tuple[Sequence[WeightChunk], bool]:
-        """Open a version; return its chunks, and whether this sender is in a group.
+    def open(self, directory: str, limit: int) -> Opened:
+        """Open a version's files. SamplerError when there are no whole ones."""
+        from skyrl_tinker.weight_sync.chunk_buffer import FileSource
 
-        SamplerError when the directory holds no whole files.
-        """
-        from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
+        return self._open(FileSource(Path(directory), limit))
 
-        self._buffer = ChunkBuffer(Path(directory), limit, self.device)
-        return self._buffer.chunks, self._group is not None
+    def open_captured(self, share: "CapturedShare", limit: int) -> Opened:
+        """Open what this rank holds, at the same time as its peers."""
+        from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
+
+        return self._open(CapturedSource(share, limit, everywhere=False))
 
     def load(self, index: int) -> None:
         assert self._buffer is not None, "open() comes first"
@@ -110,6 +131,12 @@ class BroadcastSender(ABC):
         if self._buffer is not None:
             self._buffer.close()
         self._buffer = self._loaded = None
+
+    def _open(self, source: "ChunkSource") -> Opened:
+        from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
+
+        self._buffer = ChunkBuffer(source, self.device)
+        return self._buffer.chunks, self._group is not None
 
     @abstractmethod
     def prepare(self) -> Any:

@@ -1,4 +1,4 @@
-"""Index of a version's weight files, and their bytes chunk by chunk.
+"""Tensors of a version, cut into chunks; for those in files, their index and their bytes.
 
 Imports no torch: the engine reads the index too, and bytes have no type.
 """
@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_tinker.domain.weight_files import WEIGHTS_FILE, weight_files
 from skyrl_tinker.errors import SamplerError
@@ -34,18 +34,25 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in a file; `start` is the first byte of its data there."""
-
     name: str
     dtype: str  # torch's name
     shape: tuple[int, ...]
     itemsize: int
-    file: str
-    start: int
 
     @property
     def size(self) -> int:
         return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor(TensorEntry):
+    """One tensor in a file; `start` is the first byte of its data there."""
+
+    file: str
+    start: int
+
+
+E = TypeVar("E", bound=TensorEntry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,11 @@ class WeightChunk:
     def shapes(self) -> list[list[int]]:
         return [list(entry.shape) for entry in self.entries]
 
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk(WeightChunk):
+    entries: tuple[StoredTensor, ...]
+
     def read(self, buffer: memoryview) -> None:
         """Fill [size] bytes. SamplerError when a file has become shorter or cannot be read."""
         with ExitStack() as files:
@@ -87,7 +99,7 @@ class WeightChunk:
                 offset += entry.size
 
 
-def read_chunks(directory: Path, limit: int) -> tuple[WeightChunk, ...]:
+def read_chunks(directory: Path, limit: int) -> tuple[StoredChunk, ...]:
     """List the tensors of the weights in `directory`, cut at `limit` bytes; no data is read.
 
     Elements of more bytes come first, so that every tensor lies aligned in its chunk. SamplerError when
@@ -96,21 +108,22 @@ def read_chunks(directory: Path, limit: int) -> tuple[WeightChunk, ...]:
     entries = [entry for file in _weight_files(directory.absolute()) for entry in _read_index(file)]
     if not entries:
         raise SamplerError(f"{directory} holds no {WEIGHTS_FILE}, so there are no weights to serve")
-    return tuple(cut(sorted(entries, key=lambda entry: -entry.itemsize), limit))
+    aligned = sorted(entries, key=lambda entry: -entry.itemsize)
+    return tuple(StoredChunk(group) for group in cut(aligned, limit))
 
 
-def cut(entries: Iterable[TensorEntry], limit: int) -> Iterator[WeightChunk]:
-    """Cut into chunks of at most `limit` bytes in the order of `entries`; a larger tensor is one alone."""
-    group: list[TensorEntry] = []
+def cut(entries: Iterable[E], limit: int) -> Iterator[tuple[E, ...]]:
+    """Cut into groups of at most `limit` bytes in the order of `entries`; a larger tensor is one alone."""
+    group: list[E] = []
     size = 0
     for entry in entries:
         if group and size + entry.size > limit:
-            yield WeightChunk(tuple(group))
+            yield tuple(group)
             group, size = [], 0
         group.append(entry)
         size += entry.size
     if group:
-        yield WeightChunk(tuple(group))
+        yield tuple(group)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -120,7 +133,7 @@ def _weight_files(directory: Path) -> list[Path]:
         raise SamplerError(str(error)) from error
 
 
-def _read_index(path: Path) -> list[TensorEntry]:
+def _read_index(path: Path) -> list[StoredTensor]:
     try:
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
@@ -136,10 +149,10 @@ def _read_index(path: Path) -> list[TensorEntry]:
         raise SamplerError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _entry(name: str, value: dict[str, Any], path: Path, data: int, total: int) -> TensorEntry:
+def _entry(name: str, value: dict[str, Any], path: Path, data: int, total: int) -> StoredTensor:
     dtype, itemsize = DTYPES[value["dtype"]]
     begin, end = value["data_offsets"]
-    entry = TensorEntry(name, dtype, tuple(value["shape"]), itemsize, str(path), data + begin)
+    entry = StoredTensor(name, dtype, tuple(value["shape"]), itemsize, str(path), data + begin)
     if entry.size != end - begin or data + end > total:
         raise ValueError(f"tensor {name} lies outside of its bytes")
     return entry
@@ -152,7 +165,7 @@ def _open(file: str) -> int:
         raise SamplerError(f"the weights cannot be read: {error}") from error
 
 
-def _read_into(descriptor: int, buffer: memoryview, entry: TensorEntry) -> None:
+def _read_into(descriptor: int, buffer: memoryview, entry: StoredTensor) -> None:
     done = 0
     while done < len(buffer):
         count = os.preadv(descriptor, [buffer[done:]], entry.start + done)

@@ -11,36 +11,49 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import Message, Senders
+from skyrl_tinker.weight_sync.transport import Message, Senders, WeightSource
 
 if TYPE_CHECKING:
-    from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
+    from skyrl_tinker.weight_sync.captured_chunks import CapturedShare
+    from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
 
 NAME = "cuda_ipc"
+Opened = tuple[Sequence[WeightChunk], bytes]
+"""Chunks of a version, and this GPU's id with a handle of the buffer there, pickled."""
 
 
 class CudaIpcSender:
     """Sender in every rank of the trainer: each puts the same bytes on its own GPU."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
         self._buffer: ChunkBuffer | None = None
 
-    def open(self, directory: str, limit: int) -> tuple[Sequence[WeightChunk], bytes]:
-        """Return the chunks, and this GPU's id with a handle of the buffer there, pickled."""
+    def open(self, directory: str, limit: int) -> Opened:
+        """Open a version's files. SamplerError when there are no whole ones."""
+        from skyrl_tinker.weight_sync.chunk_buffer import FileSource
+
+        return self._open(FileSource(Path(directory), limit))
+
+    def open_captured(self, share: "CapturedShare", limit: int) -> Opened:
+        """Open what this rank holds, at the same time as its peers."""
+        from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
+
+        return self._open(CapturedSource(share, limit, everywhere=True))
+
+    def _open(self, source: "ChunkSource") -> Opened:
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
         from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
 
-        self._buffer = ChunkBuffer(Path(directory), limit, "cuda")
+        self._buffer = ChunkBuffer(source, "cuda")
         _, handle = reduce_tensor(self._buffer.exported)  # type: ignore[no-untyped-call]
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         return self._buffer.chunks, pickle.dumps((gpu, handle))
 
     def merge(self, handles: Sequence[bytes]) -> str:
         """Merge all ranks' handles by GPU, as vLLM takes them; done here, as they hold classes of torch."""
-        return "" if self._rank else merge_handles(handles)
+        return merge_handles(handles)
 
     def load(self, index: int) -> None:
         assert self._buffer is not None, "open() comes first"
@@ -58,6 +71,7 @@ class CudaIpcSender:
 class CudaIpcTransport:
     backend = "ipc"
     staged = False
+    takes_captured = True
 
     def __init__(self, senders: Senders, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()
@@ -67,14 +81,16 @@ class CudaIpcTransport:
         self._chunks: Sequence[WeightChunk] = ()
         self._handles = ""
 
-    async def open(self, directory: Path) -> Sequence[WeightChunk]:
+    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
         if not self._opened:
-            await self._senders.open_sender(CudaIpcSender, every_rank=True)
+            await self._senders.open_sender(CudaIpcSender)
             self._opened = True
-        opened = await self._senders.sender_call("open", str(directory), self._limit)
+        if isinstance(source, Path):
+            opened = await self._senders.sender_call("open", str(source), self._limit)
+        else:
+            opened = await source.open_in_senders(self._limit)
         self._chunks = opened[0][0]
-        merged = await self._senders.sender_call("merge", [handle for _, handle in opened])
-        self._handles = merged[0]
+        self._handles = await self._senders.root_call("merge", [handle for _, handle in opened])
         return self._chunks
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:

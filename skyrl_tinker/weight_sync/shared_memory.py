@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_tinker.weight_sync.chunks import WeightChunk, read_chunks
-from skyrl_tinker.weight_sync.transport import Message
+from skyrl_tinker.weight_sync.chunks import StoredChunk, read_chunks
+from skyrl_tinker.weight_sync.transport import Message, WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +23,16 @@ class SharedMemoryTransport:
 
     backend = "skyrl_staged"
     staged = True
+    takes_captured = False
 
     def __init__(self, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()
         self._limit = chunk_bytes
-        self._chunks: Sequence[WeightChunk] = ()
+        self._chunks: Sequence[StoredChunk] = ()
 
-    async def open(self, directory: Path) -> Sequence[WeightChunk]:
-        self._chunks = await asyncio.to_thread(read_chunks, directory, self._limit)
+    async def open(self, source: WeightSource) -> Sequence[StoredChunk]:
+        assert isinstance(source, Path), "files only: takes_captured says so"
+        self._chunks = await asyncio.to_thread(read_chunks, source, self._limit)
         return self._chunks
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
@@ -17,6 +16,7 @@ from skyrl_tinker.weight_sync.transport import (
     Message,
     Replica,
     SyncPhase,
+    WeightSource,
     WeightSyncError,
     WeightTransport,
     WeightUpdateTarget,
@@ -50,9 +50,9 @@ class Synced:
 
 
 async def sync_weights(
-    control: WeightUpdateTarget, transport: WeightTransport, directory: Path, version: str
+    control: WeightUpdateTarget, transport: WeightTransport, source: WeightSource, version: str
 ) -> Synced:
-    """Make the replicas of `control` serve the weights in `directory` as `version`.
+    """Make the replicas of `control` serve the weights of `source` as `version`.
 
     Requests are paused as briefly as the transport can, then continue with the new weights and nothing cached
     from the old. WeightSyncError, naming phase and replicas: no replica serves the new weights, and all but
@@ -62,7 +62,7 @@ async def sync_weights(
         raise SamplerError("no sampler is running")
     update = _Update({url: control.replica(url) for url in control.server_urls}, transport)
     try:
-        return await update.run(directory, version)
+        return await update.run(source, version)
     except BaseException as error:
         lost = await update.undo()
         if isinstance(error, Exception):
@@ -80,11 +80,11 @@ class _Update:
         self._paused_at: float | None = None
         self._spoiled = False  # replicas may hold part of the new weights
 
-    async def run(self, directory: Path, version: str) -> Synced:
+    async def run(self, source: WeightSource, version: str) -> Synced:
         began = time.monotonic()
         staged = self._transport.staged
         try:
-            chunks = await self._transport.open(directory)
+            chunks = await self._transport.open(source)
             await self._form()
             message = await self._load(0)
             if not staged:

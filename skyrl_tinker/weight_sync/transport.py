@@ -13,8 +13,23 @@ Message = Mapping[str, Any]
 SyncPhase = Literal["open", "init", "pause", "start", "update", "finish"]
 
 
+class CapturedWeights(Protocol):
+    """A version's weights while the trainer's ranks hold them: `training.captured_state.CapturedState`."""
+
+    async def open_in_senders(self, limit: int) -> list[Any]:
+        """Call `open_captured(share, limit)` of each rank's sender with what that rank holds.
+
+        Results by rank. TrainerError when one has died.
+        """
+        ...
+
+
+WeightSource = Path | CapturedWeights
+"""A directory of safetensors, or what the ranks hold of a full model."""
+
+
 class WeightTransport(Protocol):
-    """One way to bring a version's directory of safetensors to the replicas, chunk by chunk.
+    """One way to bring a version's tensors to the replicas, chunk by chunk.
 
     A sync calls `open`; `form` and `meet` when the replicas are not `members` then; per chunk, in order,
     `load` and `send`; `close` in any case. Every call may raise SkyrlTinkerError.
@@ -25,11 +40,13 @@ class WeightTransport(Protocol):
     staged: bool
     """Whether replicas serve the old weights until the update is finished; if not, they must stand still
     from start to finish, and have no weights at all when it fails."""
+    takes_captured: bool
+    """Whether `open` takes weights that the ranks hold; if not, files only."""
     members: tuple[str, ...]
     """The replicas that `meet` brought together, () for none."""
 
-    async def open(self, directory: Path) -> Sequence[WeightChunk]:
-        """Return the chunks in the order to send. SamplerError when the directory holds no weights.
+    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
+        """Return the chunks in the order to send. SamplerError when a directory holds no weights.
 
         `members` becomes () where the trainer has been restarted since: it is in no group.
         """
@@ -55,7 +72,7 @@ class WeightTransport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release the directory and the buffers for it."""
+        """Release the source and the buffers for it."""
         ...
 
     async def leave(self) -> None:
@@ -69,12 +86,16 @@ class WeightTransport(Protocol):
 class Senders(Protocol):
     """The trainer's ranks as senders: `training.trainer_group.TrainerGroup`."""
 
-    async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
-        """Make `factory(rank)` in rank 0 or in every rank: the object that `sender_call` calls."""
+    async def open_sender(self, factory: Callable[[int], Any]) -> None:
+        """Make `factory(rank)` in every rank: the object that is called."""
         ...
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all senders; one result per rank that has one."""
+        """Call a method of all senders; results by rank."""
+        ...
+
+    async def root_call(self, method: str, *args: Any) -> Any:
+        """Call a method of rank 0's sender."""
         ...
 
 

@@ -1,5 +1,6 @@
 """Every transport carries the same tensors, cut in the same places, to the last bit."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ from torch import Tensor
 from skyrl_tinker.errors import SamplerError, StartupError
 from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
-from skyrl_tinker.weight_sync.chunks import WeightChunk, read_chunks
+from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
+from skyrl_tinker.weight_sync.chunk_buffer import ChunkSource, FileSource
+from skyrl_tinker.weight_sync.chunks import read_chunks
 from skyrl_tinker.weight_sync.factory import backend_of, choose, make_transport
 from skyrl_tinker.weight_sync.nccl import in_time
-from tests.conformance.support.ends import Tensors, ThreadSenders, carry, ends, size_of
+from tests.conformance.support.ends import HeldByThreads, Tensors, ThreadSenders, carry, ends, size_of
 from tests.support.shards import write_index
 
 TRANSPORTS = ("shared_memory", "gloo", "nccl", "cuda_ipc")
@@ -67,6 +70,33 @@ async def test_what_arrives_is_what_was_written(name: str, case: str, tmp_path: 
             assert torch.equal(tensor, written[key]), key
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", ["gloo", "nccl", "cuda_ipc"])
+async def test_what_the_ranks_hold_arrives_as_their_files_would(
+    name: str, ranks: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    shapes = [(3,), (1000,), (), (0, 2), (125, 2), (7, 5), (250,), (1,)]
+    tensors = {f"t{i}": values(dtype, *shape, seed=i) for i, shape in enumerate(shapes)}
+    dealt = [{name: tensors[name] for name in share} for share in deal_by_turns(list(tensors), ranks)]
+    for path, share in zip(write_index(tmp_path, dealt), dealt, strict=True):
+        save_file(share, path)
+    senders = ThreadSenders(ranks)
+    transport, receiver = ends(name, LIMIT, senders)
+    for source in (tmp_path, HeldByThreads(senders, dealt, dtype), tmp_path):
+        chunks, arrived = await carry(transport, receiver, source)
+        assert [list(tensors) for tensors in arrived] == [chunk.names for chunk in chunks]
+        assert sorted(key for chunk in arrived for key in chunk) == sorted(tensors)
+        assert all(sum(map(size_of, chunk.values())) <= LIMIT or len(chunk) == 1 for chunk in arrived)
+        for key, tensor in (pair for chunk in arrived for pair in chunk.items()):
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, tensors[key]), key
+
+
+def deal_by_turns(names: list[str], ranks: int) -> list[list[str]]:
+    return [names[rank::ranks] for rank in range(ranks)]
+
+
 @pytest.mark.parametrize("name", TRANSPORTS)
 async def test_tensors_that_were_views_arrive_in_order(name: str, tmp_path: Path) -> None:
     """Tensors as the trainer writes them: transposed, strided, expanded."""
@@ -86,17 +116,19 @@ async def test_no_more_is_in_a_chunk_than_fits(name: str, tmp_path: Path) -> Non
     assert [len(chunk.entries) for chunk in chunks] == [4, 4, 2]
 
 
+@pytest.mark.parametrize("kind", [FileSource, CapturedSource])
 @pytest.mark.parametrize("name", ["gloo", "nccl"])
 async def test_the_next_chunk_is_read_while_one_is_sent(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: type[ChunkSource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_file({f"t{i}": floats(250) for i in range(4)}, tmp_path / "model.safetensors")
+    tensors = {f"t{i}": floats(250) for i in range(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
     been_read = [threading.Event() for _ in range(4)]
-    read = WeightChunk.read
+    fill = kind.fill
 
-    def noted(chunk: WeightChunk, buffer: memoryview) -> None:
-        read(chunk, buffer)
-        been_read[int(chunk.names[0][1:])].set()
+    def noted(source: ChunkSource, index: int, buffer: Tensor) -> None:
+        fill(source, index, buffer)
+        been_read[index].set()
 
     def patient(rank: int) -> BroadcastSender:
         sender, to_come = make(rank), been_read[1:]
@@ -109,19 +141,47 @@ async def test_the_next_chunk_is_read_while_one_is_sent(
         sender.broadcast = wait_and_broadcast
         return sender
 
-    monkeypatch.setattr(WeightChunk, "read", noted)
-    transport, receiver = ends(name, LIMIT)
+    monkeypatch.setattr(kind, "fill", noted)
+    senders = ThreadSenders(1)
+    transport, receiver = ends(name, LIMIT, senders)
     make, transport.factory = transport.factory, patient
-    chunks, arrived = await carry(transport, receiver, tmp_path)
+    held = HeldByThreads(senders, [tensors], torch.float32)
+    chunks, arrived = await carry(transport, receiver, tmp_path if kind is FileSource else held)
     assert [chunk.names for chunk in chunks] == [["t0"], ["t1"], ["t2"], ["t3"]]
     assert all(torch.equal(tensor, floats(250)) for tensors in arrived for tensor in tensors.values())
+
+
+async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one rank would begin a chunk that its peers do not, and wait for them."""
+    senders = ThreadSenders(2)
+    transport, _ = ends("gloo", LIMIT, senders)
+    dealt = [{f"t{2 * i + rank}": floats(250) for i in range(4)} for rank in range(2)]
+    late, fill = threading.Event(), CapturedSource.fill
+
+    def slow(source: CapturedSource, index: int, buffer: Tensor) -> None:
+        assert index != 1 or late.wait(10.0)
+        fill(source, index, buffer)
+
+    monkeypatch.setattr(CapturedSource, "fill", slow)
+    held = HeldByThreads(senders, dealt, torch.float32)
+    await transport.open(held)
+    await transport.load(0)
+    loading = asyncio.create_task(senders.sender_call("load", 1))
+    await asyncio.sleep(0.1)
+    closing = asyncio.create_task(senders.sender_call("close"))
+    await asyncio.sleep(0.1)
+    late.set()
+    await asyncio.wait_for(asyncio.gather(loading, closing), 10.0)
+    await transport.open(held)
+    await asyncio.wait_for(transport.load(0), 10.0)
+    await transport.close()
 
 
 @pytest.mark.parametrize("name", ["gloo", "nccl"])
 async def test_each_replicas_workers_have_ranks_of_their_own(name: str) -> None:
     transport, _ = ends(name, LIMIT)
     assert isinstance(transport, BroadcastTransport)
-    await transport._senders.open_sender(transport.factory, every_rank=False)
+    await transport._senders.open_sender(transport.factory)
     messages = await transport.form([1, 4, 2])
     assert [message["rank_offset"] for message in messages] == [1, 2, 6]
     assert {message["world_size"] for message in messages} == {8}
@@ -194,4 +254,4 @@ def test_the_transport_follows_device_and_placement() -> None:
 )
 def test_each_transport_names_its_engine(name: str, backend: str) -> None:
     assert backend_of(name) == backend  # type: ignore[arg-type]
-    assert make_transport(name, ThreadSenders(), LIMIT).backend == backend  # type: ignore[arg-type]
+    assert make_transport(name, ThreadSenders(1), LIMIT).backend == backend  # type: ignore[arg-type]

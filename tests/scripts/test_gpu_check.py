@@ -52,7 +52,15 @@ def test_all_parts_hold_on_a_cpu_without_the_servers_packages(tmp_path: Path) ->
     assert found["ok"]
     assert {row["name"] for row in found["rows"] if row["ok"] == "-"} == NOT_ON_CPU
     names = " ".join(row["name"] for row in found["rows"])
-    for part in ("torch", "attention", "SwiGLU", "frozen head", "recomputed or not", "checkpoint of"):
+    for part in (
+        "torch",
+        "attention",
+        "SwiGLU",
+        "frozen head",
+        "recomputed or not",
+        "checkpoint of",
+        "captured weights",
+    ):
         assert part in names
     for layers in ("kept", "recomputed", "as memory allows"):
         assert f"layers {layers}, head adapted" in names

@@ -202,7 +202,7 @@ async def two(groups: dict[int, TrainerGroup]) -> AsyncIterator[TrainerGroup]:
 async def test_broken_ranks_say_so_until_fresh_ones_are_up(two: TrainerGroup, tmp_path: Path) -> None:
     """What was captured dies with them; the sender of weights is there again."""
     await two.create_model(A, SPECS[0])
-    await two.open_sender(make_echo(), every_rank=True)
+    await two.open_sender(make_echo())
     captured = await two.capture_state(A, optimizer=True)
     await kill(two)
     with pytest.raises(TrainerError, match="rank 1 died in sending weights"):

@@ -76,7 +76,7 @@ async def test_capturing_holds_the_own_share_and_one_parameter_at_a_time(
     group: TrainerGroup, model: Path, tmp_path: Path
 ) -> None:
     await group.create_model(MODEL, LoraSpec(0, 0))
-    await group.open_sender(watched_sender(), every_rank=True)
+    await group.open_sender(watched_sender())
     captured = []
 
     async def capture() -> None:
@@ -92,16 +92,27 @@ async def test_capturing_holds_the_own_share_and_one_parameter_at_a_time(
     await group.release(MODEL)
 
 
-async def test_sending_holds_two_chunks(group: TrainerGroup, model: Path) -> None:
-    await group.open_sender(watched_sender(), every_rank=False)
+@pytest.mark.parametrize("captured", [False, True], ids=["files", "captured"])
+async def test_sending_holds_two_chunks(group: TrainerGroup, model: Path, captured: bool) -> None:
+    await group.open_sender(watched_sender())
+    if captured:
+        await group.create_model(MODEL, LoraSpec(0, 0))
+        held = (await group.capture_weights({MODEL: False}))[MODEL]
+    read = group.sender_call if captured else group.root_call
 
     async def load_all() -> None:
-        (chunks,) = await group.sender_call("open", str(model), CHUNK)
+        if captured:
+            (chunks, _), *_ = await held.open_in_senders(CHUNK)
+        else:
+            chunks, _ = await group.root_call("open", str(model), CHUNK)
         for index in range(len(chunks)):
-            await group.sender_call("load", index)
+            await read("load", index)
         await group.sender_call("close")
 
-    (grown,) = await growth(group, load_all)
+    grown = await growth(group, load_all)
     whole, largest = sizes(model)
     assert largest < CHUNK
-    assert grown < 2 * CHUNK + SLACK < whole / 4, grown / MiB
+    assert max(grown) < 2 * CHUNK + SLACK < whole / 4, [g / MiB for g in grown]
+    if captured:
+        await held.drop()
+        await group.release(MODEL)

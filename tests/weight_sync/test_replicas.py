@@ -1,6 +1,7 @@
 """Weights captured on one and two real trainer ranks reach one and two real replicas; who fails is lost."""
 
 import asyncio
+import itertools
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ import torch
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.control_plane import ControlPlane, Messages
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
@@ -42,7 +43,7 @@ from tests.inference.support.samplers import (
     write_model,
 )
 from tests.training.support.passes import make_data, make_item
-from tests.training.support.saves import publish_weights
+from tests.training.support.saves import publish_weights, read_weights
 from tests.weight_sync.conftest import CHUNK_BYTES, launch_trainer
 
 MODEL = ModelKey(1)
@@ -89,12 +90,16 @@ def client_of(*urls: str) -> RemoteInferenceClient:
 async def capture(group: TrainerGroup, facts: BaseModelFacts, directory: Path) -> Path:
     """The weights after a real step; beside them a config, so that Hugging Face can load them too."""
     await group.create_model(MODEL, LoraSpec(0, 0))
-    await group.run_pass(group.prepare([make_item(MODEL, make_data((40, 30), 1))]))
-    await group.optim_step([StepItem(RequestId("s"), MODEL, AdamParams(0.05))])
+    await train(group)
     await publish_weights(group, MODEL, directory)
     await group.release(MODEL)
     shutil.copy(Path(facts.directory) / "config.json", directory)
     return directory
+
+
+async def train(group: TrainerGroup) -> None:
+    await group.run_pass(group.prepare([make_item(MODEL, make_data((40, 30), 1))]))
+    await group.optim_step([StepItem(RequestId("s"), MODEL, AdamParams(0.05))])
 
 
 async def assert_served(url: str, version: str, directory: str | Path) -> None:
@@ -115,10 +120,13 @@ async def back_to_base(facts: BaseModelFacts, *urls: str) -> None:
 
 
 class NotNeeded:
-    async def open_sender(self, factory: object, *, every_rank: bool) -> None:
+    async def open_sender(self, factory: object) -> None:
         raise AssertionError("shared memory has no sender")
 
     async def sender_call(self, method: str, *args: object) -> list[object]:
+        raise AssertionError("shared memory has no sender")
+
+    async def root_call(self, method: str, *args: object) -> object:
         raise AssertionError("shared memory has no sender")
 
 
@@ -143,6 +151,45 @@ async def test_captured_weights_are_served_exactly(
     assert transport.members == urls
     await client.close()
     await back_to_base(facts, *urls)
+
+
+@pytest.mark.parametrize("ranks", [1, 2], indirect=True)
+async def test_weights_come_from_the_ranks_while_these_train_on_and_later_from_files(
+    ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    transport, client, v1 = make_transport("gloo", ranks, CHUNK_BYTES), client_of(*pair), tmp_path / "v1"
+    await ranks.create_model(MODEL, LoraSpec(0, 0))
+    await train(ranks)
+    captured = (await ranks.capture_weights({MODEL: False}))[MODEL]
+    training = asyncio.create_task(keep_training(ranks))
+    synced = await sync_weights(client.control, transport, captured, "v1")
+    training.cancel()
+    assert await training > 0, "passes that ended meanwhile"
+    await ranks.release(MODEL)
+    await ranks.persist_state(captured, str(v1))
+    await captured.drop()
+    shutil.copy(Path(facts.directory) / "config.json", v1)
+    tensors = read_weights(v1)
+    assert synced.size == sum(array.nbytes for array in tensors.values())
+    for url in pair:
+        await assert_served(url, "v1", v1)
+    await sync_weights(client.control, transport, Path(facts.directory), "base")
+    assert (await sync_weights(client.control, transport, v1, "v1")).size == synced.size
+    for url in pair:
+        await assert_served(url, "v1", v1)
+    await client.close()
+    await back_to_base(facts, *pair)
+
+
+async def keep_training(group: TrainerGroup) -> int:
+    """Train until cancelled; return how many passes ran."""
+    for passes in itertools.count():
+        try:
+            await asyncio.shield(running := asyncio.ensure_future(train(group)))
+        except asyncio.CancelledError:
+            await running
+            return passes
+    raise AssertionError("counted without end")
 
 
 class Sabotaged(ControlPlane):
@@ -382,6 +429,37 @@ async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
     for url in pair:
         await assert_served(url, "base", facts.directory)
     await two_ranks.restart()
+
+
+async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_weights(
+    two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    await back_to_base(facts, *pair)
+    directory = await capture(two_ranks, facts, tmp_path / "v1")
+    await two_ranks.create_model(MODEL, LoraSpec(0, 0))
+    captured = (await two_ranks.capture_weights({MODEL: False}))[MODEL]
+    await two_ranks.ping()
+    whole = make_transport("gloo", two_ranks, CHUNK_BYTES)
+    transport = killing(whole, 3, two_ranks.pids()[1])
+    client = client_of(*pair)
+    with pytest.raises(WeightSyncError, match="update failed: rank 1 died") as caught:
+        await sync_weights(client.control, transport, captured, "v2")
+    assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (), ())
+    for url in pair:
+        await assert_served(url, "base", facts.directory)
+    with pytest.raises(WeightSyncError, match=r"open failed: .*died") as caught:
+        await sync_weights(client.control, make_transport("gloo", two_ranks, CHUNK_BYTES), captured, "v2")
+    assert isinstance(caught.value.__cause__, TrainerError)
+    await captured.drop()
+    while two_ranks.broken is None:
+        await two_ranks.watch(10.0)
+    await two_ranks.restart()
+    two_ranks.note_work()
+    await sync_weights(client.control, make_transport("gloo", two_ranks, CHUNK_BYTES), directory, "v1")
+    for url in pair:
+        await assert_served(url, "v1", directory)
+    await client.close()
+    await back_to_base(facts, *pair)
 
 
 async def test_a_trainer_that_was_restarted_meets_the_samplers_anew(

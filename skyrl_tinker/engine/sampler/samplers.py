@@ -21,7 +21,7 @@ from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.weight_sync.transport import WeightTransport
+from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +115,19 @@ class Samplers:
                 async with self._fleet.placement.awake():
                     await self._fleet.client.control.abort(source.tag)
 
+    @property
+    def takes_captured(self) -> bool:
+        """True if full weights can come from the trainer's ranks, without files."""
+        return self._swaps.takes_captured
+
+    def lend(self, version: WeightVersion, captured: CapturedWeights) -> None:
+        """Let a full version be taken from the ranks that captured it, until `end_loan`."""
+        self._swaps.lend(version, captured)
+
+    async def end_loan(self, version: WeightVersion) -> None:
+        """Return when nothing reads it from the ranks, now and later. Harmless without a loan."""
+        await self._swaps.end_loan(version)
+
     async def unload(self, version: WeightVersion) -> None:
         """Release a version that no client samples any more."""
         self._targets.forget(version)
@@ -126,7 +139,7 @@ class Samplers:
         """Bring adapters and resident weights to a replica that lacks them; called with `changing` held."""
         await self._adapters.equip(newcomer)
         resident = self._full_weights.resident
-        if resident is not None and not has_files(resident):  # no client samples from it any more
+        if resident is not None and not self._swaps.has(resident):  # no client samples from it any more
             self._full_weights.forget()
             resident = None
         await self._swaps.equip(newcomer, resident)

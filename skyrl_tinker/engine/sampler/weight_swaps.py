@@ -1,16 +1,23 @@
-"""Full weights brought to the replicas: to all members at once, or to a newcomer."""
+"""Full weights brought to the replicas: to all members at once, or to a newcomer.
+
+A version comes from its files; a fresh one from the trainer's ranks, as long as they lend what they captured.
+"""
 
 import asyncio
+import logging
 from pathlib import Path
 
+from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.engine.sampler.version_files import require_files
+from skyrl_tinker.engine.sampler.version_files import has_files, require_files
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
-from skyrl_tinker.weight_sync.sync import PARTIAL, sync_weights
-from skyrl_tinker.weight_sync.transport import WeightSyncError, WeightTransport
+from skyrl_tinker.weight_sync.sync import PARTIAL, Synced, sync_weights
+from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightSource, WeightSyncError, WeightTransport
+
+_log = logging.getLogger(__name__)
 
 
 class WeightSwaps:
@@ -20,6 +27,26 @@ class WeightSwaps:
         self._fleet = fleet
         self._transport = transport
         self._base = Path(facts.directory), BASE_MODEL
+        self._lent: dict[VersionId, CapturedWeights] = {}
+        self._syncing = asyncio.Lock()
+
+    @property
+    def takes_captured(self) -> bool:
+        return self._transport.takes_captured
+
+    def lend(self, version: WeightVersion, captured: CapturedWeights) -> None:
+        """Let syncs of this version take it from the ranks, until `end_loan`."""
+        self._lent[version.id] = captured
+
+    async def end_loan(self, version: WeightVersion) -> None:
+        """Let later syncs take the files; returns when none reads from the ranks. Harmless without a loan."""
+        if self._lent.pop(version.id, None) is not None:
+            async with self._syncing:
+                pass
+
+    def has(self, version: WeightVersion) -> bool:
+        """Return whether there is anything to bring it from."""
+        return version.id in self._lent or has_files(version)
 
     async def swap(self, new: WeightVersion | None) -> None:
         """Bring `new` to all members; those that are left with neither it nor the old weights are replaced.
@@ -27,13 +54,12 @@ class WeightSwaps:
         StateLostError: its files are gone. SamplerError: no member serves it. TrainerError: because a rank
         died, whose successor can send it.
         """
-        if new is not None:
+        if new is not None and new.id not in self._lent:
             await asyncio.to_thread(require_files, new)
         async with self._fleet.changing:
             try:
                 with self._fleet.long_calls():
-                    control = self._fleet.client.control
-                    synced = await sync_weights(control, self._transport, *self._source(new))
+                    synced = await self._sync(self._fleet.client, new)
             except WeightSyncError as error:
                 for url in error.lost:
                     self._fleet.condemn(url, str(error))
@@ -53,7 +79,18 @@ class WeightSwaps:
         if served == PARTIAL:
             raise SamplerError(f"{newcomer.proxy_url} holds part of an update that failed: start it again")
         if resident is not None or served != VLLM_START_VERSION:  # one that others started may have any
-            await sync_weights(newcomer.control, self._transport, *self._source(resident))
+            await self._sync(newcomer, resident)
 
-    def _source(self, version: WeightVersion | None) -> tuple[Path, str]:
-        return (Path(version.directory), version.name) if version else self._base
+    async def _sync(self, client: RemoteInferenceClient, version: WeightVersion | None) -> Synced:
+        async with self._syncing:
+            source, name = self._source(version)
+            synced = await sync_weights(client.control, self._transport, source, name)
+        origin = "files" if isinstance(source, Path) else "the ranks"
+        figures = synced.size / 1e6, synced.seconds, 1000 * synced.paused_s
+        _log.info("%s came from %s: %.0f MB in %.2f s, paused for %.0f ms", name, origin, *figures)
+        return synced
+
+    def _source(self, version: WeightVersion | None) -> tuple[WeightSource, str]:
+        if version is None:
+            return self._base
+        return self._lent.get(version.id) or Path(version.directory), version.name

@@ -1,7 +1,10 @@
 """save_weights_for_sampler: captured on the trainer, of several models in one turn, then published.
 
 Publishing (write, load on the samplers, record, answer) takes no turn of the trainer's and runs in the
-background.
+background. Where the weight transport can take unnamed full weights from the ranks, they are lent to the
+samplers from the capture on, to idle ones at once, and to running requests of an inflight target when the
+save is recorded. They are freed when the files are written and that is over: samplers that were busy until
+then read the files.
 """
 
 import asyncio
@@ -56,6 +59,11 @@ class SamplerSave(Save):
     @property
     def inflight(self) -> bool:
         return self.body.kind == "inflight"
+
+    @property
+    def sampled_next(self) -> bool:
+        """A named one may be used much later."""
+        return self.path is None
 
 
 class Publisher(SaveFlow[SamplerSave]):
@@ -129,13 +137,22 @@ class Publisher(SaveFlow[SamplerSave]):
         if not await in_disk_thread(directory.exists):
             await self._trainer.persist_state(captured, str(directory))
 
-    async def persist(self, save: SamplerSave) -> bool:
-        started = time.monotonic()
-        succeeded = await super().persist(save)
+    async def _answer(self, save: SamplerSave) -> bool:
+        async with asyncio.TaskGroup() as tasks:
+            if self._lends(save):
+                self._samplers.lend(save.version, save.captured)
+                if not save.inflight:  # rollouts must not go on with weights of a save that may yet fail
+                    tasks.create_task(self._samplers.announce(save.version))
+            started = time.monotonic()
+            succeeded = await super()._answer(save)
+            if succeeded:
+                self._metrics.published(save.version.kind, time.monotonic() - started)
         if succeeded:
-            self._metrics.published(save.version.kind, time.monotonic() - started)
             await self._announce(save)
         return succeeded
+
+    def _lends(self, save: SamplerSave) -> bool:
+        return save.version.kind == "full" and save.sampled_next and self._samplers.takes_captured
 
     async def _begin_or_drop(
         self, request: SamplerSaveRequest, captured: CapturedState
@@ -171,10 +188,13 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _write(self, save: SamplerSave) -> int:
         size = await self._trainer.persist_state(save.captured, str(save.directory))
-        await asyncio.gather(self._free(save), self._samplers.load(save.version))  # which may take long
+        loading = self._samplers.load(save.version)  # which may take long
+        await (loading if self._lends(save) else asyncio.gather(self._free(save), loading))
         return size
 
     async def _free(self, save: SamplerSave) -> None:
+        if self._lends(save):
+            await self._samplers.end_loan(save.version)
         await save.captured.drop()
         self._written(save.row)
 
@@ -192,7 +212,7 @@ class Publisher(SaveFlow[SamplerSave]):
         """Tell the samplers what is sampled next: the new version, or the inflight target moved to it."""
         if save.inflight:
             await self._samplers.announce(self._samplers.target(save.model.key, save.version))
-        elif save.path is None:  # a named one may be used much later
+        elif save.sampled_next:
             await self._samplers.announce(save.version)
 
     async def _discard(self, save: SamplerSave) -> None:

@@ -80,6 +80,13 @@ class SaveFlow(ABC, Generic[S]):
         If a rank dies with the weights it stays unanswered: replay repeats it.
         """
         try:
+            return await self._answer(save)
+        finally:
+            await self._free(save)
+            self._reserved.discard(save.path)
+
+    async def _answer(self, save: S) -> bool:
+        try:
             size = await self._write_with_room(save)
             await self._commit(save, size)
         except TrainerError:
@@ -89,9 +96,6 @@ class SaveFlow(ABC, Generic[S]):
             await self._discard(save)
             await self._commits.add(UnitEnd({save.row.id: failure_of(error)}))
             return False
-        finally:
-            await self._free(save)
-            self._reserved.discard(save.path)
         return True
 
     @asynccontextmanager

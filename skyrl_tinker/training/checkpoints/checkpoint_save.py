@@ -9,7 +9,7 @@ done `commit`, which makes the directory appear.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
@@ -23,7 +23,7 @@ from skyrl_tinker.domain.weight_files import INDEX_FILE
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.checkpoints.tensor_files import deal, shard_name, write_tensors
 from skyrl_tinker.training.models.lora import LoraModel
-from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
+from skyrl_tinker.training.models.trainable_model import HostCopy, Part, TrainableModel
 
 FULL_STEM, OPTIMIZER_STEM = "model", "optimizer"
 
@@ -32,10 +32,14 @@ Tensors = dict[str, torch.Tensor]  # by key in the file
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One rank's share of a checkpoint: `files`, copies in host memory. `contents` is alike on all ranks."""
+    """One rank's share of a checkpoint: `files`, copies in host memory.
+
+    Alike on all ranks: `contents`, and `dealt`, the shapes of the weights of each rank that writes.
+    """
 
     files: Mapping[str, Tensors]
     contents: CheckpointContents
+    dealt: Sequence[Mapping[str, tuple[int, ...]]]
     dtype: torch.dtype = torch.float32
 
 
@@ -43,12 +47,13 @@ class Captured:
 class Layout:
     """Layout of weights in files. `shard_bytes`: about the size of each; with None every rank writes one.
 
-    `checked`: a manifest has the checksums of the files.
+    `checked`: a manifest has the checksums of the files. `pinned`: copies of a GPU's tensors are.
     """
 
     dtype: torch.dtype = torch.float32
     shard_bytes: int | None = None
     checked: bool = True
+    pinned: bool = False
 
     def shards(self, sizes: Mapping[str, int], writers: int) -> int:
         """Return the number of files. `sizes`: elements by tensor."""
@@ -78,17 +83,24 @@ def capture(
 
     Each rank keeps only what it will write; one whole tensor at a time is on the device.
     """
-    sizes = {name: prod(shape) for name, shape in model.shapes().items()}
+    shapes = model.shapes()
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
     writers = _writers(model, world)
     shares = deal(sizes, layout.shards(sizes, writers))
     file_of = {name: index for index, share in enumerate(shares) for name in share}
-    own = {name for name, index in file_of.items() if index % writers == rank}
+    dealt = [
+        {name: shapes[name] for share in shares[writer::writers] for name in share} for writer in range(world)
+    ]
+    own = dealt[rank]
     files: dict[str, Tensors] = {}
     for part in (Part.WEIGHT, *_moments(model, optimizer)):
-        for name, copy in model.host_copies(part, layout.dtype, own):
+        for name, copy in model.host_copies(part, HostCopy(layout.dtype, layout.pinned), own):
             file = files.setdefault(_file_name(model, part, file_of[name], len(shares)), {})
             file[key_of(part, name)] = copy
-    return Captured(files, _contents(model, base_model, optimizer, shares, layout, writers), layout.dtype)
+    if layout.pinned and torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+    contents = _contents(model, base_model, optimizer, shares, layout, writers)
+    return Captured(files, contents, dealt, layout.dtype)
 
 
 def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:

@@ -14,7 +14,7 @@ from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models import mixtures
-from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel, host_copy
+from skyrl_tinker.training.models.trainable_model import HostCopy, Kind, Part, TrainableModel
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
@@ -190,11 +190,11 @@ class LoraModel(TrainableModel):
         return self._slots[name].view(tensors[0])
 
     def host_copies(
-        self, part: Part, dtype: torch.dtype, names: Container[str]
+        self, part: Part, copy: HostCopy, names: Container[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         chosen = [name for name in self._slots if name in names]
         if chosen:
-            copies = [host_copy(tensor, dtype) for tensor in self.local(part)]
+            copies = [copy(tensor) for tensor in self.local(part)]
             yield from ((name, self.select(name, copies)) for name in chosen)
 
     def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:

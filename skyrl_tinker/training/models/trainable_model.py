@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -35,10 +36,22 @@ class Kind(StrEnum):
     VECTOR = "vector"  # any other number of dimensions
 
 
-def host_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy to host memory; the cast is the device's work."""
-    cast = tensor.detach().to(dtype)
-    return cast.to("cpu", copy=cast.data_ptr() == tensor.data_ptr())
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Copying to host memory; the cast is the device's work. `pinned`: pinned memory for what is on a GPU.
+
+    A copy in pinned memory is complete when the current stream is. Freed, such memory stays the process's.
+    """
+
+    dtype: torch.dtype
+    pinned: bool = False
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        cast = tensor.detach().to(self.dtype)
+        if self.pinned and cast.is_cuda:
+            host = torch.empty(cast.shape, dtype=self.dtype, pin_memory=True)
+            return host.copy_(cast, non_blocking=True)
+        return cast.to("cpu", copy=cast.data_ptr() == tensor.data_ptr())
 
 
 class TrainableModel(ABC):
@@ -175,7 +188,7 @@ class TrainableModel(ABC):
         self.share(part, name).copy_(self.shard(name, tensor))
 
     def host_copies(
-        self, part: Part, dtype: torch.dtype, names: Container[str]
+        self, part: Part, copy: HostCopy, names: Container[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole copies of these tensors in host memory; one at a time is whole on the device.
 
@@ -184,5 +197,5 @@ class TrainableModel(ABC):
         for name in self.shapes():
             whole = self.read(part, name)
             if name in names:
-                yield name, host_copy(whole, dtype)
+                yield name, copy(whole)
             del whole  # before the next one is gathered

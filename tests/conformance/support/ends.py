@@ -4,8 +4,9 @@ import asyncio
 import base64
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from datetime import timedelta
 from queue import Queue
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import orjson
 import torch
 from torch import Tensor
+from torch.distributed import HashStore, ProcessGroupGloo
 from vllm.distributed.weight_transfer import packed_tensor
 from vllm.distributed.weight_transfer.ipc_engine import (
     IPCWeightTransferInitInfo,
@@ -23,18 +25,19 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
+from skyrl_tinker.training.weight_share import WeightShare
 from skyrl_tinker.weight_sync import cuda_ipc
-from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
+from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcSender, CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import GlooReceiver, GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclSender, NcclTransport
 from skyrl_tinker.weight_sync.shared_memory import MappedFiles, SharedMemoryTransport
-from skyrl_tinker.weight_sync.transport import Message, WeightTransport
+from skyrl_tinker.weight_sync.transport import Message, WeightSource, WeightTransport
 from skyrl_tinker.weight_sync.vllm_receiver import StagedInit, StagedUpdate
 
 Tensors = dict[str, Tensor]
-GPUS = ("GPU-0", "GPU-1")
+GPUS = ("GPU-0", "GPU-1", "GPU-2")
 
 
 class Receiver(Protocol):
@@ -45,23 +48,59 @@ class Receiver(Protocol):
 class ThreadSenders:
     """Ranks that are threads."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self.senders: list[Any] = []
 
-    async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
-        self.senders = [factory(rank) for rank in range(self._ranks if every_rank else 1)]
+    async def open_sender(self, factory: Callable[[int], Any]) -> None:
+        self.senders = [factory(rank) for rank in range(self._ranks)]
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
         calls = [asyncio.to_thread(getattr(sender, method), *args) for sender in self.senders]
         return list(await asyncio.gather(*calls))
 
+    async def root_call(self, method: str, *args: Any) -> Any:
+        return await asyncio.to_thread(getattr(self.senders[0], method), *args)
+
+
+class HeldByThreads:
+    """Weights dealt over the ranks of `senders`, each of which holds its own."""
+
+    def __init__(self, senders: ThreadSenders, dealt: Sequence[Tensors], dtype: torch.dtype) -> None:
+        self._senders = senders
+        shapes = [{name: tuple(tensor.shape) for name, tensor in share.items()} for share in dealt]
+        self._shares = [
+            WeightShare(rank, dtype, shapes, share, group)
+            for rank, (share, group) in enumerate(zip(dealt, groups(len(dealt)), strict=True))
+        ]
+
+    async def open_in_senders(self, limit: int) -> list[Any]:
+        pairs = zip(self._senders.senders, self._shares, strict=True)
+        return list(
+            await asyncio.gather(
+                *(asyncio.to_thread(sender.open_captured, share, limit) for sender, share in pairs)
+            )
+        )
+
+
+def groups(ranks: int) -> list[Any]:
+    """Return the group of all ranks as each has it."""
+    if ranks == 1:
+        return [None]
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(
+            threads.map(
+                lambda rank: ProcessGroupGloo(store, rank, ranks, timedelta(seconds=30)), range(ranks)
+            )
+        )
+
 
 async def carry(
-    transport: WeightTransport, receiver: Receiver, directory: Path
+    transport: WeightTransport, receiver: Receiver, source: WeightSource
 ) -> tuple[Sequence[WeightChunk], list[Tensors]]:
     """Return the tensors that arrive, chunk by chunk; the messages pass as JSON."""
-    chunks = await transport.open(directory)
+    chunks = await transport.open(source)
     (init,) = await transport.form([1])
     await asyncio.gather(asyncio.to_thread(receiver.join, _as_json(init)), transport.meet())
     arrived = []
@@ -74,19 +113,19 @@ async def carry(
     return chunks, arrived
 
 
-def ends(name: str, limit: int) -> tuple[WeightTransport, Receiver]:
+def ends(name: str, limit: int, senders: ThreadSenders | None = None) -> tuple[WeightTransport, Receiver]:
+    """Return both ends of a transport. `senders`: of the ranks, two by default."""
+    senders = senders or ThreadSenders(2)
     if name == "shared_memory":
         return SharedMemoryTransport(limit), Mapped()
     if name == "gloo":
-        return GlooTransport(ThreadSenders(), limit), Gloo()
+        return GlooTransport(senders, limit), Gloo()
     if name == "nccl":
         wire: Queue[Tensor] = Queue()
-        senders = ThreadSenders()
         transport = NcclTransport(senders, limit)
         transport.factory = lambda rank: NcclOnCpu(rank, wire)
         return transport, Nccl(wire)
-    ranks = ThreadSenders(len(GPUS))
-    return CudaIpcTransport(_IpcOnCpu(ranks), limit), Ipc(ranks)
+    return CudaIpcTransport(_IpcOnCpu(senders), limit), Ipc(senders)
 
 
 def _as_json(message: Message) -> dict[str, Any]:
@@ -196,16 +235,20 @@ class _TorchWithoutGpu:
 class _IpcOnCpu:
     def __init__(self, ranks: ThreadSenders) -> None:
         self._ranks = ranks
-        self.sender_call = ranks.sender_call
+        self.sender_call, self.root_call = ranks.sender_call, ranks.root_call
 
-    async def open_sender(self, factory: Callable[[int], Any], *, every_rank: bool) -> None:
+    async def open_sender(self, factory: Callable[[int], Any]) -> None:
         assert factory is CudaIpcSender
-        await self._ranks.open_sender(CudaIpcOnCpu, every_rank=every_rank)
+        await self._ranks.open_sender(CudaIpcOnCpu)
 
 
 class CudaIpcOnCpu(CudaIpcSender):
-    def open(self, directory: str, limit: int) -> tuple[Sequence[WeightChunk], bytes]:
-        self._buffer = ChunkBuffer(Path(directory), limit, "cpu")
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._rank = rank
+
+    def _open(self, source: ChunkSource) -> tuple[Sequence[WeightChunk], bytes]:
+        self._buffer = ChunkBuffer(source, "cpu")
         return self._buffer.chunks, cuda_ipc.pickle.dumps((GPUS[self._rank], (self._rank, "handle")))
 
     def load(self, index: int) -> None:
@@ -218,7 +261,7 @@ class CudaIpcOnCpu(CudaIpcSender):
 
 
 class Ipc:
-    """A worker on the second GPU, which reads as vLLM's packed consumer does."""
+    """A worker on the last rank's GPU, which reads as vLLM's packed consumer does."""
 
     def __init__(self, ranks: ThreadSenders) -> None:
         self._ranks = ranks
@@ -231,8 +274,9 @@ class Ipc:
             info = IPCWeightTransferUpdateInfo(**update)
         assert isinstance(info.ipc_handles, dict)
         assert info.tensor_sizes is not None
-        assert set(info.ipc_handles) == set(GPUS)
-        rank, _ = info.ipc_handles[GPUS[1]]
+        gpus = GPUS[: len(self._ranks.senders)]
+        assert set(info.ipc_handles) == set(gpus)
+        rank, _ = info.ipc_handles[gpus[-1]]
         memory = self._ranks.senders[rank].memory[: sum(info.tensor_sizes)]
         dtypes = [getattr(torch, name) for name in info.dtype_names]
         return dict(packed_tensor.unpack_tensor(memory, info.names, info.shapes, dtypes, info.tensor_sizes))

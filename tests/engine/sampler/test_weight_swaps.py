@@ -1,8 +1,10 @@
 """A replica that an update spoiled, or whose engine core is stuck, is replaced by a fresh one. Real vLLM."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -10,15 +12,17 @@ from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.errors import SamplerError, StateLostError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.weight_sync.chunks import StoredChunk
 from skyrl_tinker.weight_sync.gloo import GlooSender
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.sync import PARTIAL
-from skyrl_tinker.weight_sync.transport import Message
+from skyrl_tinker.weight_sync.transport import Message, WeightSource
 from tests.engine.sampler.test_fleet import supervised
 from tests.inference.support.samplers import (
     ask,
@@ -29,6 +33,7 @@ from tests.inference.support.samplers import (
     write_model,
 )
 from tests.weight_sync.conftest import CHUNK_BYTES
+from tests.weight_sync.test_pause import URL, Calls
 
 PROMPT = prompt_of(20)
 STEP_S = 4.0
@@ -120,3 +125,53 @@ async def test_a_replica_whose_core_is_stuck_is_replaced_and_its_samples_are_not
     with pytest.raises(SamplerError):
         await joining
     assert_same_logprobs(output, reference(facts.directory), PROMPT)
+
+
+class Lent:
+    """Weights that the ranks hold."""
+
+    async def open_in_senders(self, limit: int) -> list[object]:
+        raise AssertionError("the transport below does not ask them")
+
+
+class Taking(SharedMemoryTransport):
+    """Takes captured weights too, of which it sends the base's in place. `sources`: what it was given."""
+
+    takes_captured = True
+
+    def __init__(self, facts: BaseModelFacts) -> None:
+        super().__init__(CHUNK_BYTES)
+        self._base = Path(facts.directory)
+        self.sources: list[WeightSource] = []
+        self.asked, self.may_open = asyncio.Event(), asyncio.Event()
+
+    async def open(self, source: WeightSource) -> Sequence[StoredChunk]:
+        self.sources.append(source)
+        self.asked.set()
+        await self.may_open.wait()
+        return await super().open(source if isinstance(source, Path) else self._base)
+
+
+async def test_a_version_comes_from_the_ranks_while_they_lend_it_and_from_its_files_later(
+    facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    transport, captured = Taking(facts), Lent()
+    client = SimpleNamespace(proxy_url="", server_urls=(URL,), control=Calls())
+    swaps = WeightSwaps(Fleet(cast(Any, None), cast(Any, client)), transport, facts)
+    version = WeightVersion(VersionId(1), "full", str(tmp_path / "v1"))
+    assert not swaps.has(version)
+    swaps.lend(version, captured)
+    assert swaps.has(version)
+    swapping = asyncio.create_task(swaps.swap(version))
+    await transport.asked.wait()
+    ending = asyncio.create_task(swaps.end_loan(version))
+    await asyncio.sleep(0.05)
+    assert not ending.done(), "they are being sent"
+    transport.may_open.set()
+    await asyncio.gather(swapping, ending)
+    with pytest.raises(StateLostError, match="save them again"):
+        await swaps.swap(version)
+    weights(tmp_path, 1)
+    await swaps.swap(version)
+    await swaps.end_loan(version)
+    assert transport.sources == [captured, tmp_path / "v1"]

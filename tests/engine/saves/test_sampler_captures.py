@@ -55,6 +55,8 @@ def trainer() -> Trainer:
 
 
 class Samplers:
+    takes_captured = False
+
     async def unload(self, version: WeightVersion) -> None:
         """They have none."""
 

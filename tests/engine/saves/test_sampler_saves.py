@@ -1,7 +1,7 @@
 """Saves of several models cost the trainer one capture and one probe. Trainer and samplers are scripted."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +12,7 @@ import orjson
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.ids import ModelKey, RequestKind, VersionId
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind, VersionId
 from skyrl_tinker.domain.values import (
     BaseModelFacts,
     Failure,
@@ -28,7 +28,12 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
-from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
+from skyrl_tinker.engine.sampler.inflight_targets import (
+    InflightTarget,
+    InflightTargets,
+    SampleSource,
+    newest,
+)
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SamplerError, StorageError
@@ -52,6 +57,8 @@ class Trainer:
         self.told: list[tuple[str, Sequence[ModelKey]]] = []
         self.unwritable: set[ModelKey] = set()
         self.held: set[ModelKey] = set()  # whose captured weights are not dropped
+        self.disk = asyncio.Event()  # what is persisted waits for it
+        self.disk.set()
 
     async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, "Captured"]:
         self.told.append(("capture", list(durable)))
@@ -59,6 +66,7 @@ class Trainer:
         return {key: Captured(key, self.held) for key in durable}
 
     async def persist_state(self, captured: "Captured", directory: str) -> int:
+        await self.disk.wait()
         if captured.model in self.unwritable:
             raise StorageError("the disk is broken")
         Path(directory).mkdir(parents=True)  # noqa: ASYNC240
@@ -83,17 +91,39 @@ class Captured:
 
 
 class Samplers:
-    """Say -1.5 of the same tokens, and cannot take the versions in `refused`."""
+    """Say -1.5 of the same tokens, and cannot take the versions in `refused`.
+
+    `sources`: where they find what is announced to them, one by one; `going_on`: they do not end before.
+    """
 
     def __init__(self) -> None:
         self.refused: set[VersionId] = set()
+        self.takes_captured = False
+        self.lent: dict[VersionId, Captured] = {}
+        self.sources: list[str] = []
+        self.going_on = asyncio.Event()
+        self.going_on.set()
+
+    def lend(self, version: WeightVersion, captured: "Captured") -> None:
+        self.lent[version.id] = captured
+
+    async def end_loan(self, version: WeightVersion) -> None:
+        del self.lent[version.id]
+
+    def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
+        return InflightTargets().at_least(model, version)
 
     async def load(self, version: WeightVersion) -> None:
         if version.id in self.refused:
             raise SamplerError("down")
 
     async def announce(self, wanted: SampleSource) -> None:
-        pass
+        assert wanted is not None
+        captured = self.lent.get(newest(wanted).id)
+        files = Path(newest(wanted).directory).exists()  # noqa: ASYNC240
+        held = captured is not None and captured.model in captured.held
+        self.sources.append(f"{'ranks' if held else 'files'}, {'with' if files else 'without'} files")
+        await self.going_on.wait()
 
     async def unload(self, version: WeightVersion) -> None:
         pass
@@ -124,16 +154,16 @@ class World:
             lambda row: self.written.append(row.id),
         )
 
-    async def submit(self, spec: LoraSpec | None = None) -> tuple[ModelKey, Accepted]:
-        """The save of a new model."""
+    async def submit(self, spec: LoraSpec | None = None, **body: Any) -> tuple[ModelKey, Accepted]:
+        """The save of a new model, unnamed unless `body` names it."""
         created = await journal.submit_create(self.store, await journal.new_session(self.store))
         assert created.model_id is not None
         key = await journal.key_of(self.store, created.model_id)
         if spec is not None:
             await self.store.write(lambda conn: model_records.set_spec(conn, key, spec, "tiny", {}))
-        body = SaveSamplerBody(sampling_session_seq_id=0).to_bytes()
+        content = SaveSamplerBody(**(body or {"sampling_session_seq_id": 0})).to_bytes()
         kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
-        return key, await journal.submit(self.store, created.model_id, 1, kind, body)
+        return key, await journal.submit(self.store, created.model_id, 1, kind, content)
 
     async def run(self) -> None:
         """All that were submitted, in one unit, to the last answer and comparison."""
@@ -148,6 +178,12 @@ class World:
             await self.commits.add(UnitEnd(failures))
             await self.publisher.publish(saves, background.create_task)
         committing.cancel()
+
+    async def answered(self, accepted: Accepted) -> Any:
+        async with asyncio.timeout(10.0):
+            while (await journal.outcome(self.store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        return await self.answer(accepted)
 
     async def answer(self, accepted: Accepted) -> Any:
         return orjson.loads((await journal.outcome(self.store, accepted)).body or b"")
@@ -180,6 +216,66 @@ async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     assert await journal.error_of(world.store, lost[1]) == Failure("down", "server")
     assert (await world.answer(fine[1]))["type"] == "save_weights_for_sampler"
     assert [world.gaps.pop_gap(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
+
+
+FULL = LoraSpec(0, 1)
+INFLIGHT = {"sampling_session_seq_id": 0, "kind": "inflight"}
+
+
+async def test_idle_samplers_take_full_weights_from_the_ranks_before_there_are_files(world: World) -> None:
+    """The answer still waits for the files; and what is captured stays until the samplers have it."""
+    world.samplers.takes_captured = True
+    world.trainer.disk.clear()
+    world.samplers.going_on.clear()
+    key, saved = await world.submit(FULL)
+    running = asyncio.create_task(world.run())
+    await until(lambda: world.samplers.sources == ["ranks, without files"])
+    assert (await journal.outcome(world.store, saved)).status is FutureStatus.PENDING
+    world.trainer.disk.set()
+    assert (await world.answered(saved))["type"] == "save_weights_for_sampler"
+    assert (world.trainer.held, world.written) == ({key}, [])
+    world.samplers.going_on.set()
+    await running
+    assert (world.trainer.held, len(world.written), world.samplers.lent) == (set(), 1, {})
+
+
+async def test_running_rollouts_take_full_weights_from_the_ranks_when_the_save_is_recorded(
+    world: World,
+) -> None:
+    world.samplers.takes_captured = True
+    full = await world.submit(FULL, **INFLIGHT)
+    await world.run()
+    assert world.samplers.sources == ["ranks, with files"]
+    assert (await world.answer(full[1]))["type"] == "save_weights_for_sampler"
+    assert world.trainer.held == set()
+
+
+@pytest.mark.parametrize("body", [{"sampling_session_seq_id": 0}, INFLIGHT, {"name": "best"}])
+async def test_what_cannot_come_from_the_ranks_is_freed_once_it_is_in_files(
+    world: World, body: dict[str, Any]
+) -> None:
+    """Adapters, named weights, and all weights that travel as files."""
+    world.samplers.takes_captured = body == {"name": "best"}
+    await world.submit(FULL, **body)
+    await world.submit(LoraSpec(8, 1), **body)
+    await world.run()
+    assert set(world.samplers.sources) <= {"files, with files"}
+    assert (world.trainer.held, len(set(world.written))) == (set(), 2)
+
+
+async def test_a_save_that_fails_takes_its_weights_back_from_the_samplers(world: World) -> None:
+    world.samplers.takes_captured = True
+    key, saved = await world.submit(FULL)
+    world.trainer.unwritable = {key}
+    await world.run()
+    assert await journal.error_of(world.store, saved) == Failure("the disk is broken", "server")
+    assert (world.trainer.held, world.samplers.lent) == (set(), {})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(("module", "name"), [(sampling_sessions, "publish_version"), (queue, "read_bodies")])

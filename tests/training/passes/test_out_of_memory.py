@@ -63,7 +63,7 @@ def make_limit() -> type:
 def _launched(directory: str, ranks: int) -> Iterator[TrainerGroup]:
     group = TrainerGroup.launch(TrainerSpec(directory, ranks, "cpu", "float32", 1, BUDGET, timeout_s=60.0))
     asyncio.run(group.ready())
-    asyncio.run(group.open_sender(make_limit(), every_rank=True))
+    asyncio.run(group.open_sender(make_limit()))
     yield group
     asyncio.run(group.shutdown())
 

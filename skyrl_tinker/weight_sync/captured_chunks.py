@@ -1,0 +1,97 @@
+"""Chunks of weights that the ranks captured and hold, each whole tensors. Imported in the ranks only.
+
+Run on CPU, over gloo. Not run on a GPU, where the ranks pass chunks on over NCCL.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.weight_sync.chunks import TensorEntry, WeightChunk, cut
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class CapturedShare(Protocol):
+    """One rank's captured weights: `training.weight_share.WeightShare`.
+
+    `dealt`: the tensors of every rank, by rank, alike on all of them; `tensors`: this rank's, of one dtype,
+    in the memory of the host or of the device. `group`: all ranks, for transfers only; None: there is one.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def dealt(self) -> Sequence[Shapes]: ...
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedChunk(WeightChunk):
+    """Tensors of the rank `owner` alone."""
+
+    owner: int
+
+
+class CapturedSource:
+    """Source of captured weights: the owner of a chunk packs it and passes it on.
+
+    Every rank must fill all chunks, in their order: it is a collective.
+    """
+
+    on_device = True
+
+    def __init__(self, share: CapturedShare, limit: int, *, everywhere: bool) -> None:
+        """`everywhere`: all ranks get the bytes; else rank 0 does, and of the others each has its own."""
+        self.chunks = captured_chunks(share.dealt, share.dtype, limit)
+        self._share = share
+        self._everywhere = everywhere
+
+    def fill(self, index: int, buffer: torch.Tensor) -> None:
+        """Pack or get a chunk. TrainerError when it could not be passed on: the group is of no more use."""
+        chunk = self.chunks[index]
+        if chunk.owner == self._share.rank:
+            self._pack(chunk, buffer)
+        if self._share.group is not None:
+            try:
+                self._pass_on(buffer, chunk.owner, self._share.group)
+            except RuntimeError as error:
+                raise TrainerError(f"rank {self._share.rank} could not pass weights on: {error}") from error
+
+    def _pack(self, chunk: CapturedChunk, buffer: torch.Tensor) -> None:
+        parts = buffer.split(chunk.sizes)  # type: ignore[no-untyped-call]
+        for name, part in zip(chunk.names, parts, strict=True):
+            flat = self._share.tensors[name].reshape(-1).view(torch.uint8)
+            part.copy_(flat, non_blocking=True)
+
+    def _pass_on(self, buffer: torch.Tensor, owner: int, group: dist.ProcessGroup) -> None:
+        if self._everywhere:
+            group.broadcast(buffer, owner).wait()
+        elif owner and self._share.rank == owner:
+            group.send([buffer], 0, 0).wait()
+        elif owner and self._share.rank == 0:
+            group.recv([buffer], owner, 0).wait()
+
+
+def captured_chunks(dealt: Sequence[Shapes], dtype: torch.dtype, limit: int) -> list[CapturedChunk]:
+    """Return the chunks of all ranks in turn, so that each has time to pack its next one."""
+    by_owner = [
+        [CapturedChunk(group, owner) for group in cut(_entries(shapes, dtype), limit)]
+        for owner, shapes in enumerate(dealt)
+    ]
+    return [chunk for chunks in zip_longest(*by_owner) for chunk in chunks if chunk is not None]
+
+
+def _entries(shapes: Shapes, dtype: torch.dtype) -> list[TensorEntry]:
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    return [TensorEntry(name, name_of_dtype, tuple(shape), dtype.itemsize) for name, shape in shapes.items()]
