@@ -33,6 +33,8 @@ class WeightSwaps:
             try:
                 with self._fleet.long_calls():
                     control = self._fleet.client.control
+                    if self._fleet.disaggregated:  # or a prompt of the old weights is continued by the new
+                        await control.abort_tagged()
                     synced = await sync_weights(control, self._transport, *self._source(new))
             except WeightSyncError as error:
                 for url in error.lost:

@@ -43,9 +43,7 @@ class ExternalServers:
             try:
                 await asyncio.wait_for(_healthy(url), self._startup_s)
             except TimeoutError:
-                raise SamplerError(
-                    f"{url} (sampler_urls) gave no answer in {self._startup_s:.0f} s"
-                ) from None
+                raise SamplerError(f"{url} gave no answer in {self._startup_s:.0f} s") from None
             await self._require_fit(url)
 
     @property
@@ -78,12 +76,12 @@ class ExternalServers:
         length, mode = await _prepare(url)
         if length < self._max_model_len:
             raise SamplerError(
-                f"{url} (sampler_urls) takes {length} tokens, expected {self._max_model_len} (context_length "
+                f"{url} takes {length} tokens, expected {self._max_model_len} (context_length "
                 f"+ 1): start it with --max-model-len {self._max_model_len}"
             )
         if mode not in (self._sampled_logprobs, None):
             raise SamplerError(
-                f"{url} (sampler_urls) answers {mode} logprobs, expected {self._sampled_logprobs} "
+                f"{url} answers {mode} logprobs, expected {self._sampled_logprobs} "
                 f"(sampled_logprobs): start it with --logprobs-mode {self._sampled_logprobs}_logprobs"
             )
 
@@ -115,7 +113,7 @@ async def _prepare(url: str) -> tuple[int, str | None]:
         return await control.max_model_len(), logprobs_mode(trial)
     except SamplerError as error:
         raise SamplerError(
-            f"{url} (sampler_urls) does not serve what is needed ({error}); "
+            f"{url} does not serve what is needed ({error}); "
             "start it as docs/external-samplers.md says, "
             f"above all with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}"
         ) from error
