@@ -24,7 +24,12 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
     servers: ServerGroup | ExternalServers
     if settings.external_urls:
         servers = ExternalServers(
-            settings.external_urls, spec.startup_s, spec.hang_s, spec.max_model_len, spec.sampled_logprobs
+            settings.external_urls,
+            spec.startup_s,
+            spec.hang_s,
+            spec.max_model_len,
+            spec.sampled_logprobs,
+            "sampler_urls" if settings.sampler_urls else "prefill_urls or decode_urls",
         )
     else:
         servers = ServerGroup.launch(spec)
