@@ -16,7 +16,6 @@ from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetToke
 from skyrl_tinker.inference.client.vllm_requests import SCORES_KEY, pack
 
 HIDDEN, VOCAB, RANK, SLOTS, MOST_TOKENS = 32, 64, 16, 4, 512
-LARGE_VOCAB = 262_144  # of Gemma 3
 Batch = Sequence[tuple[int, Sequence[int]]]
 """(LoRA id, 0 = base, prompt) of each request, scheduled whole."""
 
@@ -33,82 +32,30 @@ def hidden_states(batch: Batch) -> Tensor:
     return torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(1)).half()
 
 
-def _interpret_triton() -> None:
-    """Do it before the kernels are imported."""
+def score(batch: Batch) -> dict[str, Any]:
+    """Score each prompt in both ways: vLLM's prompt logprobs, and ours of given tokens; [len - 1] each.
+
+    `kept`: whether the maps of the samples' own logits are afterwards what they were.
+    """
     os.environ |= {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1"}
     import vllm.triton_utils
     from vllm.triton_utils import importing
 
     importing.HAS_TRITON = True
     importlib.reload(vllm.triton_utils)
-
-
-def _wrapper(loras: Sequence[int], counts: Sequence[int], vocab: int) -> Any:
-    """Map requests, each of so many tokens, to their adapters as vLLM's worker does before a step."""
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
-
-    config = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=False)
-    wrapper = PunicaWrapperGPU(MOST_TOKENS, len(loras), "cpu", lora_config=config)
-    per_token = tuple(lora for lora, count in zip(loras, counts, strict=True) for _ in range(count))
-    mapping = LoRAMapping(per_token, tuple(loras), is_prefill=True)
-    wrapper.update_metadata(mapping, [*range(1, SLOTS), None], SLOTS, vocab)
-    return wrapper
-
-
-def large_deltas(loras: Sequence[int]) -> dict[str, Any]:
-    """Adapt one row per LoRA id in a vocabulary for which stock vLLM makes no adapters.
-
-    `worst`: the largest difference to plain products; `changed`: rows that are not zero.
-    """
-    _interpret_triton()
-    generator = torch.Generator().manual_seed(2)
-    layer = _large_head()
-    for slot in range(SLOTS - 1):
-        shapes = (RANK, HIDDEN), (LARGE_VOCAB, RANK)
-        layer.set_lora(slot, *((torch.randn(shape, generator=generator) / 4).half() for shape in shapes))
-    rows = torch.randn((len(loras), HIDDEN), generator=generator).half()
-    logits, expected = torch.zeros(2, len(loras), LARGE_VOCAB)
-    a, b = layer.lora_a_stacked, layer.lora_b_stacked
-    _wrapper(loras, [1] * len(loras), LARGE_VOCAB).add_lora_logits(logits, rows, a, b, 1.0)
-    for number, lora in enumerate(loras):
-        if lora:
-            expected[number] = b[lora - 1, 0].float() @ (a[lora - 1, 0].float() @ rows[number].float())
-    return {
-        "worst": float((logits - expected).abs().max()),
-        "changed": logits.abs().amax(1).bool().tolist(),
-        "kept": layer.base_layer.vocab_size == LARGE_VOCAB,
-    }
-
-
-def _large_head() -> Any:
-    """Make vLLM's layer with empty slots, without the group of ranks that its constructor asks for."""
-    from vllm.lora.layers import LogitsProcessorWithLoRA
-
-    from skyrl_tinker.inference.plugin import patches
-
-    patches._adapt_large_heads()
-    layer: Any = LogitsProcessorWithLoRA.__new__(LogitsProcessorWithLoRA)
-    torch.nn.Module.__init__(layer)
-    layer.base_layer = SimpleNamespace(vocab_size=LARGE_VOCAB)
-    layer.hidden_size, layer.device, layer.sharded_to_full_mapping = HIDDEN, torch.device("cpu"), None
-    layer.create_lora_weights(SLOTS, SimpleNamespace(max_lora_rank=RANK, lora_dtype=torch.float16))
-    return layer
-
-
-def score(batch: Batch) -> dict[str, Any]:
-    """Score each prompt in both ways: vLLM's prompt logprobs, and ours of given tokens; [len - 1] each.
-
-    `kept`: whether the maps of the samples' own logits are afterwards what they were.
-    """
-    _interpret_triton()
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from skyrl_tinker.inference.plugin import prompt_adapters, score_extraction
 
     prompt_adapters.apply()
     score_extraction.apply()
-    wrapper = _wrapper([lora for lora, _ in batch], [len(prompt) for _, prompt in batch], VOCAB)
+    config = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=False)
+    wrapper = PunicaWrapperGPU(MOST_TOKENS, len(batch), "cpu", lora_config=config)
+    per_token = tuple(lora for lora, prompt in batch for _ in prompt)
+    mapping = LoRAMapping(per_token, tuple(lora for lora, _ in batch), is_prefill=True)
+    wrapper.update_metadata(mapping, [*range(1, SLOTS), None], SLOTS, VOCAB)
     runner = _runner(batch, _model(wrapper))
     before = _maps(wrapper)
     scheduled = {str(number): len(prompt) for number, (_, prompt) in enumerate(batch)}
