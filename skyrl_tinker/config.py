@@ -111,8 +111,18 @@ class Settings(BaseSettings):
         description="A vLLM server that runs already, in place of replicas; give it once for each. "
         "It must see our files under our paths",
     )
+    prefill_urls: tuple[str, ...] = Field(
+        (),
+        description="A vLLM server that runs already and computes prompts for those of decode_urls, "
+        "with a KV connector between them; give it once for each",
+    )
+    decode_urls: tuple[str, ...] = Field(
+        (),
+        description="A vLLM server that runs already and continues prompts of those of prefill_urls; "
+        "give it once for each",
+    )
     router_url: str | None = Field(
-        None, description="A router before the sampler URLs [default: one of our own]"
+        None, description="A router before the servers by URL [default: one of our own]"
     )
     router_policy: Literal[
         "consistent_hash", "sticky_least_loaded", "round_robin", "random", "cache_aware"
@@ -145,7 +155,8 @@ class Settings(BaseSettings):
     sample_concurrency: int | None = Field(
         None,
         ge=1,
-        description="Sequences in flight per replica beyond which samples wait for their turns; "
+        description="Sequences in flight per replica, of each data-parallel rank if it has several, "
+        "beyond which samples wait for their turns; "
         "sessions that have none there get more. Default: 256, on a CPU 96",
     )
     sampler_startup_s: float = Field(300.0, gt=0, description="Time that a replica may take to start")
@@ -352,6 +363,11 @@ class Settings(BaseSettings):
     @property
     def colocated(self) -> bool:
         return self.placement == "colocated"
+
+    @property
+    def external_urls(self) -> tuple[str, ...]:
+        """URLs of servers that are not ours, those that decode first."""
+        return self.sampler_urls + self.decode_urls + self.prefill_urls
 
     @property
     def key_limits(self) -> KeyLimits:

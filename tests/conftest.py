@@ -18,6 +18,7 @@ GROUPS = {
     "tests/training/": "ray_cluster",
     "tests/inference/": "ray_cluster",
     "tests/weight_sync/": "ray_cluster",
+    "tests/engine/sampler/test_disaggregation.py": "ray_cluster",
     "tests/engine/sampler/test_fleet.py": "ray_cluster",
     "tests/engine/sampler/test_weight_swaps.py": "ray_cluster",
     "tests/engine/trainer/test_pass_preparation.py": "ray_cluster",

@@ -59,6 +59,8 @@ def main(
     "tensor_parallel_size",
     "vllm_args",
     "sampler_urls",
+    "prefill_urls",
+    "decode_urls",
     "router_url",
     "placement",
     "plan",

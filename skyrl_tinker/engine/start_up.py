@@ -72,7 +72,7 @@ class StartUp:
             tasks.create_task(self._await_ready("sampler", servers.ready()))
         fleet = await assemble(settings, servers, placement, directories.log_dir, self._shutdowns)
         samplers = make_samplers(settings, facts, trainer, fleet)
-        if settings.sampler_urls:
+        if settings.external_urls:
             await fleet.adopt(samplers.equip)
         if (probed := probe.result()) is not None:
             await self._compare(probed, samplers)

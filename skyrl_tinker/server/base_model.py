@@ -22,8 +22,6 @@ ARCHITECTURES = (
     "Gemma3ForCausalLM",
 )
 MIXTURES = frozenset({"Qwen3MoeForCausalLM"})
-LORA_VOCABULARY = 258_048
-"""Most tokens for which vLLM 0.32 adapts lm_head, as it does for every adapter that it may be given."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of the CPU attention kernels of vLLM 0.32; another fails at the first forward, not at start."""
 
@@ -36,15 +34,10 @@ def resolve(settings: Settings) -> BaseModelFacts:
     _, facts = _read(settings, "*.json", "*.safetensors", "*.txt", "*.jinja")
     _check_weights(Path(facts.directory))
     _check_workers(settings.tensor_parallel_size, facts)
-    if facts.vocab_size > LORA_VOCABULARY:
-        raise StartupError(
-            f"vocab_size {facts.vocab_size} of {facts.directory}: vLLM serves adapters for at most "
-            f"{LORA_VOCABULARY} tokens; use a model with a smaller vocabulary"
-        )
     if facts.experts and settings.vllm_args.get("data-parallel-size", 1) != 1:
         raise StartupError(
-            "vllm_args: data-parallel-size: expected 1 for a mixture of experts, whose ranks would exchange "
-            "rows without their adapters; use replicas"
+            "vllm_args: data-parallel-size: expected 1 for a mixture of experts, whose ranks would compute "
+            "each other's rows with whatever adapter they have in the slot of that number; use replicas"
         )
     if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         raise StartupError(

@@ -135,6 +135,20 @@ class MemoryEstimate:
         return self.demand.sampler_share * self.demand.gpu_bytes - taken
 
     @property
+    def arriving(self) -> float:
+        """Bytes of new full parameters that a GPU holds beside vLLM's: thrice the largest chunk."""
+        if not self.demand.full:
+            return 0
+        embedding = _BFLOAT16 * self.facts.vocab_size * self.facts.hidden_size  # a chunk by itself
+        return 3 * max(self.demand.chunk_bytes, embedding)
+
+    @property
+    def beside_vllm(self) -> float:
+        """Bytes of a sampler's GPU that vLLM leaves, without the sleeping trainer's context."""
+        left = (1 - self.demand.sampler_share) * self.demand.gpu_bytes
+        return left - (CONTEXT_BYTES if self.division.colocated else 0)
+
+    @property
     def half_cached(self) -> bool:
         """Return whether the weights leave half of a sampler's memory to keys and values."""
         half = self.demand.sampler_share * self.demand.gpu_bytes / 2
@@ -184,6 +198,8 @@ class MemoryEstimate:
             yield MemoryLine(SAMPLER, f"slots of {self.demand.adapter_slots} adapters", self._slot_bytes)
         yield MemoryLine(SAMPLER, "activations and graphs (assumed)", SAMPLER_BYTES)
         yield MemoryLine(SAMPLER, "keys and values", self._cache_bytes)
+        if self.demand.full:
+            yield MemoryLine(SAMPLER, "new weights as they arrive, beside vLLM's share", self.arriving)
 
     def _host_lines(self, resident: int) -> Iterator[MemoryLine]:
         costs, ranks = self.costs, self.division.ranks

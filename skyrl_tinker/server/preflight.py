@@ -18,6 +18,7 @@ from skyrl_tinker.weight_sync.factory import choose
 
 START_BYTES = 16 * MiB
 """Room that a start takes under home: sockets, logs, and the pages of the database's log."""
+_URL_SETTINGS = ("sampler_urls", "prefill_urls", "decode_urls")
 _BACKLOG = 4096  # thousands of long polls may connect at once
 
 
@@ -61,7 +62,7 @@ def check_host(settings: Settings) -> None:
 
 def _check_dtype(settings: Settings) -> None:
     """Refuse what vLLM's replicas would die of: their LoRA kernels on CUDA take 16-bit types only."""
-    if settings.device == "cuda" and settings.trainer_dtype == "float32" and not settings.sampler_urls:
+    if settings.device == "cuda" and settings.trainer_dtype == "float32" and not settings.external_urls:
         raise StartupError(
             "--trainer-dtype float32 with --device cuda: vLLM serves adapters on GPUs in 16-bit types only; "
             "leave it out, or set bfloat16"
@@ -92,9 +93,10 @@ def _check_colocated(settings: Settings) -> None:
             f"phase_min_s {settings.phase_min_s:g} > phase_max_s {settings.phase_max_s:g}: "
             "the shortest phase cannot exceed the longest wait of the other side"
         )
-    if settings.sampler_urls:
+    if settings.external_urls:
         raise StartupError(
-            "--placement colocated and sampler_urls: this server cannot place samplers that it does not start"
+            f"--placement colocated and {_url_setting(settings)}: this server cannot place samplers that it "
+            "does not start"
         )
     samplers = settings.replicas * workers(settings.vllm_args, settings.tensor_parallel_size)
     ranks = settings.trainer_ranks
@@ -106,24 +108,40 @@ def _check_colocated(settings: Settings) -> None:
 
 
 def _check_samplers(settings: Settings) -> None:
-    if settings.sampler_urls and settings.vllm_args:
-        raise StartupError("vllm_args and sampler_urls: give the arguments to the servers that you start")
     check(settings.vllm_args)
-    if settings.sampler_urls and settings.replicas > 1:
+    _check_urls(settings)
+    if not settings.external_urls:
+        return
+    name = _url_setting(settings)
+    if settings.vllm_args:
+        raise StartupError(f"vllm_args and {name}: give the arguments to the servers that you start")
+    if settings.replicas > 1:
         raise StartupError(
-            f"--replicas {settings.replicas} and sampler_urls: the server either starts samplers "
+            f"--replicas {settings.replicas} and {name}: the server either starts samplers "
             "or uses running ones; give one of the two"
         )
-    urls = [("sampler_urls", url) for url in settings.sampler_urls]
-    if settings.router_url:
-        urls.append(("router_url", settings.router_url))
-    for setting, url in urls:
-        if not _is_http(url):
-            raise StartupError(f"{setting}: found {url!r}, expected http://host:port")
-    if len({url.rstrip("/") for url in settings.sampler_urls}) < len(settings.sampler_urls):
-        raise StartupError(f"sampler_urls name a server twice: {', '.join(settings.sampler_urls)}")
-    if settings.router_url is not None and not settings.sampler_urls:
+
+
+def _check_urls(settings: Settings) -> None:
+    for name in (*_URL_SETTINGS, "router_url"):
+        given = getattr(settings, name)
+        for url in (given,) if isinstance(given, str) else given or ():
+            if not _is_http(url):
+                raise StartupError(f"{name}: found {url!r}, expected http://host:port")
+    urls = settings.external_urls
+    if len({url.rstrip("/") for url in urls}) < len(urls):
+        names = " and ".join(name for name in _URL_SETTINGS if getattr(settings, name))
+        raise StartupError(f"{names} name a server twice: {', '.join(urls)}")
+    if settings.router_url is not None and not urls:
         raise StartupError("router_url needs sampler_urls: adapters and weights go to each sampler directly")
+    if bool(settings.prefill_urls) != bool(settings.decode_urls):
+        raise StartupError("prefill_urls and decode_urls: found one of them, expected both or none")
+    if settings.prefill_urls and settings.sampler_urls:
+        raise StartupError("prefill_urls and sampler_urls: a server does one or both; give one of the two")
+
+
+def _url_setting(settings: Settings) -> str:
+    return next(name for name in _URL_SETTINGS if getattr(settings, name))
 
 
 def _is_http(url: str) -> bool:

@@ -112,7 +112,7 @@ def place(
 
     `tell` receives what was chosen and why. Raises StartupError with what to change when it does not fit.
     """
-    if settings.device == "cpu" or settings.sampler_urls:
+    if settings.device == "cpu" or settings.external_urls:
         return _placed(settings, "separate")
     if not settings.plan:
         return settings if settings.placement != "auto" else _placed(settings, _placement(settings, probe()))

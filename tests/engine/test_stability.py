@@ -40,7 +40,7 @@ SEQUENCES = (
 class ScriptedSamplers:
     """Answers with SEQUENCES, once it may."""
 
-    replicas = 1
+    cores = 1
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()

@@ -70,7 +70,6 @@ def test_without_generation_config_the_end_token_of_config_counts(model: Path) -
     [
         ({"head_dim": 16}, "head_dim 16 .* one of 32, 64"),
         ({"architectures": ["BertModel"]}, "BertModel is not supported; supported: Qwen3ForCausalLM"),
-        ({"vocab_size": 258_049}, "vocab_size 258049 .* at most 258048"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, found 'many'"),
     ],
 )

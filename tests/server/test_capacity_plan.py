@@ -155,6 +155,23 @@ def test_rows_and_models_that_are_given_must_fit() -> None:
     assert (small.problem is not None, small.place) == (True, SAMPLER)
 
 
+def test_new_weights_must_fit_beside_vllm_as_they_arrive() -> None:
+    full = replace(DEMAND, gpus=8, rank=0, context=4096)
+    roomy, tight = (
+        make_plan(replace(full, sampler_share=share), FACTS, full_costs) for share in (0.85, 0.96)
+    )
+    assert (roomy.problem, tight.place) == (None, SAMPLER)
+    assert re.search(
+        r"new weights take 3\.7 GB .* leaves 1\.7 GB: set a smaller gpu_mem", tight.problem or ""
+    )
+    (line,) = (line for line in roomy.lines if line.name.startswith("new weights"))
+    assert line.bytes == 3 * 2 * FACTS.vocab_size * FACTS.hidden_size
+    chunked = make_plan(replace(full, chunk_bytes=2 * GB), FACTS, full_costs)
+    assert [line.bytes for line in chunked.lines if "arrive" in line.name] == [6 * GB]
+    adapters = make_plan(replace(DEMAND, sampler_share=0.85), FACTS, costs)
+    assert not any("arrive" in line.name for line in adapters.lines)
+
+
 def test_layers_that_are_always_recomputed_allow_longer_rows() -> None:
     chosen = settings_of(make_plan(replace(DEMAND, given={"gradient_checkpointing": True}), FACTS, costs))
     assert chosen["token_budget"] == 16384

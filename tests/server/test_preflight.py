@@ -28,6 +28,20 @@ from tests.support.certificates import write_certificate
         ({"sampler_urls": ["http://a:b"]}, "sampler_urls: found 'http://a:b'"),
         ({"sampler_urls": ["http://a:9", "http://a:9/"]}, "sampler_urls name a server twice"),
         ({"sampler_urls": ["http://a:9"], "router_url": "b"}, "router_url: found 'b'"),
+        ({"prefill_urls": ["http://a:9"]}, "prefill_urls and decode_urls: found one of them"),
+        ({"decode_urls": ["a:9"]}, "decode_urls: found 'a:9', expected http://host:port"),
+        (
+            {"prefill_urls": ["http://a:9"], "decode_urls": ["http://a:9/"]},
+            "prefill_urls and decode_urls name a server twice: http://a:9/, http://a:9",
+        ),
+        (
+            {"prefill_urls": ["http://a:9"], "decode_urls": ["http://b:9"], "sampler_urls": ["http://c:9"]},
+            "prefill_urls and sampler_urls",
+        ),
+        (
+            {"prefill_urls": ["http://a:9"], "decode_urls": ["http://b:9"], "replicas": 2},
+            "--replicas 2 and prefill_urls",
+        ),
         ({"placement": "colocated", "phase_min_s": 2, "phase_max_s": 1}, "phase_min_s 2 > phase_max_s 1"),
         (
             {"placement": "colocated", "device": "cuda", "trainer_ranks": 2},

@@ -11,10 +11,17 @@ from skyrl_tinker.server.tiny_model import make_model
 
 
 def write_tiny(
-    directory: Path, *, arch: str = "qwen3", layers: int = 2, tied: bool = True, seed: int = 0, **config: Any
+    directory: Path,
+    *,
+    arch: str = "qwen3",
+    layers: int = 2,
+    vocab: int = 512,
+    tied: bool = True,
+    seed: int = 0,
+    **config: Any,
 ) -> None:
     """Matrices ten times the usual, norms and biases that are not all alike. `config`: other entries."""
-    make_model(directory, arch=arch, hidden=64, layers=layers, vocab=512, tied=tied, seed=seed)
+    make_model(directory, arch=arch, hidden=64, layers=layers, vocab=vocab, tied=tied, seed=seed)
     rng = np.random.default_rng(seed)
     tensors = {
         name: value * 10 if value.ndim == 2 else value + rng.normal(0, 0.2, value.shape).astype(np.float32)

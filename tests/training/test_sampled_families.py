@@ -52,7 +52,12 @@ def running(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 async def test_samples_have_the_trainers_logprobs(
     running: dict[str, Served], make_worker: MakeWorker, tmp_path: Path, arch: str
 ) -> None:
-    sampler = make_sampler(running[arch])
+    await assert_all_sampled(running[arch], make_worker, tmp_path)
+
+
+async def assert_all_sampled(served: Served, make_worker: MakeWorker, tmp_path: Path) -> None:
+    """Sample the base, an adapter and, after a weight sync, full parameters of a trainer's worker."""
+    sampler = make_sampler(served)
     base = sampler.facts.directory
     worker = make_worker(base)
     for model, spec in ((BASE, LoraSpec(0, 0)), (LORA, LoraSpec(8, 1)), (FULL, LoraSpec(0, 0))):
@@ -68,11 +73,11 @@ async def test_samples_have_the_trainers_logprobs(
     assert np.abs(_logprobs(worker, FULL) - _logprobs(worker, BASE)).max() > 0.1
 
     await sampler.client.control.load_adapter("adapter", str(tmp_path / "adapter"))
-    await _assert_sampled(sampler, worker, base=BASE, adapter=LORA)
+    await assert_sampled(sampler, worker, PROMPT, base=BASE, adapter=LORA)
     await _sync(sampler, tmp_path / "full")
-    await _assert_sampled(sampler, worker, base=FULL)
+    await assert_sampled(sampler, worker, PROMPT, base=FULL)
     await _sync(sampler, Path(base))
-    await _assert_sampled(sampler, worker, base=BASE, adapter=LORA)
+    await assert_sampled(sampler, worker, PROMPT, base=BASE, adapter=LORA)
     await sampler.client.close()
 
 
@@ -80,15 +85,15 @@ async def _sync(sampler: Sampler, directory: Path) -> None:
     await sync_weights(sampler.client.control, SharedMemoryTransport(100_000), directory, directory.name)
 
 
-async def _assert_sampled(sampler: Sampler, worker: Worker, **models: int) -> None:
+async def assert_sampled(sampler: Sampler, worker: Worker, prompt: tuple[int, ...], **models: int) -> None:
     """In one batch. `models`: the trainer's, by the sampler's name."""
-    request = ask(PROMPT, num_samples=2, max_tokens=24, prompt_logprobs=True)
+    request = ask(prompt, num_samples=2, max_tokens=24, prompt_logprobs=True)
     outputs: list[SampleOutput] = await asyncio.gather(*(sampler(name, request) for name in models))
     for output, model in zip(outputs, models.values(), strict=True):
         assert output.prompt_logprobs is not None
         for sequence in output.sequences:
             found = [*output.prompt_logprobs[1:], *sequence.logprobs]
-            expected = _logprobs(worker, model, PROMPT + sequence.tokens)
+            expected = _logprobs(worker, model, prompt + sequence.tokens)
             np.testing.assert_allclose(found, expected, atol=1e-3)
 
 

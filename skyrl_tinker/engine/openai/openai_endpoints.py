@@ -20,6 +20,7 @@ from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
     add_reasoning_content,
     prompt_lengths,
+    require_one_sequence,
     texts_to_count,
     upstream_body,
 )
@@ -135,6 +136,8 @@ class OpenAIServer:
         texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
         prompts = await off_loop(size, lambda: prompt_lengths(request, counts, facts))
+        if self._fleet.disaggregated:
+            require_one_sequence(request, len(prompts))
         body = await off_loop(size, lambda: upstream_body(request, max(prompts), facts, abilities))
         return _OpenAICall(request, owner, version, prompts, body)
 

@@ -68,6 +68,13 @@ def _texts(request: OpenAIRequest, abilities: ChatAbilities) -> list[dict[str, A
     return [{"prompt": prompt} for prompt in prompts if isinstance(prompt, str)]
 
 
+def require_one_sequence(request: OpenAIRequest, prompts: int) -> None:
+    """Refuse several sequences where prompts are computed apart: only one may fetch keys and values."""
+    count = prompts * request.n
+    if count > 1:
+        raise FieldError(f"n: found {count} sequences in all, expected 1 with prefill_urls", "n")
+
+
 def prompt_lengths(request: OpenAIRequest, counts: Sequence[int], facts: BaseModelFacts) -> list[int]:
     """Return the tokens of each prompt; `counts`: of texts_to_count. FieldError: unknown token id."""
     lists = _token_lists(request)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -47,10 +47,12 @@ class Fleet:
         router: Router | None = None,
         placement: Placement = SEPARATE,
         step_s: float = 600.0,
+        cores: Sequence[int] = (),
     ) -> None:
         """Start with all `client.server_urls`, which are ready, and known to the router if it is ours.
 
-        `step_s`: a member whose core answers nothing for longer is replaced.
+        `step_s`: a member whose core answers nothing for longer is replaced. `cores`: of each replica, those
+        that decode, 0 where it computes prompts for others; default: one.
         """
         self.client = client
         self.changing = AwakeLock(placement)
@@ -61,6 +63,7 @@ class Fleet:
         self._long_calls = 0
         self._proxy_url = client.proxy_url if client.proxy_url not in client.server_urls else None
         self._replicas = len(client.server_urls)
+        self._cores = cores or (1,) * self._replicas
         self._members = dict(enumerate(client.server_urls))
         self._condemned: dict[int, Loss] = {}
         self._leaving: set[str] = set()  # no members any more, but their processes may still run
@@ -72,6 +75,16 @@ class Fleet:
     def size(self) -> int:
         """Number of replicas that serve now."""
         return len(self._members)
+
+    @property
+    def cores(self) -> int:
+        """Number of engine cores that decode now, each as many sequences as any other."""
+        return sum(self._cores[index] for index in self._members)
+
+    @property
+    def disaggregated(self) -> bool:
+        """True where some replicas compute prompts, and others continue them."""
+        return 0 in self._cores
 
     async def adopt(self, equip: Equip) -> None:
         """Equip the replicas that others started: they may have weights from an earlier server."""
@@ -213,9 +226,21 @@ class Fleet:
                 equipping.cancel()
                 lost.cancel()
             if self._router is not None:
-                await self._router.add(url)
+                await self._add_to(self._router, url)
             self._members[index] = url
             self._retarget()
+
+    async def _add_to(self, router: Router, url: str) -> None:
+        """Add a worker; a member serves all alone while the router starts again for it."""
+        if not router.disaggregates:
+            return await router.add(url)
+        self._losses += 1  # also of what the router has in flight
+        self._proxy_url = None
+        self._retarget()
+        try:
+            await router.add(url)
+        finally:
+            self._proxy_url = router.url
 
     async def _equip(self, url: str, equip: Equip) -> None:
         newcomer = RemoteInferenceClient(url, (url,), self.client.token)
@@ -227,7 +252,8 @@ class Fleet:
     def _retarget(self) -> None:
         urls = tuple(url for _, url in sorted(self._members.items()))
         alone = urls[0] if urls else self.client.proxy_url
-        self.client.retarget(self._proxy_url or alone, urls)
+        routed = self._router is None or self._router.enough(urls)
+        self.client.retarget((routed and self._proxy_url) or alone, urls)
         self._note_change()
 
     # The router

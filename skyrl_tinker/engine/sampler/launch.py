@@ -12,7 +12,7 @@ from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
-from skyrl_tinker.inference.servers.vllm_arguments import workers
+from skyrl_tinker.inference.servers.vllm_arguments import data_parallel_size, workers
 
 STEP_S = {"cuda": 60.0, "cpu": 600.0}
 """Longer than any step. On a CPU, the prefill of a large model beside a busy trainer takes minutes."""
@@ -22,9 +22,14 @@ ToEnd = list[Callable[[], Awaitable[None]]]
 def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> ServerGroup | ExternalServers:
     """Start the servers; returns at once, `ready` waits for them."""
     servers: ServerGroup | ExternalServers
-    if settings.sampler_urls:
+    if settings.external_urls:
         servers = ExternalServers(
-            settings.sampler_urls, spec.startup_s, spec.hang_s, spec.max_model_len, spec.sampled_logprobs
+            settings.external_urls,
+            spec.startup_s,
+            spec.hang_s,
+            spec.max_model_len,
+            spec.sampled_logprobs,
+            "sampler_urls" if settings.sampler_urls else "prefill_urls or decode_urls",
         )
     else:
         servers = ServerGroup.launch(spec)
@@ -43,17 +48,26 @@ async def assemble(
     router, token = None, servers.token
     if len(servers.urls) > 1 and settings.router_url is None:
         token = token or secrets.token_hex(32)  # servers by URL ask for none
-        router = Router(RouterSpec(str(log_dir), token, settings.router_policy))
+        prefill = tuple(url.rstrip("/") for url in settings.prefill_urls)
+        router = Router(RouterSpec(str(log_dir), token, settings.router_policy, prefill))
         to_end.append(router.shutdown)
         await router.start(servers.urls)
     proxy_url = settings.router_url or (router.url if router else servers.urls[0])
     client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, token)
+    if settings.prefill_urls:
+        client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once
     to_end.append(client.close)
     step_s = settings.sampler_step_s or STEP_S[settings.device]
-    return Fleet(servers, client, router, placement, step_s)
+    return Fleet(servers, client, router, placement, step_s, _cores(settings, len(servers.urls)))
 
 
 def sampler_gpus(settings: Settings) -> int:
     """Count the GPUs that our replicas take beside the trainer's."""
-    none = settings.sampler_urls or settings.colocated
+    none = settings.external_urls or settings.colocated
     return 0 if none else settings.replicas * workers(settings.vllm_args, settings.tensor_parallel_size)
+
+
+def _cores(settings: Settings, servers: int) -> list[int]:
+    """Count the engine cores of each server that decode."""
+    prefill = len(settings.prefill_urls)
+    return [data_parallel_size(settings.vllm_args)] * (servers - prefill) + [0] * prefill

@@ -29,7 +29,7 @@ class SampleCall:
 
     async def execute(self, request: SampleRequest) -> SampleOutput:
         """Sample, at most MAX_SEQUENCES at once. Errors are those of DataPlane.sample and of the lease."""
-        parts = split(request, context=self.context)
+        parts = split(request, context=self.context, most=self.data.most_sequences)
         if len(parts) == 1:
             return join(request, [await self._complete(parts[0])])
         at_once = asyncio.Semaphore(MAX_SEQUENCES // max(part.num_samples for part in parts))

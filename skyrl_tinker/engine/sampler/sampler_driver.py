@@ -78,14 +78,14 @@ class SamplerDriver:
         concurrency: int,
         metrics: Metrics,
     ) -> None:
-        """`concurrency`: sequences in flight per replica; the bodies of other requests stay in the store."""
+        """`concurrency`: sequences in flight per engine core; bodies of other requests stay in the store."""
         self._store = store
         self._samplers = samplers
         self._outbox = outbox
         self._metrics = metrics
         self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
         self._starting: set[int] = set()  # their bodies are being read
-        self._queued = SampleQueue(Slots(concurrency, lambda: samplers.replicas))
+        self._queued = SampleQueue(Slots(concurrency, lambda: samplers.cores))
         self._guests = itertools.count(-1, -1)  # ids that no future has
         self._ends = EndRate()
         self._changed = asyncio.Event()  # rows came, or requests finished

@@ -57,6 +57,11 @@ class Samplers:
         return max(1, self._fleet.size)
 
     @property
+    def cores(self) -> int:
+        """Number of engine cores that decode, at least 1."""
+        return max(1, self._fleet.cores)
+
+    @property
     def paused(self) -> str | None:
         """Reason why no sample makes progress just now; None while they do."""
         if not self._fleet.size:

@@ -59,6 +59,8 @@ class WeightSwaps:
         async with self._fleet.changing:
             try:
                 with self._fleet.long_calls():
+                    if self._fleet.disaggregated:  # or a prompt of the old weights is continued by the new
+                        await self._fleet.client.control.abort_tagged()
                     synced = await self._sync(self._fleet.client, new)
             except WeightSyncError as error:
                 for url in error.lost:

@@ -26,9 +26,9 @@ class Slots:
     What is in the reserve takes no shared place, so that no stream of newcomers keeps a large turn waiting.
     """
 
-    def __init__(self, sequences: int, replicas: Callable[[], int]) -> None:
-        """`sequences`: per replica, that all share."""
-        self._replicas = replicas
+    def __init__(self, sequences: int, cores: Callable[[], int]) -> None:
+        """`sequences`: per engine core, that all share."""
+        self._cores = cores
         self._shared = _Places(sequences)
         self._reserve = _Places(RESERVED_SEQUENCES)
         self._of_session: Counter[tuple[OwnerId | None, SessionId]] = Counter()  # turns in flight
@@ -39,12 +39,12 @@ class Slots:
 
     def take(self, turn: SampleTurn) -> bool:
         """Begin a turn where it fits; one that is larger than all there is begins without others."""
-        fits = self._shared.fits(turn, self._replicas()) or not self._shared.turns
+        fits = self._shared.fits(turn, self._cores()) or not self._shared.turns
         return fits and self._begin(turn, self._shared)
 
     def take_reserved(self, turn: SampleTurn) -> bool:
         """Begin a newcomer's turn in the reserve."""
-        fits = not self.knows(turn) and self._reserve.fits(turn, self._replicas())
+        fits = not self.knows(turn) and self._reserve.fits(turn, self._cores())
         return fits and self._begin(turn, self._reserve)
 
     def knows(self, turn: SampleTurn) -> bool:
@@ -65,14 +65,14 @@ class Slots:
 
 @dataclass
 class _Places:
-    """Turns that have places, of which each replica has `sequences`."""
+    """Turns that have places, of which each engine core has `sequences`."""
 
     sequences: int
     turns: dict[int, SampleTurn] = field(default_factory=dict)  # by id
     taken: int = 0
 
-    def fits(self, turn: SampleTurn, replicas: int) -> bool:
-        return self.taken + _width(turn) <= self.sequences * replicas
+    def fits(self, turn: SampleTurn, cores: int) -> bool:
+        return self.taken + _width(turn) <= self.sequences * cores
 
     def begin(self, turn: SampleTurn) -> None:
         self.turns[turn.id] = turn

@@ -105,6 +105,11 @@ class ControlPlane:
             await asyncio.gather(*(self._abort(url, ids) for url in self.server_urls))
             await asyncio.sleep(ABORT_POLL_S)
 
+    async def abort_tagged(self) -> None:
+        """Interrupt the requests of all tags, also those that begin meanwhile; return when all ended."""
+        while tags := self.in_flight.tags():
+            await asyncio.gather(*map(self.abort, tags))
+
     async def _abort(self, url: str, ids: list[str]) -> None:
         try:
             await self._call(url, "POST", "/inference/v1/abort_requests", {"request_ids": ids})

@@ -13,6 +13,7 @@ from skyrl_tinker.inference.client import vllm_requests, vllm_responses
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.vllm_responses import VllmResponse
+from skyrl_tinker.inference.constants import MAX_SEQUENCES
 
 MOST_LISTED = 4096
 """Tokens of a prompt's top k that are parsed on the event loop; for more, others would wait."""
@@ -32,6 +33,8 @@ class DataPlane:
     proxy_url: str
     http: JsonHttp = field(default_factory=JsonHttp)
     in_flight: InFlight = field(default_factory=InFlight)
+    most_sequences: int = MAX_SEQUENCES
+    """Sequences of one request to vLLM."""
 
     async def sample(
         self,
@@ -42,7 +45,7 @@ class DataPlane:
         context: int,
         tag: str | None,
     ) -> VllmResponse:
-        """Make one vLLM request, for at most MAX_SEQUENCES samples (vllm_requests.split).
+        """Make one vLLM request, for at most `most_sequences` samples (vllm_requests.split).
 
         `eos` ends sequences unless request.params.stop is (); `context` bounds max_tokens None. Sequences
         come back as `abort` when samplers are paused, or ControlPlane.abort(tag) is called, in the middle.

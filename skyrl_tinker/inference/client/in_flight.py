@@ -40,6 +40,10 @@ class InFlight:
             if not self._attempts[tag]:
                 del self._attempts[tag]
 
+    def tags(self) -> list[str]:
+        """List the tags with requests under way."""
+        return [tag for tag in self._attempts if tag is not None]
+
     def switch(self, tag: str) -> list[Attempt]:
         """Mark all that are under way with this tag as switched and return them."""
         attempts = list(self._attempts.get(tag, {}).values())

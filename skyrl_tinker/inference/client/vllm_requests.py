@@ -33,8 +33,8 @@ SCORES_KEY = "skyrl_tinker_scores"
 Int32 = npt.NDArray[np.int32]
 
 
-def split(request: SampleRequest, *, context: int) -> list[SampleRequest]:
-    """Split into requests that vLLM can serve, with consecutive seeds: at MAX_SEQUENCES and where seeds wrap.
+def split(request: SampleRequest, *, context: int, most: int = MAX_SEQUENCES) -> list[SampleRequest]:
+    """Split into requests that vLLM can serve, with consecutive seeds: at `most` and where seeds wrap.
 
     And at PART_TOKENS: while vLLM builds an answer, it answers nobody else, not even that it is alive.
 
@@ -42,14 +42,14 @@ def split(request: SampleRequest, *, context: int) -> list[SampleRequest]:
     with one sample: vLLM would score it again for each.
     """
     count = request.sequences
-    most_of_part = min(MAX_SEQUENCES, max(1, PART_TOKENS // max_tokens(request, context)))
+    most_of_part = min(most, max(1, PART_TOKENS // max_tokens(request, context)))
     parts: list[SampleRequest] = []
     start = 0
     while start < count:
         part = request if start == 0 else without_scores(request)
-        most = 1 if scores_prompt(part) else most_of_part
+        fit = 1 if scores_prompt(part) else most_of_part
         seed = _seed(request.params, start)
-        size = min(count - start, most, SEEDS if seed is None else SEEDS - seed)
+        size = min(count - start, fit, SEEDS if seed is None else SEEDS - seed)
         parts.append(replace(part, num_samples=size, params=replace(request.params, seed=seed)))
         start += size
     return parts

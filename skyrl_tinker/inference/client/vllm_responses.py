@@ -34,7 +34,7 @@ CONTEXT_TOKENS = 8
 """Prompt tokens before the kept ones that are detokenized with them: some tokenizers write a first token
 differently."""
 MODE_TRIAL = {
-    "token_ids": [0],
+    "token_ids": [0, 0],  # of one token, vLLM's ExampleConnector dies
     "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 2},
 }
 """Fields of a request whose answer tells the server's --logprobs-mode."""

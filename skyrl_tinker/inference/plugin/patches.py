@@ -38,7 +38,9 @@ def apply() -> None:
     if token := os.environ.get(TOKEN):  # servers that users start themselves have none
         signed_pickles.apply(token)
     _count_cached_prompts_once()
+    _keep_request_ids()
     _adapt_every_head()
+    _adapt_large_heads()
     _load_adapted_experts()
     _keep_experts_as_loaded()
     prompt_adapters.apply()
@@ -115,6 +117,28 @@ def _adapt_every_head() -> None:
     LoRAModelRunnerMixin.load_lora_model = load_lora_model  # type: ignore[method-assign]
 
 
+def _adapt_large_heads() -> None:
+    """Take adapters of lm_head for more than 258,048 tokens, as Gemma 3 has.
+
+    Stock vLLM refuses them for kernels that it no longer has: those of 0.32 take any size.
+    """
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
+    create = LogitsProcessorWithLoRA.create_lora_weights
+
+    @wraps(create)
+    def create_lora_weights(self: Any, max_loras: int, lora_config: Any, *args: Any) -> None:
+        head, size = self.base_layer, self.base_layer.vocab_size
+        head.vocab_size = 0
+        try:
+            create(self, max_loras, lora_config, *args)
+        finally:
+            head.vocab_size = size
+        self.lora_b_stacked = self.lora_b_stacked.new_zeros(max_loras, 1, size, lora_config.max_lora_rank)
+
+    LogitsProcessorWithLoRA.create_lora_weights = create_lora_weights  # type: ignore[method-assign, assignment]
+
+
 def _load_adapted_experts() -> None:
     """Load experts by their names in checkpoints, as before the layer that adapts them was put around them.
 
@@ -161,6 +185,22 @@ def _count_cached_prompts_once() -> None:
         return make(self, *args, **kwargs)
 
     RequestState.make_request_output = make_request_output  # type: ignore[method-assign]
+
+
+def _keep_request_ids() -> None:
+    """Name requests as their bodies do, so that they can be aborted by that name.
+
+    Stock vLLM prefers the header, in which a router that disaggregates sends a name of its own.
+    """
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+
+    name = ServingTokens._base_request_id
+
+    @wraps(name)
+    def base_request_id(raw_request: Any, default: str | None = None) -> str | None:
+        return default or name(raw_request)
+
+    ServingTokens._base_request_id = staticmethod(base_request_id)  # type: ignore[method-assign]
 
 
 def _adapt_experts() -> None:

@@ -28,8 +28,10 @@ class ExternalServers:
         hang_s: float,
         max_model_len: int,
         sampled_logprobs: Literal["raw", "processed"] = "raw",
+        setting: str = "sampler_urls",
     ) -> None:
-        """URLs as http://host:port. `startup_s`: how long `ready` waits for them."""
+        """URLs as http://host:port, given by `setting`. `startup_s`: how long `ready` waits for them."""
+        self._setting = setting
         self._urls = tuple(url.rstrip("/") for url in urls)
         self._startup_s = startup_s
         self._hang_s = hang_s
@@ -44,7 +46,7 @@ class ExternalServers:
                 await asyncio.wait_for(_healthy(url), self._startup_s)
             except TimeoutError:
                 raise SamplerError(
-                    f"{url} (sampler_urls) gave no answer in {self._startup_s:.0f} s"
+                    f"{url} ({self._setting}) gave no answer in {self._startup_s:.0f} s"
                 ) from None
             await self._require_fit(url)
 
@@ -75,15 +77,15 @@ class ExternalServers:
 
     async def _require_fit(self, url: str) -> None:
         """Raise a SamplerError that says what the server was started without."""
-        length, mode = await _prepare(url)
+        length, mode = await _prepare(url, self._setting)
         if length < self._max_model_len:
             raise SamplerError(
-                f"{url} (sampler_urls) takes {length} tokens, expected {self._max_model_len} (context_length "
-                f"+ 1): start it with --max-model-len {self._max_model_len}"
+                f"{url} ({self._setting}) takes {length} tokens, expected {self._max_model_len} "
+                f"(context_length + 1): start it with --max-model-len {self._max_model_len}"
             )
         if mode not in (self._sampled_logprobs, None):
             raise SamplerError(
-                f"{url} (sampler_urls) answers {mode} logprobs, expected {self._sampled_logprobs} "
+                f"{url} ({self._setting}) answers {mode} logprobs, expected {self._sampled_logprobs} "
                 f"(sampled_logprobs): start it with --logprobs-mode {self._sampled_logprobs}_logprobs"
             )
 
@@ -98,7 +100,7 @@ async def _healthy(url: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def _prepare(url: str) -> tuple[int, str | None]:
+async def _prepare(url: str, setting: str) -> tuple[int, str | None]:
     """Unload old adapters, whose names may recur; return the server's context and its logprobs mode if known.
 
     SamplerError when it does not serve what is needed.
@@ -115,7 +117,7 @@ async def _prepare(url: str) -> tuple[int, str | None]:
         return await control.max_model_len(), logprobs_mode(trial)
     except SamplerError as error:
         raise SamplerError(
-            f"{url} (sampler_urls) does not serve what is needed ({error}); "
+            f"{url} ({setting}) does not serve what is needed ({error}); "
             "start it as docs/external-samplers.md says, "
             f"above all with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}"
         ) from error

@@ -51,6 +51,7 @@ class RouterSpec:
     log_dir: str
     token: str = field(repr=False)  # that requests to it must bear, and the servers behind it ask for
     policy: str = POLICY
+    prefill_urls: tuple[str, ...] = ()  # workers that compute prompts for all others, if there are such
 
 
 class Router:
@@ -63,6 +64,7 @@ class Router:
         self._key_check = KeyCheck(spec.token)
         self._workers: dict[str, None] = {}  # in the order they came
         self._process: subprocess.Popen[bytes] | None = None
+        self._starting = asyncio.Lock()
 
     @property
     def url(self) -> str:
@@ -73,25 +75,47 @@ class Router:
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
+    @property
+    def disaggregates(self) -> bool:
+        """True if it has prompts computed by other workers than their continuations."""
+        return bool(self._spec.prefill_urls)
+
+    def enough(self, urls: Sequence[str]) -> bool:
+        """Return whether it can route with these workers alone: of each kind it needs one."""
+        prefill = sum(url in self._spec.prefill_urls for url in urls)
+        return not self.disaggregates or 0 < prefill < len(urls)
+
     async def start(self, urls: Sequence[str] = ()) -> None:
         """Start it, or start it again with the same workers. SamplerError if it does not come up."""
         self._workers.update(dict.fromkeys(urls))
-        self._end()
-        await self._key_check.start()
-        self._launch()
-        async with self._session() as http:
-            await self._wait_ready(http)
-            added: set[str] = set()
-            while missing := self._workers.keys() - added:  # which may change meanwhile
-                await asyncio.gather(*(self._add(http, url) for url in missing))
-                added |= missing
-            for url in added - self._workers.keys():
-                await self._post(http, "/remove_worker", url)
+        async with self._starting:
+            self._end()
+            await self._key_check.start()
+            given = tuple(self._workers) if self.disaggregates else ()
+            if not self.enough(given):
+                raise SamplerError("the router needs a server of prefill_urls and one of decode_urls")
+            self._launch(given)
+            async with self._session() as http:
+                await self._wait_ready(http)
+                await self._adjust(http, set(given))
+
+    async def _adjust(self, http: aiohttp.ClientSession, added: set[str]) -> None:
+        """Add and remove workers, which may change meanwhile, until it has those that it should have."""
+        while missing := self._workers.keys() - added:
+            await asyncio.gather(*(self._add(http, url) for url in missing))
+            added |= missing
+        for url in added - self._workers.keys():
+            await self._post(http, "/remove_worker", url)
 
     async def add(self, url: str) -> None:
-        """Add a worker. SamplerError when the router does not reach it."""
+        """Add a worker. SamplerError when the router does not reach it.
+
+        With disaggregation it starts again, as 0.1.17 then takes workers by its arguments only.
+        """
         self._workers[url] = None
         try:
+            if self.disaggregates:
+                return await self._start_with_enough()
             async with self._session() as http:
                 await self._add(http, url)
         except SamplerError:
@@ -106,15 +130,20 @@ class Router:
                 await self._post(http, "/remove_worker", url)
 
     async def wait_died(self) -> str:
-        """Return the reason once it has ended or hangs."""
+        """Return the reason once it has ended or hangs, unless it is being started."""
         silent = 0
         async with self._session() as http:
             while silent < SILENT_TRIES:
-                if not self._running():
-                    return "the router ended"
-                silent = silent + 1 if await self._status(http) is None else 0
+                async with self._starting:
+                    if not self._running():
+                        return "the router ended"
+                    silent = silent + 1 if await self._status(http) is None else 0
                 await asyncio.sleep(REFUSED_PAUSE_S if silent else WATCH_S)
         return "the router does not answer"
+
+    async def _start_with_enough(self) -> None:
+        if self.enough(tuple(self._workers)):
+            await self.start()
 
     async def shutdown(self) -> None:
         self._end()
@@ -122,11 +151,12 @@ class Router:
         for guard in self._guards:
             guard.close()
 
-    def _launch(self) -> None:
+    def _launch(self, workers: Sequence[str]) -> None:
+        """Launch it. `workers`: of disaggregation."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, *self._flags()],
+                [sys.executable, "-m", MODULE, *self._flags(), *self._kinds(workers)],
                 env={
                     **os.environ,
                     "RUST_LOG": "warn",  # or three lines per request
@@ -156,6 +186,12 @@ class Router:
         }
         pairs = [text for flag, value in values.items() for text in (flag, str(value))]
         return [*pairs, "--disable-retries", "--disable-circuit-breaker"]
+
+    def _kinds(self, workers: Sequence[str]) -> list[str]:
+        """Return the flags of workers of two kinds."""
+        kinds = ("--prefill" if url in self._spec.prefill_urls else "--decode" for url in workers)
+        pairs = [text for kind, url in zip(kinds, workers, strict=True) for text in (kind, url)]
+        return ["--vllm-pd-disaggregation", *pairs] if pairs else []
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(headers=bearer(self._spec.token))

@@ -86,7 +86,7 @@ class Trainer(Workers):
 class Samplers:
     """`drawn`: the prompts of all samples, in order. Each sample has its prompt for its tokens."""
 
-    replicas = 1
+    cores = 1
 
     def __init__(self) -> None:
         self.drawn: list[tuple[int, ...]] = []

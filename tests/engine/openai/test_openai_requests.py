@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities, chat_abilities
-from skyrl_tinker.engine.openai.openai_requests import texts_to_count, upstream_body
+from skyrl_tinker.engine.openai.openai_requests import require_one_sequence, texts_to_count, upstream_body
 from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -33,6 +33,13 @@ def chat(abilities: ChatAbilities, **fields: Any) -> dict[str, Any]:
         "another prompt is counted"
     )
     return body
+
+
+def test_where_prompts_are_computed_apart_a_request_has_one_sequence() -> None:
+    several = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "n": 3})
+    require_one_sequence(parse_openai(CompletionRequest, {"model": "m", "prompt": [5]}), 1)
+    with pytest.raises(FieldError, match="n: found 6 sequences in all, expected 1 with prefill_urls"):
+        require_one_sequence(several, 2)
 
 
 def test_stops_go_on_as_texts_and_token_ids_beside_the_end_of_text() -> None:

@@ -42,9 +42,10 @@ async def submit_sample(
     )
 
 
-def make_driver(store: Store, bell: Doorbell) -> tuple[SamplerDriver, Metrics]:
+def make_driver(store: Store, bell: Doorbell, cores: tuple[int, ...] = ()) -> tuple[SamplerDriver, Metrics]:
     nothing = cast(Any, None)
-    fleet = Fleet(nothing, RemoteInferenceClient("", ()))
+    urls = tuple(f"http://{index}" for index in range(len(cores)))
+    fleet = Fleet(nothing, RemoteInferenceClient("", urls), cores=cores)
     metrics = Metrics()
     samplers = Samplers(fleet, nothing, FACTS, 8)
     return SamplerDriver(store, samplers, Outbox(store, bell, metrics), 8, metrics), metrics
@@ -92,6 +93,28 @@ async def test_requests_that_the_store_does_not_know_take_their_turns_among_samp
         assert driver.queued() == 1
     await waiting
     assert driver.in_flight() == driver.queued() == 0
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+@pytest.mark.parametrize(("cores", "at_once"), [((1,), 1), ((2,), 2), ((1, 1, 0), 2), ((0,), 1)])
+async def test_each_engine_core_that_decodes_has_places_of_its_own(
+    store: Store, bell: Doorbell, cores: tuple[int, ...], at_once: int
+) -> None:
+    driver, _ = make_driver(store, bell, cores)
+    running = asyncio.create_task(driver.run())
+    leave = asyncio.Event()
+
+    async def stay() -> None:
+        async with driver.turn(None, tokens=10, sequences=8):
+            await leave.wait()
+
+    turns = [asyncio.create_task(stay()) for _ in range(4)]
+    await asyncio.sleep(0.1)
+    assert driver.in_flight() == at_once
+    leave.set()
+    await asyncio.gather(*turns)
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running

@@ -50,6 +50,11 @@ def test_more_samples_than_vllm_runs_at_once_are_several_requests() -> None:
     assert [(part.params.seed, part.num_samples) for part in parts] == [(7, 256), (263, 256), (519, 88)]
 
 
+def test_prompts_computed_apart_are_requests_of_one_sequence_each() -> None:
+    parts = split(ask((5,), num_samples=3, seed=7), context=100, most=1)
+    assert [(part.params.seed, part.num_samples) for part in parts] == [(7, 1), (8, 1), (9, 1)]
+
+
 def test_no_answer_of_vllm_is_so_large_that_it_seems_to_hang() -> None:
     parts = split(ask((5,), num_samples=20, max_tokens=4000, seed=7), context=8000)
     assert [(part.params.seed, part.num_samples) for part in parts] == [(7, 8), (15, 8), (23, 4)]

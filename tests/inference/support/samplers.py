@@ -77,8 +77,10 @@ class Sampler:
         return await sample(self.client, leases, request, eos=self.facts.eos_token_ids, tag=tag)
 
 
-def write_model(directory: Path, *, tied: bool, seed: int = 0, arch: str = "qwen3") -> BaseModelFacts:
-    write_tiny(directory, arch=arch, tied=tied, seed=seed)
+def write_model(
+    directory: Path, *, tied: bool, seed: int = 0, arch: str = "qwen3", vocab: int = 512
+) -> BaseModelFacts:
+    write_tiny(directory, arch=arch, tied=tied, seed=seed, vocab=vocab)
     return resolve(config.load(base_model=str(directory), model_name="tiny", context_length=CONTEXT))
 
 
