@@ -18,7 +18,13 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
 from skyrl_tinker.inference.constants import TOKEN
-from skyrl_tinker.inference.plugin import prompt_adapters, score_extraction, signed_pickles, slot_products
+from skyrl_tinker.inference.plugin import (
+    prompt_adapters,
+    routed_experts,
+    score_extraction,
+    signed_pickles,
+    slot_products,
+)
 from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 
@@ -43,6 +49,7 @@ def apply() -> None:
     _keep_experts_as_loaded()
     prompt_adapters.apply()
     score_extraction.apply()
+    routed_experts.apply()
     if current_platform.is_cpu():
         _fork_workers()
         slot_products.apply()
