@@ -78,7 +78,12 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
     metrics = Metrics()
     outbox = Outbox(store, env.bell, metrics)
     sampler_driver = SamplerDriver(
-        store, samplers, outbox, settings.sample_concurrency or CONCURRENCY[settings.device], metrics
+        store,
+        samplers,
+        outbox,
+        settings.sample_concurrency or CONCURRENCY[settings.device],
+        metrics,
+        router_replay=settings.router_replay,
     )
     versions = EphemeralVersions(store, samplers, sampler_driver, make_tmpfs_spill(directories), settings)
     training = compose_training(
@@ -152,6 +157,7 @@ def sampler_spec(
         tensor_parallel_size=settings.tensor_parallel_size,
         hang_s=settings.sampler_hang_s,
         sampled_logprobs=settings.sampled_logprobs,
+        router_replay=settings.router_replay,
         reasoning_parser=settings.reasoning_parser,
         weight_backend=backend_of(_transport_name(settings)),
         gpu_memory_utilization=settings.gpu_memory_utilization,

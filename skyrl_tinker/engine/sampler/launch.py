@@ -24,7 +24,12 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
     servers: ServerGroup | ExternalServers
     if settings.sampler_urls:
         servers = ExternalServers(
-            settings.sampler_urls, spec.startup_s, spec.hang_s, spec.max_model_len, spec.sampled_logprobs
+            settings.sampler_urls,
+            spec.startup_s,
+            spec.hang_s,
+            spec.max_model_len,
+            spec.sampled_logprobs,
+            spec.router_replay,
         )
     else:
         servers = ServerGroup.launch(spec)

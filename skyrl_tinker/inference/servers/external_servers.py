@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.client.vllm_responses import MODE_TRIAL, logprobs_mode
+from skyrl_tinker.inference.client.vllm_responses import TRIAL, lists_experts, logprobs_mode
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
 
@@ -28,6 +28,7 @@ class ExternalServers:
         hang_s: float,
         max_model_len: int,
         sampled_logprobs: Literal["raw", "processed"] = "raw",
+        router_replay: bool = False,
     ) -> None:
         """URLs as http://host:port. `startup_s`: how long `ready` waits for them."""
         self._urls = tuple(url.rstrip("/") for url in urls)
@@ -35,6 +36,7 @@ class ExternalServers:
         self._hang_s = hang_s
         self._max_model_len = max_model_len
         self._sampled_logprobs = sampled_logprobs
+        self._router_replay = router_replay
         self._suspicion = Suspicion()
 
     async def ready(self) -> None:
@@ -75,16 +77,22 @@ class ExternalServers:
 
     async def _require_fit(self, url: str) -> None:
         """Raise a SamplerError that says what the server was started without."""
-        length, mode = await _prepare(url)
+        length, trial = await _prepare(url)
         if length < self._max_model_len:
             raise SamplerError(
                 f"{url} (sampler_urls) takes {length} tokens, expected {self._max_model_len} (context_length "
                 f"+ 1): start it with --max-model-len {self._max_model_len}"
             )
+        mode = logprobs_mode(trial)
         if mode not in (self._sampled_logprobs, None):
             raise SamplerError(
                 f"{url} (sampler_urls) answers {mode} logprobs, expected {self._sampled_logprobs} "
                 f"(sampled_logprobs): start it with --logprobs-mode {self._sampled_logprobs}_logprobs"
+            )
+        if self._router_replay and not lists_experts(trial):
+            raise SamplerError(
+                f"{url} (sampler_urls) answers no routed experts, expected them (router_replay): "
+                "start it with --enable-return-routed-experts"
             )
 
 
@@ -98,8 +106,8 @@ async def _healthy(url: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def _prepare(url: str) -> tuple[int, str | None]:
-    """Unload old adapters, whose names may recur; return the server's context and its logprobs mode if known.
+async def _prepare(url: str) -> tuple[int, Any]:
+    """Unload old adapters, whose names may recur; return the server's context and its answer to TRIAL.
 
     SamplerError when it does not serve what is needed.
     """
@@ -111,8 +119,8 @@ async def _prepare(url: str) -> tuple[int, str | None]:
         for name in await control.adapters():
             await control.unload_adapter(name)
         await control.reset_prefix_cache()  # it knows adapters by name and path only
-        trial = await client.data.generate({"model": BASE_MODEL, **MODE_TRIAL})
-        return await control.max_model_len(), logprobs_mode(trial)
+        trial = await client.data.generate({"model": BASE_MODEL, **TRIAL})
+        return await control.max_model_len(), trial
     except SamplerError as error:
         raise SamplerError(
             f"{url} (sampler_urls) does not serve what is needed ({error}); "
