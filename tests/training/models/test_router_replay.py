@@ -16,6 +16,7 @@ from skyrl_tinker.domain.values import Datum, LoraSpec, PassOutput, ReplayedExpe
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
+from tests.support.forced_experts import force_experts
 from tests.support.tiny_models import write_tiny
 from tests.training.support import reference
 from tests.training.support.passes import (
@@ -70,31 +71,12 @@ def _other_experts(data: tuple[Datum, ...], seed: int, *, every: int = 0) -> tup
     return tuple(changed)
 
 
-def _forced(model: Any, datum: Datum) -> None:
-    """Have the plain model's routers choose the experts of this datum."""
-    assert datum.replayed is not None
-    experts, known = datum.replayed.experts, torch.tensor(datum.replayed.known)[:, None]
-
-    def route(router: Any, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = x @ router.weight.T
-        scores = logits.softmax(-1)
-        chosen = torch.where(
-            known, torch.tensor(experts[:, layer].astype(np.int64)), scores.topk(CHOSEN).indices
-        )
-        weights = torch.stack([scores[row, chosen[row]] for row in range(len(scores))])
-        if router.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, chosen
-
-    for layer, block in enumerate(model.model.layers):
-        block.mlp.gate.forward = partial(route, block.mlp.gate, layer)
-
-
 def _naive(model: torch.nn.Module, data: tuple[Datum, ...], merged: Any = None) -> list[torch.Tensor]:
     """Compute the logprobs of each datum and add the gradients of their cross entropy."""
     found = []
     for datum in data:
-        _forced(model, datum)
+        assert datum.replayed is not None
+        force_experts(model, datum.replayed)
         logprobs = reference.logprobs(model, datum, merged)
         reference.cross_entropy(logprobs, {"weights": torch.tensor(datum.inputs["weights"])}).backward(
             retain_graph=True
