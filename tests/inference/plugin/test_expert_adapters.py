@@ -1,10 +1,15 @@
 """Adapters of routed experts: vLLM samples a mixture of experts with the logprobs of merged weights."""
 
 import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE
+from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.sync import sync_weights
 from tests.inference.support.mixtures import ATTENTION, EXPERTS, expert_adapter, write_merged
@@ -38,6 +43,25 @@ async def test_adapted_experts_have_the_logprobs_of_merged_weights(mixture: Serv
         await sampler.client.control.load_adapter(name, str(tmp_path / name))
     for names in (("base", "all", "experts"), ("attention", "base", "others"), ("all", "base"), ("base",)):
         await _assert_sampled(sampler, {name: directories[name] for name in names})
+    await sampler.client.close()
+
+
+async def test_slots_of_experts_have_their_part_of_the_rank(mixture: Served, tmp_path: Path) -> None:
+    """8 of 16: an adapter with 9 is refused, and others are sampled as before."""
+    sampler = make_sampler(mixture)
+    base = Path(mixture.facts.directory)
+    fitting, larger = (expert_adapter(base, rank, 7, EXPERTS) for rank in (16, 18))
+    publish_adapter(replace(larger, spec=fitting.spec), tmp_path / "larger", str(base))
+    file = tmp_path / "larger" / ADAPTER_CONFIG_FILE
+    config = json.loads(file.read_text())
+    del config["rank_pattern"][r"experts\.gate_up_proj"]  # twice the rank, which vLLM itself refuses here
+    file.write_text(json.dumps(config))
+    with pytest.raises(SkyrlTinkerError, match="rank 9 for each expert, expected at most 8"):
+        await sampler.client.control.load_adapter("larger", str(tmp_path / "larger"))
+    publish_adapter(fitting, tmp_path / "fitting", str(base))
+    await sampler.client.control.load_adapter("fitting", str(tmp_path / "fitting"))
+    merged = write_merged(base, tmp_path / "merged", fitting)
+    await _assert_sampled(sampler, {"base": base, "fitting": merged})
     await sampler.client.close()
 
 

@@ -14,6 +14,7 @@ from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.vllm_requests import body, remainder
 from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence, parse
+from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.sync import sync_weights
 from tests.inference.support.mixtures import ATTENTION, EXPERTS, expert_adapter, write_merged
@@ -113,6 +114,10 @@ async def _aborted(sampler: Sampler, request: SampleRequest) -> GeneratedSequenc
         if sequence.finish == "abort" and len(sequence.tokens) > 1:
             return sequence
     pytest.fail("never aborted between its tokens")
+
+
+async def test_an_external_server_that_lists_experts_is_taken(mixture: Served) -> None:
+    await ExternalServers(mixture.group.urls, 5.0, 2.0, CONTEXT + 1, router_replay=True).ready()
 
 
 async def test_who_does_not_ask_gets_no_experts_of_the_prompt(mixture: Served) -> None:
