@@ -172,6 +172,11 @@ class Settings(BaseSettings):
         description="Logprobs of sampled tokens: raw are the model's at temperature 1, processed those of "
         "the distribution sampled from, after temperature, top_k and top_p",
     )
+    router_replay: bool = Field(
+        False,
+        description="Mixtures of experts: record the experts of each token of samples made with "
+        "record_stability_info, and train datums whose provenance spans name these samples with them",
+    )
     reasoning_parser: str | None = Field(
         None,
         description="vLLM's parser that puts the reasoning of chat answers in a field of its own, as qwen3 "

@@ -13,12 +13,14 @@ from skyrl_tinker.errors import Category
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+RoutedExperts = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
+"""Experts [tokens, layers, k] that tokens of a mixture were routed to; int16 for more than 256 of them."""
 Number = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class ProvenanceSpan:
-    """Origin of `length` targets of a datum: tokens [offset, offset + length) of a sequence.
+    """Origin of `length` tokens or targets of a datum: tokens [offset, offset + length) of a sequence.
 
     `sampled`: offset counts the sequence's sampled tokens, else those of its prompt.
     """
@@ -27,6 +29,14 @@ class ProvenanceSpan:
     offset: int
     length: int
     sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedExperts:
+    """Experts for the N tokens of a datum in place of the router's choice, where it is known."""
+
+    experts: RoutedExperts  # [N, layers, k]
+    known: npt.NDArray[np.bool_]  # [N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,9 @@ class Datum:
     float32 or int64, of any shape with up to 2 dimensions."""
     spans: tuple[ProvenanceSpan, ...] = ()
     """Origin of the target tokens: the spans tile target_tokens, or there are none."""
+    input_spans: tuple[ProvenanceSpan, ...] = ()
+    """Origin of the tokens, read for router replay."""
+    replayed: ReplayedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +209,7 @@ class SampleRequest:
 
     `prompt_logprobs_last_n`: prompt_logprobs and topk_prompt_logprobs score only the last n prompt tokens;
     None: all after the first. `record_stability_info`: provenance spans may refer to the samples.
+    `routed_experts`: return the experts of prompts and samples.
     """
 
     prompt: tuple[int, ...]
@@ -208,6 +222,7 @@ class SampleRequest:
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False
+    routed_experts: bool = False
 
     @property
     def sequences(self) -> int:
@@ -244,6 +259,8 @@ class SampledSequence:
     stop_reason: Literal["stop", "length"]
     topk: tuple[TopkRow, ...] = ()  # [len(tokens)] when asked for
     versions: tuple[VersionSpan, ...] = ()  # in order, without gaps
+    routed_experts: RoutedExperts | None = None
+    """Of the prompt and the tokens but the last, which the model was not given; when asked for."""
 
 
 @dataclass(frozen=True, slots=True)

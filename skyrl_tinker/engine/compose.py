@@ -7,6 +7,7 @@ from pathlib import Path
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.state_size import LORA_RANKS
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine.colocation.placement import Placement
@@ -34,8 +35,6 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be built for
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,12 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
     metrics = Metrics()
     outbox = Outbox(store, env.bell, metrics)
     sampler_driver = SamplerDriver(
-        store, samplers, outbox, settings.sample_concurrency or CONCURRENCY[settings.device], metrics
+        store,
+        samplers,
+        outbox,
+        settings.sample_concurrency or CONCURRENCY[settings.device],
+        metrics,
+        router_replay=settings.router_replay,
     )
     versions = EphemeralVersions(store, samplers, sampler_driver, make_tmpfs_spill(directories), settings)
     training = compose_training(
@@ -152,6 +156,7 @@ def sampler_spec(
         tensor_parallel_size=settings.tensor_parallel_size,
         hang_s=settings.sampler_hang_s,
         sampled_logprobs=settings.sampled_logprobs,
+        router_replay=settings.router_replay,
         reasoning_parser=settings.reasoning_parser,
         weight_backend=backend_of(_transport_name(settings)),
         gpu_memory_utilization=settings.gpu_memory_utilization,

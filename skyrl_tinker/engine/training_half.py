@@ -93,7 +93,7 @@ def compose_training(
     ends = store, trainer, samplers
     publisher = Publisher(*ends, commits, ephemeral, root, drift_monitor, metrics, written)
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox)
-    passes = PassCoordinator(store, trainer)
+    passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     replay = Replay(store, trainer, passes, snapshots)
 
     def more_metrics(model: ModelKey) -> Mapping[str, float]:

@@ -39,12 +39,29 @@ def resolve(settings: Settings) -> BaseModelFacts:
             "vllm_args: data-parallel-size: expected 1 for a mixture of experts, whose ranks would compute "
             "each other's rows with whatever adapter they have in the slot of that number; use replicas"
         )
+    if settings.router_replay:
+        _check_router_replay(settings, facts)
     if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         raise StartupError(
             f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
             f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
         )
     return facts
+
+
+def _check_router_replay(settings: Settings, facts: BaseModelFacts) -> None:
+    """Refuse models without experts, and vLLM's features under which it lists none."""
+    if not facts.experts:
+        raise StartupError(
+            f"router_replay: expected a mixture of experts, found {facts.architecture} in {facts.directory}"
+        )
+    if not settings.vllm_args.get("enable-prefix-caching", True):
+        raise StartupError(
+            "vllm_args: enable-prefix-caching: found false, expected true with router_replay: vLLM keeps the "
+            "experts of cached tokens beside its prefix cache"
+        )
+    if "speculative-config" in settings.vllm_args:
+        raise StartupError("vllm_args: speculative-config: expected none with router_replay")
 
 
 def _check_weights(directory: Path) -> None:

@@ -1,11 +1,11 @@
 """Memory that a server takes on GPUs divided in one way: trainer ranks, samplers, host and disk. No torch."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
-from skyrl_tinker.domain.state_size import parameters
+from skyrl_tinker.domain.state_size import expert_slot_rank, parameters
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.server.gpu_division import GpuDivision
@@ -121,12 +121,20 @@ class MemoryEstimate:
 
     @property
     def _slot_bytes(self) -> float:
-        """Adapters that vLLM has room for on each GPU: for experts, too, of the whole rank."""
+        """Adapters that vLLM has room for on each GPU."""
         if self.demand.full:
             return 0
-        spec, whole = LoraSpec(self.demand.rank, 0), replace(self.facts, experts_per_token=1)
-        unused = parameters(whole, spec) - parameters(self.facts, spec)
-        return self.demand.adapter_slots * _BFLOAT16 * (self.costs.trained + unused)
+        return self.demand.adapter_slots * _BFLOAT16 * (self.costs.trained + self._unused_of_slot)
+
+    @property
+    def _unused_of_slot(self) -> int:
+        """Count the parameters by which the slots of experts are larger than an adapter."""
+        if not self.facts.experts:
+            return 0
+        rank, chosen = self.demand.rank, self.facts.experts_per_token
+        ranks = expert_slot_rank(rank, chosen) * chosen, rank
+        slot, own = (LoraSpec(each, 0, train_attn=False, train_unembed=False) for each in ranks)
+        return parameters(self.facts, slot) - parameters(self.facts, own)
 
     @property
     def _cache_bytes(self) -> float:

@@ -136,6 +136,11 @@ def _check_urls(settings: Settings) -> None:
         raise StartupError("router_url needs sampler_urls: adapters and weights go to each sampler directly")
     if bool(settings.prefill_urls) != bool(settings.decode_urls):
         raise StartupError("prefill_urls and decode_urls: found one of them, expected both or none")
+    if settings.prefill_urls and settings.router_replay:
+        raise StartupError(
+            "router_replay: found prefill_urls, expected none: servers that continue prompts do not know "
+            "the experts of their tokens"
+        )
     if settings.prefill_urls and settings.sampler_urls:
         raise StartupError("prefill_urls and sampler_urls: a server does one or both; give one of the two")
 

@@ -3,6 +3,7 @@
 A record belongs to the session that sampled it, and is kept for a time after its last use.
 """
 
+import io
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 from sqlalchemy import Connection, bindparam, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId, request_of
-from skyrl_tinker.domain.values import Float32, Int32
+from skyrl_tinker.domain.values import Float32, Int32, RoutedExperts
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, StabilityRecord
 
@@ -24,6 +25,14 @@ Key = tuple[SessionId, str]
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingRecord:
+    """Experts to which the tokens of a sequence were routed, but for its last, which was sampled last."""
+
+    prompt: Int32
+    experts: RoutedExperts  # [len(prompt) + n - 1, layers, k]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceRecord:
     """One sampled sequence; `prompt_length` counts the tokens of its prompt."""
 
@@ -31,6 +40,7 @@ class SequenceRecord:
     tokens: Int32  # [n], sampled
     logprobs: Float32  # [n], under the weights that sampled them
     prompt_length: int
+    routing: RoutingRecord | None = None
 
 
 _COLUMNS = [
@@ -60,11 +70,20 @@ def add(conn: Connection, records: Mapping[int, Sequence[SequenceRecord]]) -> No
             "logprobs": record.logprobs.astype(_FLOAT32).tobytes(),
             "prompt_length": record.prompt_length,
             "last_used_at": now,
+            **_stored(record.routing),
         }
         for future_id, sequences in records.items()
         for record in sequences
     ]
     conn.execute(_ADD, rows)
+
+
+def _stored(routing: RoutingRecord | None) -> dict[str, bytes | None]:
+    if routing is None:
+        return {"prompt": None, "experts": None}
+    experts = io.BytesIO()
+    np.save(experts, routing.experts, allow_pickle=False)
+    return {"prompt": routing.prompt.astype(_INT32).tobytes(), "experts": experts.getvalue()}
 
 
 def find(conn: Connection, ids: Collection[str]) -> dict[Key, SequenceRecord]:
@@ -100,4 +119,11 @@ def _portions(ids: Collection[str]) -> Iterator[list[str]]:
 
 def _record(row: AnyRow) -> SequenceRecord:
     tokens, logprobs = np.frombuffer(row.tokens, _INT32), np.frombuffer(row.logprobs, _FLOAT32)
-    return SequenceRecord(row.sequence_id, tokens, logprobs, row.prompt_length)
+    return SequenceRecord(row.sequence_id, tokens, logprobs, row.prompt_length, _routing(row))
+
+
+def _routing(row: AnyRow) -> RoutingRecord | None:
+    if row.experts is None:
+        return None
+    experts = np.load(io.BytesIO(row.experts), allow_pickle=False)
+    return RoutingRecord(np.frombuffer(row.prompt, _INT32), experts)

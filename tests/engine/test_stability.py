@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ SEQUENCES = (
     SampledSequence((5, 6, 7), (-0.5, -1.5, -0.25), "length"),
     SampledSequence((8,), (-2.0,), "stop"),
 )
+EXPERTS = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
 
 
 class ScriptedSamplers:
@@ -54,16 +56,19 @@ class ScriptedSamplers:
         await self.go_on.wait()
         if self.failing:
             raise SamplerError("it died")
+        if request.routed_experts:
+            return SampleOutput(tuple(replace(each, routed_experts=EXPERTS) for each in SEQUENCES))
         return SampleOutput(SEQUENCES)
 
 
 class Sampling:
-    def __init__(self, store: Store, bell: Doorbell) -> None:
+    def __init__(self, store: Store, bell: Doorbell, *, router_replay: bool = False) -> None:
         self.store = store
         self.samplers = ScriptedSamplers()
         samplers = cast(Samplers, self.samplers)
         metrics = Metrics()
-        self.driver = SamplerDriver(store, samplers, Outbox(store, bell, metrics), 8, metrics)
+        outbox = Outbox(store, bell, metrics)
+        self.driver = SamplerDriver(store, samplers, outbox, 8, metrics, router_replay=router_replay)
         self.running = asyncio.create_task(self.driver.run())
 
     async def sample(self, session: SessionId, *, record: bool) -> Accepted:
@@ -93,9 +98,13 @@ class Sampling:
 async def drawn(store: Store, bell: Doorbell) -> AsyncIterator[Sampling]:
     made = Sampling(store, bell)
     yield made
-    made.running.cancel()
+    await cancel(made.running)
+
+
+async def cancel(running: "asyncio.Task[None]") -> None:
+    running.cancel()
     with suppress(asyncio.CancelledError):
-        await made.running
+        await running
 
 
 @pytest.fixture
@@ -126,6 +135,26 @@ async def test_every_sequence_of_a_recorded_sample_has_its_record(store: Store, 
         np.testing.assert_array_equal(record.tokens, np.array(sequence.tokens, np.int32), strict=True)
         np.testing.assert_array_equal(record.logprobs, np.array(sequence.logprobs, np.float32), strict=True)
         assert record.prompt_length == 2
+        assert record.routing is None
+
+
+async def test_router_replay_records_experts_of_recorded_samples_alone(store: Store, bell: Doorbell) -> None:
+    replaying = Sampling(store, bell, router_replay=True)
+    session, other = [await journal.new_session(store) for _ in range(2)]
+    recorded, plain = (
+        await replaying.sample(session, record=True),
+        await replaying.sample(other, record=False),
+    )
+    for accepted in (recorded, plain):
+        await replaying.done(accepted)
+    await cancel(replaying.running)
+    found = await records_of(store, recorded)
+    assert len(found) == len(SEQUENCES)
+    for record in found.values():
+        assert record.routing is not None
+        np.testing.assert_array_equal(record.routing.prompt, np.array([1, 2], np.int32), strict=True)
+        np.testing.assert_array_equal(record.routing.experts, EXPERTS, strict=True)
+    assert await records_of(store, plain) == {}
 
 
 async def test_an_ordinary_sample_costs_no_statement_more(

@@ -89,6 +89,16 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(
         ({"use_sliding_window": True, "sliding_window": 64}, {}, "sliding windows are not supported"),
         ({"num_experts_per_tok": 0}, {}, "num_experts_per_tok must be a positive integer, found 0"),
         ({}, {"vllm_args": {"data-parallel-size": 2}}, "data-parallel-size: expected 1 for a mixture"),
+        (
+            {},
+            {"router_replay": True, "vllm_args": {"enable-prefix-caching": False}},
+            "enable-prefix-caching: found false, expected true with router_replay",
+        ),
+        (
+            {},
+            {"router_replay": True, "vllm_args": {"speculative-config": {"method": "ngram"}}},
+            "speculative-config: expected none with router_replay",
+        ),
     ],
 )
 def test_mixtures_that_would_not_run_are_refused(
@@ -98,6 +108,11 @@ def test_mixtures_that_would_not_run_are_refused(
     change(tmp_path / "model", **changed)
     with pytest.raises(StartupError, match=message):
         base_model.resolve(config.load(base_model=str(tmp_path / "model"), **settings))
+
+
+def test_router_replay_is_refused_without_experts(model: Path) -> None:
+    with pytest.raises(StartupError, match="router_replay: expected a mixture of experts, found Qwen3ForCa"):
+        base_model.resolve(config.load(base_model=str(model), router_replay=True))
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

@@ -1,6 +1,7 @@
 """What was sampled is kept for the session that sampled it, until nobody has used it for a time."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.retention import row_purges
-from skyrl_tinker.store.stability_records import SequenceRecord
+from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import outcome, sample
 
@@ -54,6 +55,24 @@ async def test_a_record_comes_back_bit_by_bit_under_its_session(
         np.testing.assert_array_equal(again.tokens, record.tokens, strict=True)
         np.testing.assert_array_equal(again.logprobs, record.logprobs, strict=True)
         assert again.prompt_length == 4
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+async def test_a_record_of_experts_comes_back_with_its_shape_and_type(
+    store: Store, session: SessionId, sampler: SamplingSessionId, dtype: type[np.generic]
+) -> None:
+    accepted = await sample(store, sampler, 1)
+    experts = np.arange(4 * 3 * 2).reshape(4, 3, 2).astype(dtype)
+    routing = RoutingRecord(np.array([500_000, 7, 9], np.int32), experts)
+    with_experts, without = (record_of(name, 7, 8, prompt_length=3) for name in accepted.sequence_ids)
+    await add(store, accepted, replace(with_experts, routing=routing), without)
+    with store.read() as conn:
+        found = stability_records.find(conn, accepted.sequence_ids)
+    again = found[session, with_experts.sequence_id].routing
+    assert again is not None
+    np.testing.assert_array_equal(again.prompt, routing.prompt, strict=True)
+    np.testing.assert_array_equal(again.experts, experts, strict=True)
+    assert found[session, without.sequence_id].routing is None
 
 
 async def test_what_has_no_record_is_not_found(store: Store, sampled: Accepted) -> None:

@@ -30,6 +30,7 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
             spec.max_model_len,
             spec.sampled_logprobs,
             "sampler_urls" if settings.sampler_urls else "prefill_urls or decode_urls",
+            spec.router_replay,
         )
     else:
         servers = ServerGroup.launch(spec)

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -45,7 +45,7 @@ from skyrl_tinker.store import sampling_sessions, session_records
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
-from skyrl_tinker.store.stability_records import SequenceRecord
+from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
 
 BATCH = 256  # bodies read at once
@@ -77,12 +77,18 @@ class SamplerDriver:
         outbox: Outbox,
         concurrency: int,
         metrics: Metrics,
+        *,
+        router_replay: bool = False,
     ) -> None:
-        """`concurrency`: sequences in flight per engine core; bodies of other requests stay in the store."""
+        """`concurrency`: sequences in flight per engine core; bodies of other requests stay in the store.
+
+        `router_replay`: record the experts of samples that are recorded.
+        """
         self._store = store
         self._samplers = samplers
         self._outbox = outbox
         self._metrics = metrics
+        self._router_replay = router_replay
         self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
         self._starting: set[int] = set()  # their bodies are being read
         self._queued = SampleQueue(Slots(concurrency, lambda: samplers.cores))
@@ -205,7 +211,7 @@ class SamplerDriver:
         try:
             assert row.sampling_session_id is not None
             source = self._source(row.sampling_session_id)
-            request = sample_from_body(body)
+            request = self._read(body)
             output = await self._samplers.sample(source, request)
             self._metrics.sampled(output)
             records = _records(row, request, output) if request.record_stability_info else ()
@@ -216,6 +222,11 @@ class SamplerDriver:
             )
         except Exception as error:  # becomes the result of this request
             return failure_of(error)
+
+    def _read(self, body: bytes) -> SampleRequest:
+        request = sample_from_body(body)
+        recorded = self._router_replay and request.record_stability_info
+        return replace(request, routed_experts=True) if recorded else request
 
     def _source(self, session: SamplingSessionId) -> SampleSource:
         """Return the weights that this sampling client samples. GoneError once its session is over."""
@@ -234,12 +245,14 @@ class SamplerDriver:
 
 def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tuple[SequenceRecord, ...]:
     ids = sequence_ids(row.request_id, len(output.sequences))
+    prompt = np.asarray(request.prompt, np.int32)
     return tuple(
         SequenceRecord(
             sequence_id,
             np.asarray(sequence.tokens, np.int32),
             np.asarray(sequence.logprobs, np.float32),
-            len(request.prompt),
+            len(prompt),
+            None if sequence.routed_experts is None else RoutingRecord(prompt, sequence.routed_experts),
         )
         for sequence_id, sequence in zip(ids, output.sequences, strict=True)
     )

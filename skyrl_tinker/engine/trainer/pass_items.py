@@ -14,7 +14,7 @@ from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.domain.values import CustomLoss, Datum, Failure, ForwardBackward, PassItem
 from skyrl_tinker.engine.outbox import failure_of
 from skyrl_tinker.engine.scheduling.lanes import model_of
-from skyrl_tinker.engine.trainer.provenance import Records, shown, with_records
+from skyrl_tinker.engine.trainer.provenance import Records, shown, with_experts, with_records
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.custom_loss import check_custom_inputs
 from skyrl_tinker.protocol.protobuf import pass_requests
@@ -40,23 +40,25 @@ class ReadRow:
     request: ForwardBackward
 
     @classmethod
-    def read(cls, row: QueuedRow, bodies: Mapping[int, bytes]) -> "ReadRow":
+    def read(cls, row: QueuedRow, bodies: Mapping[int, bytes], *, router_replay: bool) -> "ReadRow":
         """Read the body of a row. `bodies`: by row id. Raises what reading the body raises."""
         if row.id not in bodies:
             raise UserError("the request expired before it started")
-        return cls(row, model_of(row), pass_requests.from_canonical(bodies[row.id]))
+        return cls(
+            row, model_of(row), pass_requests.from_canonical(bodies[row.id], input_spans=router_replay)
+        )
 
     @property
     def sequences(self) -> set[str]:
         """Ids of the sequences whose records it needs."""
-        if not LOSSES[self.request.loss_fn].recorded:
-            return set()
-        return {span.sequence_id for datum in self.request.data for span in datum.spans}
+        return {
+            span.sequence_id for datum in self.request.data for span in (*datum.spans, *datum.input_spans)
+        }
 
     @property
     def has_references(self) -> bool:
         """True if it refers to something beyond its body."""
-        return self.request.loss_id is not None or bool(LOSSES[self.request.loss_fn].recorded)
+        return self.request.loss_id is not None or bool(self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,12 @@ class References:
         )
 
     def _data(self, read: ReadRow) -> tuple[Datum, ...]:
-        if not LOSSES[read.request.loss_fn].recorded:
-            return read.request.data
-        return tuple(
-            with_records(datum, f"datum {index}", read.row.session_id, self.records)
-            for index, datum in enumerate(read.request.data)
-        )
+        recorded = LOSSES[read.request.loss_fn].recorded
+        data = []
+        for index, datum in enumerate(read.request.data):
+            found = f"datum {index}", read.row.session_id, self.records
+            data.append(with_experts(with_records(datum, *found) if recorded else datum, *found))
+        return tuple(data)
 
     def _custom(self, read: ReadRow, loss_id: str) -> CustomLoss:
         loss = self.custom.get((read.row.session_id, loss_id))

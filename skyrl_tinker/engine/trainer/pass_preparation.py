@@ -20,6 +20,7 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult, PreparedPass, TrainerGroup
 
+REPLAYED = "replayed_tokens:sum"
 T = TypeVar("T")
 ReadBodies = Callable[[Connection, Sequence[int]], Mapping[int, bytes]]
 
@@ -33,23 +34,26 @@ class ReadyPass:
     batch: PreparedPass | None  # None: no row can run
     sequences: frozenset[str]  # ids of those whose records it uses
     again: bool  # memory had run out
+    replayed: Mapping[int, int]  # tokens with replayed experts, by row id; empty without router replay
 
 
 class PassCoordinator:
-    def __init__(self, store: Store, trainer: TrainerGroup) -> None:
+    def __init__(self, store: Store, trainer: TrainerGroup, *, router_replay: bool = False) -> None:
         self._store = store
         self._trainer = trainer
+        self._router_replay = router_replay
 
     async def prepare(self, unit: Pass, read_bodies: ReadBodies = queue.read_bodies) -> ReadyPass:
         """Make the batch; needs no rank, so it may run while they are busy with the previous unit."""
         ids = [row.id for row in unit.rows]
         bodies = await self._fetch(lambda conn: read_bodies(conn, ids))
         size = sum(map(len, bodies.values()))
-        read, unread = await off_loop(size, lambda: _read(unit.rows, bodies))
+        read, unread = await off_loop(size, lambda: self._read(unit.rows, bodies))
         references = await self._references(read)
-        batch, refused = await off_loop(size, lambda: self._build(read, references))
+        size += references.records.nbytes
+        batch, refused, replayed = await off_loop(size, lambda: self._build(read, references))
         used = (row.sequences for row_id, row in read.items() if row_id not in refused)
-        return ReadyPass(unit.rows, unread | refused, batch, frozenset().union(*used), unit.again)
+        return ReadyPass(unit.rows, unread | refused, batch, frozenset().union(*used), unit.again, replayed)
 
     async def execute(self, ready: ReadyPass, row_budget: int | None = None) -> PassResult:
         """Return one output per row, in order. Raises TrainerError when the ranks are broken."""
@@ -57,7 +61,10 @@ class PassCoordinator:
             return PassResult([ready.refused[row.id] for row in ready.rows], 0)
         result = await self._trainer.run_pass(ready.batch, row_budget)
         outputs = iter(result.outputs)
-        return replace(result, outputs=[ready.refused.get(row.id) or next(outputs) for row in ready.rows])
+        return replace(
+            result,
+            outputs=[ready.refused.get(row.id) or _counted(next(outputs), row, ready) for row in ready.rows],
+        )
 
     async def renew_records(self, ready: ReadyPass) -> None:
         """Postpone the expiry of the sequence records that the pass used."""
@@ -72,14 +79,21 @@ class PassCoordinator:
         rows = [row for row in read.values() if row.has_references]
         return await self._fetch(lambda conn: References.look_up(conn, rows)) if rows else References()
 
+    def _read(
+        self, rows: Sequence[QueuedRow], bodies: Mapping[int, bytes]
+    ) -> tuple[dict[int, ReadRow], dict[int, Failure]]:
+        read = partial(ReadRow.read, bodies=bodies, router_replay=self._router_replay)
+        return _split({row.id: attempt(partial(read, row)) for row in rows})
+
     def _build(
         self, read: Mapping[int, ReadRow], references: References
-    ) -> tuple[PreparedPass | None, dict[int, Failure]]:
+    ) -> tuple[PreparedPass | None, dict[int, Failure], dict[int, int]]:
         items, refused = _split(
             {row_id: attempt(partial(references.item, row)) for row_id, row in read.items()}
         )
         batch, unfit = self._batch(items)
-        return batch, refused | unfit
+        replayed = {row_id: _replayed_tokens(item) for row_id, item in items.items() if self._router_replay}
+        return batch, refused | unfit, replayed
 
     def _batch(self, items: Mapping[int, PassItem]) -> tuple[PreparedPass | None, dict[int, Failure]]:
         """Make the batch of all items or, if that fails, of those that fit into a batch of their own."""
@@ -96,6 +110,17 @@ class PassCoordinator:
                 return None, dict.fromkeys(items, failure_of(error))
         batch, more = self._batch({row_id: item for row_id, item in items.items() if row_id not in unfit})
         return batch, unfit | more
+
+
+def _replayed_tokens(item: PassItem) -> int:
+    return sum(int(datum.replayed.known.sum()) for datum in item.data if datum.replayed is not None)
+
+
+def _counted(output: PassOutput | Failure, row: QueuedRow, ready: ReadyPass) -> PassOutput | Failure:
+    """Add the metric of router replay, also a zero: the SDK drops those that some requests do not have."""
+    if isinstance(output, Failure) or row.id not in ready.replayed:
+        return output
+    return replace(output, metrics={**output.metrics, REPLAYED: float(ready.replayed[row.id])})
 
 
 async def encode(outputs: Sequence[PassOutput | Failure]) -> list[FutureOutcome]:
@@ -115,12 +140,6 @@ def _encode(output: PassOutput | Failure) -> FutureOutcome:
     return FutureResult(
         pass_results.PROTOBUF, pass_results.encode_forward_backward_output(output), usage=Usage(tokens)
     )
-
-
-def _read(
-    rows: Sequence[QueuedRow], bodies: Mapping[int, bytes]
-) -> tuple[dict[int, ReadRow], dict[int, Failure]]:
-    return _split({row.id: attempt(partial(ReadRow.read, row, bodies)) for row in rows})
 
 
 def _split(attempts: Mapping[int, T | Failure]) -> tuple[dict[int, T], dict[int, Failure]]:

@@ -1,16 +1,17 @@
-"""Provenance of target tokens: a datum's spans, checked against the records of their sampling."""
+"""Provenance of a datum's tokens: its spans, checked against the records of their sampling."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
-from skyrl_tinker.domain.values import Datum, ProvenanceSpan
+from skyrl_tinker.domain.values import Datum, Int32, Int64, ProvenanceSpan, ReplayedExperts, RoutedExperts
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.validation.spans import check_tiling
 from skyrl_tinker.store import stability_records
-from skyrl_tinker.store.stability_records import Key, SequenceRecord
+from skyrl_tinker.store.stability_records import Key, RoutingRecord, SequenceRecord
 
 SHOWN = 100
 """Most characters of a client's text in a message."""
@@ -36,6 +37,12 @@ class Records:
         missing = set(ids) - {sequence_id for _, sequence_id in by_key}
         return cls(by_key, stability_records.request_statuses(conn, missing))
 
+    @property
+    def nbytes(self) -> int:
+        """Size of what they hold of experts, which is most."""
+        routings = (record.routing for record in self.by_key.values())
+        return sum(routing.experts.nbytes for routing in routings if routing is not None)
+
     def get(self, session: SessionId, span: ProvenanceSpan, where: str) -> SequenceRecord:
         """Return a span's record; one of another session counts as unknown. `where` names the span."""
         record = self.by_key.get((session, span.sequence_id))
@@ -58,7 +65,8 @@ def with_records(datum: Datum, where: str, session: SessionId, records: Records)
         record = records.get(session, span, field_name)
         _check_bounds(span, record, field_name)
         if span.sampled:
-            _check_tokens(datum, start, span, record, field_name)
+            targets = datum.target_tokens[start : start + span.length]
+            _check_tokens(targets, f"{field_name}: target_tokens", start, span, record.tokens)
             logprobs[start : start + span.length] = _covered(record.logprobs, span)
             sampled[start : start + span.length] = 1.0
         else:
@@ -78,14 +86,58 @@ def _check_bounds(span: ProvenanceSpan, record: SequenceRecord, where: str) -> N
         )
 
 
-def _check_tokens(datum: Datum, start: int, span: ProvenanceSpan, record: SequenceRecord, where: str) -> None:
-    targets = datum.target_tokens[start : start + span.length]
-    tokens = _covered(record.tokens, span)
-    if (differing := np.flatnonzero(targets != tokens)).size:
+def with_experts(datum: Datum, where: str, session: SessionId, records: Records) -> Datum:
+    """Add the experts that are recorded of its tokens, if there are any.
+
+    Spans of sequences without such a record are passed over. Raises UserError that names datum (`where`),
+    span and sequence.
+    """
+    parts: list[tuple[int, RoutedExperts]] = []
+    field_name, start = f"{where}: model_input_spans", 0
+    if datum.input_spans:
+        check_tiling(datum.input_spans, field_name, len(datum.tokens), "model_input")
+    for index, span in enumerate(datum.input_spans):
+        record = records.by_key.get((session, span.sequence_id))
+        if record is not None and record.routing is not None:
+            tokens = datum.tokens[start : start + span.length]
+            parts.append(
+                (start, _experts(tokens, f"{field_name}[{index}]", start, span, record, record.routing))
+            )
+        start += span.length
+    return replace(datum, replayed=_replayed(len(datum.tokens), parts)) if parts else datum
+
+
+def _experts(
+    found: Int32, where: str, start: int, span: ProvenanceSpan, record: SequenceRecord, routing: RoutingRecord
+) -> RoutedExperts:
+    """Return those of the span's tokens: the last sampled one of a sequence has none."""
+    _check_bounds(span, record, where)
+    tokens = record.tokens if span.sampled else routing.prompt
+    _check_tokens(found, f"{where}: model_input", start, span, tokens)
+    first = span.offset + (record.prompt_length if span.sampled else 0)
+    return routing.experts[first : first + span.length]
+
+
+def _replayed(length: int, parts: Sequence[tuple[int, RoutedExperts]]) -> ReplayedExperts:
+    first = parts[0][1]
+    experts, known = np.zeros((length, *first.shape[1:]), first.dtype), np.zeros(length, bool)
+    for start, part in parts:
+        experts[start : start + len(part)] = part
+        known[start : start + len(part)] = True
+    return ReplayedExperts(experts, known)
+
+
+def _check_tokens(
+    found: Int32 | Int64, field_name: str, start: int, span: ProvenanceSpan, recorded: Int32
+) -> None:
+    """Require the tokens found, from `start` on in the field, to be those recorded."""
+    tokens = _covered(recorded, span)
+    if (differing := np.flatnonzero(found != tokens)).size:
         first = int(differing[0])
+        part = "was sampled as token" if span.sampled else "is prompt token"
         raise UserError(
-            f"{where}: target_tokens[{start + first}] is {targets[first]}, expected {tokens[first]}, "
-            f"which was sampled as token {span.offset + first} of sequence {shown(span.sequence_id)}"
+            f"{field_name}[{start + first}] is {found[first]}, expected {tokens[first]}, "
+            f"which {part} {span.offset + first} of sequence {shown(span.sequence_id)}"
         )
 
 

@@ -58,7 +58,7 @@ class DataPlane:
             headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}
             payload = await self.generate(body, headers=headers)
         parse = partial(vllm_responses.parse, payload, request, switched=attempt.switched)
-        if request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:
+        if request.routed_experts or request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:
             return await asyncio.to_thread(parse)
         return parse()
 

@@ -36,13 +36,15 @@ Int32 = npt.NDArray[np.int32]
 def split(request: SampleRequest, *, context: int, most: int = MAX_SEQUENCES) -> list[SampleRequest]:
     """Split into requests that vLLM can serve, with consecutive seeds: at `most` and where seeds wrap.
 
-    And at PART_TOKENS: while vLLM builds an answer, it answers nobody else, not even that it is alive.
+    And at PART_TOKENS: while vLLM builds an answer, it answers nobody else, not even that it is alive. The
+    experts of the prompt come with each sequence.
 
     At temperature 0 all samples are the same, so one is requested. The first part alone scores the prompt,
     with one sample: vLLM would score it again for each.
     """
     count = request.sequences
-    most_of_part = min(most, max(1, PART_TOKENS // max_tokens(request, context)))
+    listed = max_tokens(request, context) + (len(request.prompt) if request.routed_experts else 0)
+    most_of_part = min(most, max(1, PART_TOKENS // listed))
     parts: list[SampleRequest] = []
     start = 0
     while start < count:
@@ -78,6 +80,8 @@ def body(model: str, request: SampleRequest, *, eos: Sequence[int], context: int
         # vLLM lists the sampled token first and cuts the list, so the k-th other needs one place more.
         "logprobs": request.topk_sample_logprobs + 1 if request.topk_sample_logprobs else 0,
         "detokenize": False,
+        # Samplers that list experts do so from here on.
+        "routed_experts_prompt_start": 0 if request.routed_experts else len(request.prompt),
         **_stop(params.stop, eos),
         **_prompt_scores(request),
     }

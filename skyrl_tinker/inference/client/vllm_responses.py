@@ -13,6 +13,7 @@ import numpy as np
 from skyrl_tinker.domain.values import (
     AltTokens,
     Float32,
+    RoutedExperts,
     SampledSequence,
     SampleOutput,
     SampleRequest,
@@ -33,11 +34,11 @@ LONGEST_INCOMPLETE = 3  # bytes, and so tokens at most
 CONTEXT_TOKENS = 8
 """Prompt tokens before the kept ones that are detokenized with them: some tokenizers write a first token
 differently."""
-MODE_TRIAL = {
+TRIAL = {
     "token_ids": [0, 0],  # of one token, vLLM's ExampleConnector dies
     "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 2},
 }
-"""Fields of a request whose answer tells the server's --logprobs-mode."""
+"""Fields of a request whose answer tells what the server was started with."""
 TextOf = Callable[[tuple[int, ...]], Awaitable[str]]
 Rows = Sequence[Mapping[str, Any] | None]
 
@@ -51,6 +52,7 @@ class GeneratedSequence:
     finish: Literal["stop", "length", "abort"]
     topk: tuple[TopkRow, ...] = ()  # [len(tokens)] when asked for
     versions: tuple[VersionSpan, ...] = ()
+    experts: RoutedExperts | None = None  # of the prompt and of all tokens but the last, when asked for
 
     def first(self, count: int) -> "GeneratedSequence":
         """Return the first tokens only, still aborted."""
@@ -60,6 +62,7 @@ class GeneratedSequence:
             "abort",
             self.topk[:count],
             tuple(replace(span, end=min(span.end, count)) for span in self.versions if span.start < count),
+            None if self.experts is None or not count else self.experts[: count - len(self.tokens) or None],
         )
 
     def then(self, rest: "GeneratedSequence") -> "GeneratedSequence":
@@ -69,6 +72,7 @@ class GeneratedSequence:
             rest.finish,
             self.topk + rest.topk,
             _joined(self.versions, rest.versions, len(self.tokens)),
+            _resumed(self.experts, rest.experts),
         )
 
 
@@ -79,6 +83,13 @@ def _joined(
     if head and moved and head[-1].version == moved[0].version:
         return (*head[:-1], replace(head[-1], end=moved[0].end), *moved[1:])
     return head + moved
+
+
+def _resumed(kept: RoutedExperts | None, resumed: RoutedExperts | None) -> RoutedExperts | None:
+    """Return the experts under which the kept tokens were sampled, and those of the rest after them."""
+    if kept is None or resumed is None:
+        return resumed if kept is None else kept
+    return np.concatenate([kept, resumed[len(kept) :]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +130,7 @@ def parse(payload: Mapping[str, Any], request: SampleRequest, *, switched: bool 
         needs_plugin(request) and matrix is None
     )
     response = VllmResponse(
-        tuple(_generated(choice, payload.get("model"), request.topk_sample_logprobs) for choice in choices),
+        tuple(_generated(choice, payload.get("model"), request) for choice in choices),
         details.get("cached_tokens") or 0,
         not missing,
         switched,
@@ -139,7 +150,8 @@ def parse(payload: Mapping[str, Any], request: SampleRequest, *, switched: bool 
     )
 
 
-def _generated(choice: Mapping[str, Any], model: str | None, topk: int) -> GeneratedSequence:
+def _generated(choice: Mapping[str, Any], model: str | None, request: SampleRequest) -> GeneratedSequence:
+    topk = request.topk_sample_logprobs
     content = (choice["logprobs"] or {}).get("content") or ()
     tokens = tuple(choice["token_ids"] or ())
     logprobs = tuple(float(position["logprob"]) for position in content)
@@ -151,7 +163,26 @@ def _generated(choice: Mapping[str, Any], model: str | None, topk: int) -> Gener
         choice["finish_reason"],
         tuple(_topk_sampled(position, topk) for position in content) if topk else (),
         _versions(choice, model, len(tokens)),
+        _experts(choice, len(request.prompt) + len(tokens) - 1)
+        if request.routed_experts and tokens
+        else None,
     )
+
+
+def _experts(choice: Mapping[str, Any], length: int) -> RoutedExperts:
+    """Read base64 of a .npy file. SamplerError unless it has the experts of so many tokens."""
+    encoded = choice.get("routed_experts")
+    experts: RoutedExperts = np.empty(0, np.uint8) if encoded is None else _array(encoded)
+    if len(experts) != length:
+        raise SamplerError(
+            f"the sampler returned the experts of {len(experts)} tokens, expected {length}: does it run with "
+            "--enable-return-routed-experts and skyrl-tinker's vLLM plugin?"
+        )
+    return experts if experts.dtype == np.uint8 else experts.astype(np.int16)
+
+
+def _array(encoded: str) -> Any:
+    return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
 def diverged() -> UserError:
@@ -215,7 +246,7 @@ def _first_scored(request: SampleRequest) -> int:
 
 def _prompt_scores(matrix: str, request: SampleRequest) -> PromptScores:
     """Read the plugin's matrix: base64 of a .npy file with rows [first, len(prompt) - 1)."""
-    scores: Float32 = np.load(io.BytesIO(base64.b64decode(matrix)), allow_pickle=False)
+    scores: Float32 = _array(matrix)
     table = target_table(request)
     width, draws = table.shape[1], request.prompt_alt_tokens_k
     whole = np.zeros((len(table), width), np.float32)
@@ -242,15 +273,21 @@ def _alt_tokens(columns: Float32, draws: int) -> AltTokens:
 
 
 def logprobs_mode(payload: Mapping[str, Any]) -> Literal["raw", "processed"] | None:
-    """Tell by the answer to MODE_TRIAL: top_k excludes the second token, which only processed logprobs show.
+    """Tell --logprobs-mode by the answer to TRIAL.
 
-    None where the weights give no numbers.
+    top_k excludes the second token, which only processed logprobs show. None where the weights give no
+    numbers.
     """
     (position,) = payload["choices"][0]["logprobs"]["content"]
     if not position["logprob"] > VLLM_LEAST_LOGPROB:
         return None
     least = min(entry["logprob"] for entry in position["top_logprobs"])
     return "processed" if least <= VLLM_LEAST_LOGPROB else "raw"
+
+
+def lists_experts(payload: Mapping[str, Any]) -> bool:
+    """Tell --enable-return-routed-experts by the answer to TRIAL."""
+    return payload["choices"][0].get("routed_experts") is not None
 
 
 # Resuming
@@ -316,5 +353,10 @@ def _sampled(sequence: GeneratedSequence) -> SampledSequence:
     if sequence.finish == "abort":
         raise AssertionError("aborted sequences are completed before they are handed out")
     return SampledSequence(
-        sequence.tokens, sequence.logprobs, sequence.finish, sequence.topk, sequence.versions
+        sequence.tokens,
+        sequence.logprobs,
+        sequence.finish,
+        sequence.topk,
+        sequence.versions,
+        sequence.experts,
     )

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 from contextlib import nullcontext
+from copy import copy
 from functools import partial, wraps
 from typing import Any
 
@@ -17,8 +18,15 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
+from skyrl_tinker.domain.state_size import expert_slot_rank
 from skyrl_tinker.inference.constants import TOKEN
-from skyrl_tinker.inference.plugin import prompt_adapters, score_extraction, signed_pickles, slot_products
+from skyrl_tinker.inference.plugin import (
+    prompt_adapters,
+    routed_experts,
+    score_extraction,
+    signed_pickles,
+    slot_products,
+)
 from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 
@@ -42,9 +50,11 @@ def apply() -> None:
     _adapt_every_head()
     _adapt_large_heads()
     _load_adapted_experts()
+    _divide_rank_among_experts()
     _keep_experts_as_loaded()
     prompt_adapters.apply()
     score_extraction.apply()
+    routed_experts.apply()
     if current_platform.is_cpu():
         _fork_workers()
         slot_products.apply()
@@ -154,6 +164,32 @@ def _load_adapted_experts() -> None:
         base_layer.routed_experts.lora_base_layer_prefix = ""
 
     FusedMoEWithLoRA.__init__ = wrap_and_keep_names  # type: ignore[method-assign]
+
+
+def _divide_rank_among_experts() -> None:
+    """Give the slots of experts the rank that ours have, which divide it by the number chosen per token.
+
+    Stock vLLM gives those of each expert the whole rank. ValueError for an adapter that has more.
+    """
+    from vllm.lora.layers import FusedMoEWithLoRA
+
+    layer: Any = FusedMoEWithLoRA
+    create, fill = layer.create_lora_weights, layer.set_lora
+
+    @wraps(create)
+    def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
+        slots = copy(lora_config)
+        slots.max_lora_rank = expert_slot_rank(lora_config.max_lora_rank, self.moe_config.experts_per_token)
+        create(self, max_loras, slots, model_config)
+
+    @wraps(fill)
+    def set_lora(self: Any, index: int, lora_a: list[torch.Tensor], lora_b: list[torch.Tensor]) -> None:
+        found, most = lora_a[0].shape[1], self.w2_lora_a_stacked[0].shape[2]
+        if found > most:
+            raise ValueError(f"an adapter has rank {found} for each expert, expected at most {most}")
+        fill(self, index, lora_a, lora_b)
+
+    layer.create_lora_weights, layer.set_lora = create_lora_weights, set_lora
 
 
 def _keep_experts_as_loaded() -> None:

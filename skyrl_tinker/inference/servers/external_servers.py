@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.client.vllm_responses import MODE_TRIAL, logprobs_mode
+from skyrl_tinker.inference.client.vllm_responses import TRIAL, lists_experts, logprobs_mode
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
 
@@ -29,6 +29,7 @@ class ExternalServers:
         max_model_len: int,
         sampled_logprobs: Literal["raw", "processed"] = "raw",
         setting: str = "sampler_urls",
+        router_replay: bool = False,
     ) -> None:
         """URLs as http://host:port, given by `setting`. `startup_s`: how long `ready` waits for them."""
         self._setting = setting
@@ -37,6 +38,7 @@ class ExternalServers:
         self._hang_s = hang_s
         self._max_model_len = max_model_len
         self._sampled_logprobs = sampled_logprobs
+        self._router_replay = router_replay
         self._suspicion = Suspicion()
 
     async def ready(self) -> None:
@@ -77,16 +79,22 @@ class ExternalServers:
 
     async def _require_fit(self, url: str) -> None:
         """Raise a SamplerError that says what the server was started without."""
-        length, mode = await _prepare(url, self._setting)
+        length, trial = await _prepare(url, self._setting)
         if length < self._max_model_len:
             raise SamplerError(
                 f"{url} ({self._setting}) takes {length} tokens, expected {self._max_model_len} "
                 f"(context_length + 1): start it with --max-model-len {self._max_model_len}"
             )
+        mode = logprobs_mode(trial)
         if mode not in (self._sampled_logprobs, None):
             raise SamplerError(
                 f"{url} ({self._setting}) answers {mode} logprobs, expected {self._sampled_logprobs} "
                 f"(sampled_logprobs): start it with --logprobs-mode {self._sampled_logprobs}_logprobs"
+            )
+        if self._router_replay and not lists_experts(trial):
+            raise SamplerError(
+                f"{url} ({self._setting}) answers no routed experts, expected them (router_replay): "
+                "start it with --enable-return-routed-experts"
             )
 
 
@@ -100,8 +108,8 @@ async def _healthy(url: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def _prepare(url: str, setting: str) -> tuple[int, str | None]:
-    """Unload old adapters, whose names may recur; return the server's context and its logprobs mode if known.
+async def _prepare(url: str, setting: str) -> tuple[int, Any]:
+    """Unload old adapters, whose names may recur; return the server's context and its answer to TRIAL.
 
     SamplerError when it does not serve what is needed.
     """
@@ -113,8 +121,8 @@ async def _prepare(url: str, setting: str) -> tuple[int, str | None]:
         for name in await control.adapters():
             await control.unload_adapter(name)
         await control.reset_prefix_cache()  # it knows adapters by name and path only
-        trial = await client.data.generate({"model": BASE_MODEL, **MODE_TRIAL})
-        return await control.max_model_len(), logprobs_mode(trial)
+        trial = await client.data.generate({"model": BASE_MODEL, **TRIAL})
+        return await control.max_model_len(), trial
     except SamplerError as error:
         raise SamplerError(
             f"{url} ({setting}) does not serve what is needed ({error}); "

@@ -39,6 +39,7 @@ class SamplerSpec:
     tensor_parallel_size: int = 1  # of each replica
     hang_s: float = 10.0  # without an answer for so long, a replica counts as dead
     sampled_logprobs: Literal["raw", "processed"] = "raw"
+    router_replay: bool = False  # answers list the experts of each token
     reasoning_parser: str | None = None  # of vLLM's chats
     weight_backend: str = "skyrl_staged"  # of vLLM's weight transfer: that one, nccl or ipc
     gpu_memory_utilization: float = 0.85
@@ -117,9 +118,10 @@ def _fixed(spec: SamplerSpec, port: int) -> Arguments:
     }
     guard = {"middleware": GUARD} if spec.token else {}
     parser = {"reasoning-parser": spec.reasoning_parser} if spec.reasoning_parser else {}
+    experts = {"enable-return-routed-experts": True} if spec.router_replay else {}
     gpu = {} if spec.device == "cpu" else {"gpu-memory-utilization": spec.gpu_memory_utilization}
     sleep = {"enable-sleep-mode": True} if spec.shared_gpus and spec.device == "cuda" else {}
-    return {**common, **guard, **parser, **gpu, **sleep}
+    return {**common, **guard, **parser, **experts, **gpu, **sleep}
 
 
 def _defaults(spec: SamplerSpec) -> Arguments:

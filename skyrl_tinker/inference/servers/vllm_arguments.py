@@ -26,6 +26,7 @@ SETTINGS = {
     "logprobs-mode": "sampled_logprobs",
     "weight-transfer-config": "weight_transport",
     "reasoning-parser": "reasoning_parser",
+    "enable-return-routed-experts": "router_replay",
     "enable-sleep-mode": "placement",
 }
 """Arguments that follow from a setting."""

@@ -1,5 +1,7 @@
 """Training examples from their protobuf messages. Shapes and ranges are checked in validation.training."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from skyrl_tinker.domain.loss_specs import CUSTOM, LossSpec
@@ -22,9 +24,10 @@ def inputs_read(datum: pb.Datum, spec: LossSpec) -> tuple[str, ...]:
     return (_TARGETS, *spec.inputs, *(name for name in spec.optional if name in datum.loss_fn_inputs))
 
 
-def read_datum(datum: pb.Datum, spec: LossSpec, where: str) -> Datum:
+def read_datum(datum: pb.Datum, spec: LossSpec, where: str, *, input_spans: bool = False) -> Datum:
     """Read the inputs of the loss, cast by name; others stay unread, and so do spans that it does not need.
 
+    `input_spans`: read those of model_input.
     Raises UserError whose message begins with `where`.
     """
     fields = datum.loss_fn_inputs
@@ -40,10 +43,8 @@ def read_datum(datum: pb.Datum, spec: LossSpec, where: str) -> Datum:
         tokens=text_tokens(datum, where),
         target_tokens=as_int64(read_tensor(fields[_TARGETS], field), field),
         inputs={name: read(fields[name], input_field(where, name)) for name in names[1:]},
-        spans=tuple(
-            _span(span, f"{where}: loss_fn_input_spans[{index}]")
-            for index, span in enumerate(datum.loss_fn_input_spans if spec.recorded else ())
-        ),
+        spans=_spans(datum.loss_fn_input_spans if spec.recorded else (), f"{where}: loss_fn_input_spans"),
+        input_spans=_spans(datum.model_input_spans if input_spans else (), f"{where}: model_input_spans"),
     )
 
 
@@ -79,6 +80,10 @@ def _custom_input(tensor: pb.Tensor, field: str) -> Number:
     if values.dtype == np.int32:
         values = values.astype(np.int64)
     return values.reshape(()) if not tensor.shape and values.size == 1 else values
+
+
+def _spans(spans: Iterable[pb.ProvenanceSpan], field: str) -> tuple[ProvenanceSpan, ...]:
+    return tuple(_span(span, f"{field}[{index}]") for index, span in enumerate(spans))
 
 
 def _span(span: pb.ProvenanceSpan, field: str) -> ProvenanceSpan:

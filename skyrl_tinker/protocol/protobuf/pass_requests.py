@@ -109,22 +109,26 @@ def canonical(raw: RawForwardBackward) -> bytes:
     return raw.serialized if raw.problem is None else raw.serialized + str(raw.problem).encode()
 
 
-def from_canonical(body: bytes) -> ForwardBackward:
-    """Read back the canonical bytes of a request that passed validation."""
-    return read_value(pb.ForwardBackwardRequest.FromString(body))
+def from_canonical(body: bytes, *, input_spans: bool = False) -> ForwardBackward:
+    """Read back the canonical bytes of a request that passed validation; see `read_value`."""
+    return read_value(pb.ForwardBackwardRequest.FromString(body), input_spans=input_spans)
 
 
-def read_value(message: pb.ForwardBackwardRequest) -> ForwardBackward:
+def read_value(message: pb.ForwardBackwardRequest, *, input_spans: bool = False) -> ForwardBackward:
     """Convert the message of a known loss with a checked config to arrays.
 
-    Raises UserError that names datum and field; shapes and ranges are not checked.
+    `input_spans`: read those of model_input, too. Raises UserError that names datum and field; shapes and
+    ranges are not checked.
     """
     spec, config = LOSSES[message.loss_fn], message.loss_fn_config_v2
     custom = spec.name == CUSTOM
     return ForwardBackward(
         model_id=ModelId(message.model_id),
         seq_id=message.seq_id,
-        data=tuple(read_datum(datum, spec, f"datum {i}") for i, datum in enumerate(message.data)),
+        data=tuple(
+            read_datum(datum, spec, f"datum {i}", input_spans=input_spans)
+            for i, datum in enumerate(message.data)
+        ),
         loss_fn=message.loss_fn,
         loss_config={} if custom else {key: value.number for key, value in sorted(config.items())},
         forward_only=message.forward_only,

@@ -1,4 +1,6 @@
-"""Provenance spans, for the losses that look up the record of a sample."""
+"""Provenance spans, for the losses that look up the record of a sample, and for router replay."""
+
+from collections.abc import Sequence
 
 from skyrl_tinker.domain.values import Datum, ProvenanceSpan
 from skyrl_tinker.errors import UserError
@@ -11,14 +13,16 @@ def check_spans(datum: Datum, loss_fn: str, where: str) -> None:
             f"{where}: loss_fn {loss_fn} needs provenance spans: "
             "sample with record_stability_info and build the datum with Datum.with_provenance"
         )
-    for index, span in enumerate(datum.spans):
-        _check_span(span, f"{where}: loss_fn_input_spans[{index}]")
-    covered, expected = sum(span.length for span in datum.spans), len(datum.target_tokens)
+    check_tiling(datum.spans, f"{where}: loss_fn_input_spans", len(datum.target_tokens), "target_tokens")
+
+
+def check_tiling(spans: Sequence[ProvenanceSpan], field: str, expected: int, tiled: str) -> None:
+    """Raise UserError unless the spans, `field`, tile as many positions as expected, those of `tiled`."""
+    for index, span in enumerate(spans):
+        _check_span(span, f"{field}[{index}]")
+    covered = sum(span.length for span in spans)
     if covered != expected:
-        raise UserError(
-            f"{where}: loss_fn_input_spans cover {covered} positions, "
-            f"expected {expected} (the length of target_tokens)"
-        )
+        raise UserError(f"{field} cover {covered} positions, expected {expected} (the length of {tiled})")
 
 
 def _check_span(span: ProvenanceSpan, field: str) -> None:

@@ -275,7 +275,10 @@ class UploadedLoss(Base):
 
 
 class StabilityRecord(Base):
-    """Sampled sequence: `tokens` int32 and `logprobs` float32, both little-endian."""
+    """Sampled sequence: `tokens` and `prompt` int32, `logprobs` float32, all little-endian.
+
+    `experts` [prompt and tokens - 1, layers, k] is a .npy file; it and `prompt` are of router replay.
+    """
 
     __tablename__ = "stability_records"
     sequence_id: Mapped[str] = mapped_column(primary_key=True)
@@ -284,6 +287,8 @@ class StabilityRecord(Base):
     logprobs: Mapped[bytes]
     prompt_length: Mapped[int]
     last_used_at: Mapped[float] = mapped_column(index=True)
+    prompt: Mapped[bytes | None]
+    experts: Mapped[bytes | None]
 
 
 class SavedCheckpoint(Base):

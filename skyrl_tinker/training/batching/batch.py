@@ -1,14 +1,23 @@
 """Requests as flat arrays, and micro-batches of them per rank. NumPy only: the engine runs it too."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.loss_specs import LOSSES, LossSpec
-from skyrl_tinker.domain.values import CustomLoss, Datum, Float32, Int32, Int64, Number, PassItem
+from skyrl_tinker.domain.values import (
+    CustomLoss,
+    Datum,
+    Float32,
+    Int32,
+    Int64,
+    Number,
+    PassItem,
+    ReplayedExperts,
+)
 from skyrl_tinker.training.batching.even_rows import SequenceCost, even_rows
 
 
@@ -52,6 +61,7 @@ class TrainingInputBatch:
     request: Int64  # [S], index into requests
     datum: Int64  # [S], index into the request's data
     requests: tuple[RequestInfo, ...]  # R, in the order they were given
+    replayed: Mapping[int, ReplayedExperts] = field(default_factory=dict)  # by segment, of some
 
     @property
     def lengths(self) -> Int64:
@@ -96,6 +106,7 @@ def build_batch(items: Sequence[PassItem]) -> TrainingInputBatch:
         request=np.array([index for index, _ in segments], np.int64),
         datum=np.array([datum for _, datum in segments], np.int64),
         requests=tuple(_info(item) for item in items),
+        replayed={number: datum.replayed for number, datum in enumerate(data) if datum.replayed is not None},
     )
 
 

@@ -44,6 +44,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Replayed:
+    """Experts for the T tokens of a row in place of the router's choice, where they are known."""
+
+    experts: torch.Tensor  # [T, layers, k] uint8 or int16
+    known: torch.Tensor  # [T, 1] bool
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """Segments end to end, T tokens with C cells, positions restarting with each segment.
 
@@ -60,6 +68,7 @@ class Row:
     requests: tuple[Span, ...]  # of cells, for the same; owner: request index
     dense: tuple[bool, ...]  # for the same: most cells have a weight or advantage, so a gradient
     datums: tuple[Span, ...]  # of cells; owner: segment index in the batch
+    replayed: Replayed | None = None
 
 
 def make_row(batch: TrainingInputBatch, segments: tuple[int, ...], device: torch.device) -> Row:
@@ -83,6 +92,7 @@ def make_row(batch: TrainingInputBatch, segments: tuple[int, ...], device: torch
         requests=requests,
         dense=_dense(batch, cells, requests),
         datums=_spans(np.array(segments), cell_bounds),
+        replayed=_replayed(batch, chosen, bounds, device),
     )
 
 
@@ -93,6 +103,20 @@ def idle_row(device: torch.device) -> Row:
     positions = torch.arange(SMALLEST, device=device)[None]
     segments = _segments(lengths, bounds, device)
     return Row(zeros[None], positions, zeros, None, {}, segments, (), (), (), ())
+
+
+def _replayed(
+    batch: TrainingInputBatch, segments: list[int], bounds: Int64, device: torch.device
+) -> Replayed | None:
+    parts = [(start, batch.replayed.get(s)) for s, start in zip(segments, bounds.tolist(), strict=False)]
+    present = [(slice(start, start + len(part.known)), part) for start, part in parts if part is not None]
+    if not present:
+        return None
+    first = present[0][1].experts
+    experts, known = np.zeros((bounds[-1], *first.shape[1:]), first.dtype), np.zeros((bounds[-1], 1), bool)
+    for place, part in present:
+        experts[place], known[place, 0] = part.experts, part.known
+    return Replayed(_tensor(experts, device), _tensor(known, device))
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

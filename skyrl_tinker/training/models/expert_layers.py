@@ -5,7 +5,7 @@ multiplies the tokens of one sequence and one expert at a time, so that a sequen
 it would get alone, and adds to gradients sequence by sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,14 +20,34 @@ from skyrl_tinker.training.models.fused.gated_products import gated
 from skyrl_tinker.training.models.lora import Factors
 from skyrl_tinker.training.models.lora_layers import Active, Routing
 from skyrl_tinker.training.models.merged_adapters import Members, side_by_side
-from skyrl_tinker.training.models.mixtures import MATRICES, find_mixtures
+from skyrl_tinker.training.models.mixtures import MATRICES, find_mixtures, router_of
 from skyrl_tinker.training.models.planned_device import device_type
 
 
 def install(causal_lm: nn.Module, routing: Routing) -> None:
-    """Adapt the experts of every mixture."""
-    for name, module in find_mixtures(causal_lm).items():
+    """Adapt the experts of every mixture, and have its router replay choices; all layers have experts."""
+    for layer, (name, module) in enumerate(find_mixtures(causal_lm).items()):
         module.forward = partial(_forward, module, name, routing)
+        router: Any = causal_lm.get_submodule(router_of(name))
+        router.forward = partial(_route, router, router.forward, routing, layer)
+
+
+def _route(
+    router: Any, forward: Callable[..., Any], routing: Routing, layer: int, x: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return scores [T, E] and, of the experts chosen or replayed for each token, weights and numbers [T, K].
+
+    Router replay (R3, arXiv:2510.11370): weights are this router's own, so that it can learn.
+    """
+    logits, weights, chosen = forward(x)
+    replayed = routing.active.replayed
+    if replayed is None:
+        return logits, weights, chosen
+    chosen = torch.where(replayed.known, replayed.experts[:, layer].to(chosen.dtype), chosen)
+    weights = logits.softmax(-1, dtype=torch.float32).gather(1, chosen)
+    if router.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights.to(logits.dtype), chosen
 
 
 def _forward(

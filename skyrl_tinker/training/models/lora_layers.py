@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from skyrl_tinker.training.batching.packed_row import Segments, Span
+from skyrl_tinker.training.batching.packed_row import Replayed, Row, Span
 from skyrl_tinker.training.models.lora import AdaptedLayer, Factors, LoraModel
 from skyrl_tinker.training.models.merged_adapters import MergedAdapters
 from skyrl_tinker.training.models.planned_device import device_type
@@ -30,11 +30,10 @@ class Active(NamedTuple):
     recompute: bool = False  # run layers again in backward
     merged: MergedAdapters | None = None  # on a GPU
     runs: tuple[tuple[int, int], ...] = ()  # (count, length): consecutive sequences of equal length
+    replayed: Replayed | None = None
 
     @classmethod
-    def from_adapters(
-        cls, adapters: Adapters, embedded: torch.Tensor, recompute: bool, segments: Segments
-    ) -> "Active":
+    def from_adapters(cls, adapters: Adapters, embedded: torch.Tensor, recompute: bool, row: Row) -> "Active":
         """Lay adapters over a row, `embedded` [1, T, D]; the spans tile it but for its end."""
         sizes = [len(span) for span, _ in adapters]
         if rest := embedded.shape[1] - sum(sizes):
@@ -42,7 +41,7 @@ class Active(NamedTuple):
         models = tuple(model for _, model in adapters)
         on_gpu = models and device_type(embedded) == "cuda"
         merged = MergedAdapters(models, sizes, embedded.device) if on_gpu else None
-        return cls(models, sizes, recompute, merged, segments.runs)
+        return cls(models, sizes, recompute, merged, row.segments.runs, row.replayed)
 
 
 @dataclass(slots=True)

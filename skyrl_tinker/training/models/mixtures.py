@@ -38,6 +38,11 @@ def find_mixtures(causal_lm: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in causal_lm.named_modules() if type(module).__name__ in _KINDS}
 
 
+def router_of(mixture: str) -> str:
+    """Return the name of the module that chooses the experts of this one."""
+    return f"{mixture.rpartition('.')[0]}.gate"
+
+
 def pieces(owner: str, shape: Sequence[int]) -> Iterator[Piece]:
     """Yield the matrices in a parameter of a mixture; none of another parameter."""
     mixture, _, matrix = owner.rpartition(".")

@@ -89,7 +89,7 @@ class Network(nn.Module):
         embedded = self.causal_lm.get_input_embeddings()(row.tokens)
         if whole_backward and not embedded.requires_grad:
             embedded.requires_grad_()
-        with self.routing.using(Active.from_adapters(adapters, embedded, recompute, row.segments)):
+        with self.routing.using(Active.from_adapters(adapters, embedded, recompute, row)):
             hidden = self.causal_lm.base_model(
                 inputs_embeds=embedded,
                 position_ids=row.positions,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_tinker.domain.ids import ModelId, RequestKind, SessionId
+from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.domain.values import CustomLoss, Failure, ProvenanceSpan
 from skyrl_tinker.engine.outbox import FutureResult, finish_all
 from skyrl_tinker.protocol.protobuf import pass_requests
@@ -16,7 +17,7 @@ from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.futures import queue, sample_submission, training_submission
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.futures.record import Accepted
-from skyrl_tinker.store.stability_records import SequenceRecord
+from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 
@@ -43,12 +44,19 @@ async def finish_sample(store: Store, accepted: Accepted, outcome: FutureResult 
 
 
 async def sampled(
-    store: Store, session: SessionId, tokens: Sequence[int], prompt_length: int, number: int = 0
+    store: Store,
+    session: SessionId,
+    tokens: Sequence[int],
+    prompt_length: int,
+    number: int = 0,
+    *,
+    routing: RoutingRecord | None = None,
 ) -> SequenceRecord:
     """Its logprobs are -1/8, -2/8, ... of the number of the sampler."""
     accepted = await submit_sample(store, session, number)
     logprobs = np.arange(-1, -len(tokens) - 1, -1, dtype=np.float32) / 8 - number
-    record = SequenceRecord(accepted.sequence_ids[0], np.array(tokens, np.int32), logprobs, prompt_length)
+    name = accepted.sequence_ids[0]
+    record = SequenceRecord(name, np.array(tokens, np.int32), logprobs, prompt_length, routing)
     await finish_sample(store, accepted, FutureResult("application/json", b"{}", (record,)))
     return record
 
@@ -60,8 +68,9 @@ class Example:
     tokens: tuple[int, ...]
     spans: tuple[ProvenanceSpan, ...]
     loud: bool = False
+    input_spans: tuple[ProvenanceSpan, ...] = ()
 
-    def message(self) -> pb.Datum:
+    def message(self, loss_fn: str) -> pb.Datum:
         datum = pb.Datum()
         datum.model_input.add().encoded_text.tokens = np.array(self.tokens[:-1], "<i4").tobytes()
         targets = np.array(self.tokens[1:], "<i8")
@@ -70,11 +79,18 @@ class Example:
         advantages = np.ones(len(targets), "<f4")
         advantages[np.flatnonzero(silent)] = 0.0
         datum.loss_fn_inputs["advantages"].CopyFrom(_tensor(advantages, pb.DTYPE_FLOAT32))
-        for span in self.spans:
-            added = datum.loss_fn_input_spans.add()
-            part = added.sampled_tokens if span.sampled else added.prompt_tokens
-            part.sequence_id, part.offset, part.length = span.sequence_id, span.offset, span.length
+        if LOSSES[loss_fn].inputs[:1] == ("logprobs",):
+            datum.loss_fn_inputs["logprobs"].CopyFrom(_tensor(-advantages, pb.DTYPE_FLOAT32))
+        _add(datum.loss_fn_input_spans, self.spans)
+        _add(datum.model_input_spans, self.input_spans)
         return datum
+
+
+def _add(field: Any, spans: Sequence[ProvenanceSpan]) -> None:
+    for span in spans:
+        added = field.add()
+        part = added.sampled_tokens if span.sampled else added.prompt_tokens
+        part.sequence_id, part.offset, part.length = span.sequence_id, span.offset, span.length
 
 
 def _tensor(values: np.ndarray, dtype: Any) -> pb.Tensor:
@@ -83,7 +99,7 @@ def _tensor(values: np.ndarray, dtype: Any) -> pb.Tensor:
 
 def request(model: ModelId, seq_id: int, loss_fn: str, *data: Example, loss_id: str | None = None) -> bytes:
     message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn=loss_fn)
-    message.data.extend(example.message() for example in data)
+    message.data.extend(example.message(loss_fn) for example in data)
     if loss_id is not None:
         message.loss_fn_config_v2["loss_id"].text = loss_id
     return pass_requests.canonical(pass_requests.RawForwardBackward.of(message))

@@ -17,6 +17,7 @@ from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyP
 from skyrl_tinker.server.tiny_model import make_model
 from skyrl_tinker.store.database.tables import StabilityRecord
 from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult, PreparedPass, TrainerGroup, TrainerSpec
 from tests.engine.support import journal, recorded
@@ -46,6 +47,7 @@ class World:
     session: SessionId
     model: ModelId
     key: ModelKey
+    router_replay: bool = False
 
     @classmethod
     async def make(cls, store: Store, group: TrainerGroup) -> "World":
@@ -60,12 +62,15 @@ class World:
         body = recorded.request(self.model, seq_id, loss_fn, *data)
         return await recorded.row_of(self.store, self.model, seq_id, body)
 
+    @property
+    def coordinator(self) -> PassCoordinator:
+        return PassCoordinator(self.store, self.group, router_replay=self.router_replay)
+
     async def prepare(self, *rows: QueuedRow) -> ReadyPass:
-        return await PassCoordinator(self.store, self.group).prepare(Pass(rows, full=False))
+        return await self.coordinator.prepare(Pass(rows, full=False))
 
     async def run(self, *rows: QueuedRow) -> list[PassOutput | Failure]:
-        coordinator = PassCoordinator(self.store, self.group)
-        return (await coordinator.execute(await self.prepare(*rows))).outputs
+        return (await self.coordinator.execute(await self.prepare(*rows))).outputs
 
     async def refusal(self, *spans: ProvenanceSpan, tokens: Sequence[int] = (*PROMPT, *SAMPLED)) -> Failure:
         """Of a datum with these spans, which follows one without a fault in the same request."""
@@ -90,9 +95,11 @@ async def neighbour(store: Store, group: TrainerGroup, world: World) -> AsyncIte
     await group.release(made.key)
 
 
-def turn(sequence_id: str) -> Example:
-    """PROMPT and what was sampled for it."""
-    return Example((*PROMPT, *SAMPLED), (prompt(sequence_id, 1, 2), sample(sequence_id, 0, 4)))
+def turn(sequence_id: str, *, inputs: bool = False) -> Example:
+    """PROMPT and what was sampled for it; `inputs`: with spans of these, too."""
+    of_inputs = prompt(sequence_id, 0, 3), sample(sequence_id, 0, 3)
+    of_targets = prompt(sequence_id, 1, 2), sample(sequence_id, 0, 4)
+    return Example((*PROMPT, *SAMPLED), of_targets, input_spans=of_inputs if inputs else ())
 
 
 def prompt(sequence_id: str, offset: int, length: int) -> ProvenanceSpan:
@@ -292,7 +299,7 @@ async def test_a_pass_without_a_row_that_can_run_runs_nothing(world: World) -> N
     ready = await world.prepare(await world.row(1, turn("nobody")), await world.row(2, turn("nobody")))
     assert ready.batch is None
     worked = world.group.busy_s
-    outputs = (await PassCoordinator(world.store, world.group).execute(ready)).outputs
+    outputs = (await world.coordinator.execute(ready)).outputs
     assert [type(output) for output in outputs] == [Failure, Failure]
     assert world.group.busy_s == worked
 
@@ -308,10 +315,135 @@ async def test_only_records_that_trained_are_renewed(world: World) -> None:
     unused = (await recorded.sampled(world.store, world.session, SAMPLED, 3, number=1)).sequence_id
     before = [await _last_used(world.store, name) for name in (used, unused)]
     ready = await world.prepare(await world.row(1, turn(used)), await world.row(2, turn(unused), turn("?")))
-    await PassCoordinator(world.store, world.group).renew_records(ready)
+    await world.coordinator.renew_records(ready)
     after = [await _last_used(world.store, name) for name in (used, unused)]
     assert after[0] > before[0]
     assert after[1] == before[1]
+
+
+# Router replay. The model of these tests has no experts: it computes without them.
+
+
+@pytest.fixture
+def replaying(world: World) -> World:
+    return replace(world, router_replay=True)
+
+
+async def routed(
+    world: World, tokens: tuple[int, ...], given: tuple[int, ...], number: int
+) -> SequenceRecord:
+    """Experts of 3 layers, 2 each; those of token i are all i + 100 * number."""
+    numbers = np.arange(len(given) + len(tokens) - 1, dtype=np.int16) + 100 * number
+    experts = np.broadcast_to(numbers[:, None, None], (len(numbers), 3, 2))
+    routing = RoutingRecord(np.array(given, np.int32), experts)
+    return await recorded.sampled(
+        world.store, world.session, tokens, len(given), number=number, routing=routing
+    )
+
+
+async def replay_row(world: World, *data: Example, seq_id: int = 1) -> QueuedRow:
+    """Of a loss that needs no spans."""
+    return await world.row(seq_id, *data, loss_fn="importance_sampling")
+
+
+async def test_tokens_of_recorded_sequences_replay_their_experts(replaying: World) -> None:
+    """Of two turns: the token between them was sampled last, and given to the model in the second alone."""
+    first = (await routed(replaying, SAMPLED, PROMPT, 1)).sequence_id
+    history = (*PROMPT, *SAMPLED, 5, 6)
+    second = (await routed(replaying, (20, 21, 22), history, 2)).sequence_id
+    inputs = (prompt(first, 0, 3), sample(first, 0, 4), prompt(second, 7, 2), sample(second, 0, 2))
+    bare = Example((*PROMPT, *SAMPLED), ())
+    row = await replay_row(replaying, bare, Example((*history, 20, 21, 22), (), input_spans=inputs))
+    ready = await replaying.prepare(row)
+    ((segment, replayed),) = batch_of(ready).batch.replayed.items()
+    assert segment == 1
+    assert replayed.experts.dtype == np.int16
+    assert replayed.experts.shape == (11, 3, 2)
+    expected = [100, 101, 102, 103, 104, 105, 0, 207, 208, 209, 210]
+    np.testing.assert_array_equal(
+        replayed.experts, np.broadcast_to(np.array(expected)[:, None, None], (11, 3, 2))
+    )
+    np.testing.assert_array_equal(replayed.known, [number > 0 for number in expected])
+    (output,) = await replaying.run(row)
+    assert isinstance(output, PassOutput)
+    assert output.metrics["replayed_tokens:sum"] == 10
+    assert ready.sequences == {first, second}
+
+
+async def test_datums_without_recorded_experts_run_as_before(replaying: World, neighbour: World) -> None:
+    """Without spans; of unknown, foreign and unrecorded sequences; recorded without experts."""
+    foreign = (await routed(neighbour, SAMPLED, PROMPT, 1)).sequence_id
+    bare = (await recorded.sampled(replaying.store, replaying.session, SAMPLED, 3, number=2)).sequence_id
+    names = ("nobody", foreign, await _unrecorded(replaying, neighbour), bare)
+    named = [turn(name, inputs=True) for name in names]
+    row = await replay_row(replaying, Example((*PROMPT, *SAMPLED), ()), *named)
+    ready = await replaying.prepare(row)
+    assert batch_of(ready).batch.replayed == {}
+    (output,) = await replaying.run(row)
+    assert isinstance(output, PassOutput)
+    assert output.metrics["replayed_tokens:sum"] == 0
+
+
+async def test_without_router_replay_spans_of_inputs_stay_unread(world: World) -> None:
+    name = (await routed(world, SAMPLED, PROMPT, 1)).sequence_id
+    wrong = Example((9, 9, 9), (), input_spans=(sample(name, 3, 9), prompt("", -1, 1)))
+    row = await replay_row(world, turn(name, inputs=True), wrong)
+    ready = await world.prepare(row)
+    assert (batch_of(ready).batch.replayed, ready.sequences) == ({}, frozenset())
+    (output,) = await world.run(row)
+    assert isinstance(output, PassOutput)
+    assert "replayed_tokens:sum" not in output.metrics
+
+
+async def test_stable_reinforce_replays_experts_too(replaying: World) -> None:
+    name = (await routed(replaying, SAMPLED, PROMPT, 1)).sequence_id
+    (replayed,) = batch_of(
+        await replaying.prepare(await replaying.row(1, turn(name, inputs=True)))
+    ).batch.replayed.values()
+    assert replayed.known.all()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "tokens", "why"),
+    [
+        (lambda name: (prompt(name, 0, 3), sample(name, 0, 2)), (1, 2, 3, 10, 11, 12), None),
+        (
+            lambda name: (prompt(name, 0, 3), sample(name, 0, 2)),
+            (1, 9, 3, 10, 11, 12),
+            "[0]: model_input[1] is 9, expected 2, which is prompt token 1 of sequence",
+        ),
+        (
+            lambda name: (prompt(name, 0, 3), sample(name, 1, 2)),
+            (1, 2, 3, 10, 11, 12),
+            "[1]: model_input[3] is 10, expected 11, which was sampled as token 1 of sequence",
+        ),
+        (
+            lambda name: (prompt(name, 0, 4), sample(name, 0, 1)),
+            (1, 2, 3, 10, 11, 12),
+            "[0] covers tokens [0, 4) of the prompt of sequence",
+        ),
+        (
+            lambda name: (prompt(name, 0, 3), sample(name, 0, 1)),
+            (1, 2, 3, 10, 11, 12),
+            " cover 4 positions, expected 5 (the length of model_input)",
+        ),
+    ],
+)
+async def test_spans_of_inputs_that_are_not_true_are_refused(
+    replaying: World,
+    inputs: Callable[[str], tuple[ProvenanceSpan, ...]],
+    tokens: tuple[int, ...],
+    why: str | None,
+) -> None:
+    name = (await routed(replaying, SAMPLED, PROMPT, 1)).sequence_id
+    example = Example(tokens, (), input_spans=inputs(name))
+    (output,) = await replaying.run(await replay_row(replaying, example))
+    if why is None:
+        assert isinstance(output, PassOutput)
+    else:
+        assert isinstance(output, Failure)
+        assert output.category == "user"
+        assert output.message.startswith(f"datum 0: model_input_spans{why}")
 
 
 def total(logprobs: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

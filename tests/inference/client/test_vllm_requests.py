@@ -1,5 +1,7 @@
 """The translation of requests, without a server."""
 
+from dataclasses import replace
+
 import pytest
 
 from skyrl_tinker.domain.units import MiB
@@ -36,6 +38,14 @@ def test_an_absent_seed_stays_unset() -> None:
 def test_seeds_that_wrap_around_are_two_requests() -> None:
     parts = split(ask((5,), num_samples=5, seed=(1 << 63) - 2), context=100)
     assert [(part.params.seed, part.num_samples) for part in parts] == [((1 << 63) - 2, 2), (0, 3)]
+
+
+def test_experts_of_prompts_count_to_the_size_of_an_answer() -> None:
+    request = ask((5,) * 12_000, num_samples=8, max_tokens=4000)
+    assert [part.num_samples for part in split(request, context=16_000)] == [8]
+    parts = split(replace(request, routed_experts=True), context=16_000)
+    assert [part.num_samples for part in parts] == [2, 2, 2, 2]
+    assert all(part.routed_experts for part in parts)
 
 
 def test_the_prompt_is_scored_once_with_the_first_sample() -> None:

@@ -161,3 +161,14 @@ async def test_an_external_server_of_the_other_mode_is_refused_with_the_flag_it_
         await ExternalServers([raw_url], 5.0, 2.0, 2, "processed").ready()
     with pytest.raises(SamplerError, match=r"answers processed logprobs.* --logprobs-mode raw_logprobs"):
         await ExternalServers([processed_url], 5.0, 2.0, 2, "raw").ready()
+
+
+async def test_an_external_server_that_lists_no_experts_is_refused_for_router_replay(
+    servers: dict[str, Served],
+) -> None:
+    """One that lists them is in test_routed_experts."""
+    (url,) = servers["untied"].group.urls
+    with pytest.raises(
+        SamplerError, match=r"\(router_replay\): start it with --enable-return-routed-experts"
+    ):
+        await ExternalServers([url], 5.0, 2.0, 2, router_replay=True).ready()

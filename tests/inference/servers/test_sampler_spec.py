@@ -46,6 +46,13 @@ def test_arguments_of_vllm_are_added_or_take_the_place_of_defaults() -> None:
     assert value_of(flags(ON_GPU, 1), "--max-num-seqs") == "320"
 
 
+def test_experts_are_listed_for_router_replay_alone() -> None:
+    assert "--enable-return-routed-experts" in flags(replace(SPEC, router_replay=True), 1)
+    assert "--enable-return-routed-experts" not in flags(SPEC, 1)
+    with pytest.raises(StartupError, match="follows from the setting router_replay"):
+        check({"enable-return-routed-experts": True})
+
+
 def test_arguments_are_switches_lists_or_json() -> None:
     arguments = {
         "enable-expert-parallel": True,

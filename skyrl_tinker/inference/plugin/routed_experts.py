@@ -1,0 +1,116 @@
+"""The experts that each token was routed to, in vLLM's answers (`--enable-return-routed-experts`).
+
+Stock vLLM captures, stores and returns them for its second model runner only. Here the first one, which runs
+LoRA and the CPU, does with vLLM's own connector what the second does.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_aux_output_connector
+
+
+def apply() -> None:
+    """Patch vLLM; once per process."""
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner: Any = GPUModelRunner
+    runner.aux_output_connector = None
+    runner.initialize_kv_cache = _connecting(runner.initialize_kv_cache)
+    runner.execute_model = _announcing(runner.execute_model)
+    runner.sample_tokens = _delivering(runner.sample_tokens)
+    config: Any = VllmConfig
+    config._verify_aux_output_compatibility = _for_first_runner(config._verify_aux_output_compatibility)
+
+
+class _AsForSecondRunner:
+    """A view of vLLM's configuration in which the second model runner is chosen."""
+
+    use_v2_model_runner = True
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _for_first_runner(verify: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(verify)
+    def verify_for_first_runner(self: Any) -> None:
+        if self.aux_output_config.enabled and self.speculative_config is not None:
+            raise ValueError("routed experts are not captured with speculative decoding")
+        verify(_AsForSecondRunner(self))
+
+    return verify_for_first_runner
+
+
+def _connecting(initialize: Callable[..., None]) -> Callable[..., None]:
+    @wraps(initialize)
+    def initialize_kv_cache(
+        self: Any, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
+    ) -> None:
+        initialize(self, kv_cache_config, is_profiling, **kwargs)
+        if self.vllm_config.aux_output_config.enabled and not is_profiling:
+            self.aux_output_connector = get_aux_output_connector(
+                self.get_model(), self.vllm_config, kv_cache_config
+            )
+
+    return initialize_kv_cache
+
+
+def _announcing(execute: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(execute)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.aux_output_connector is not None:
+            self.aux_output_connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        return execute(self, scheduler_output, *args, **kwargs)
+
+    return execute_model
+
+
+def _delivering(sample: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = _pending(self)
+        output = sample(self, *args, **kwargs)
+        return output if pending is None else _with_experts(output, pending)
+
+    return sample_tokens
+
+
+def _pending(runner: Any) -> PendingAuxOutput | None:
+    """Start the copy of this step's experts to the host, before sampling: its own copies are waited for."""
+    if runner.aux_output_connector is None or runner.execute_model_state is None:
+        return None
+    batch, count = runner.input_batch, runner.input_batch.num_reqs
+    step: Any = SimpleNamespace(
+        req_ids=batch.req_ids,
+        query_start_loc_np=runner.query_start_loc.np[: count + 1].copy(),
+        num_computed_tokens_np=batch.num_computed_tokens_cpu[:count].copy(),
+    )
+    pending: PendingAuxOutput | None = runner.aux_output_connector.prepare_output(step)
+    if pending is not None:
+        whole = ~runner.discard_request_mask.np[:count]  # not a part of a prompt, after which none is sampled
+        pending.enqueue_cpu_copy(whole.astype(np.int32), np.zeros(count, np.int32))
+    return pending
+
+
+def _with_experts(output: Any, pending: PendingAuxOutput) -> Any:
+    """Add the experts to a step's output, once the copies of an asynchronous one have ended."""
+    if not hasattr(output, "get_output"):
+        output.aux_output_connector_output = pending.process_output()
+        return output
+    get = output.get_output
+
+    def get_output() -> Any:
+        result = get()
+        result.aux_output_connector_output = pending.process_output()
+        return result
+
+    output.get_output = get_output
+    return output
