@@ -39,6 +39,10 @@ from tests.support.certificates import write_certificate
             "prefill_urls and sampler_urls",
         ),
         (
+            {"prefill_urls": ["http://a:9"], "decode_urls": ["http://b:9"], "router_replay": True},
+            "router_replay: found prefill_urls, expected none",
+        ),
+        (
             {"prefill_urls": ["http://a:9"], "decode_urls": ["http://b:9"], "replicas": 2},
             "--replicas 2 and prefill_urls",
         ),
