@@ -117,6 +117,8 @@ class _Merged(torch.autograd.Function):
 
 def side_by_side(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Concatenate A [.., r, in] and B [.., out, r] of all models along r."""
+    if len(factors) == 1:  # or torch would copy them
+        return factors[0].a.to(dtype), factors[0].b.to(dtype)
     a = torch.cat([each.a for each in factors], -2).to(dtype)
     b = torch.cat([each.b for each in factors], -1).to(dtype)
     return a, b
