@@ -20,10 +20,14 @@ class Family:
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     head_norms: bool = False  # of queries and keys
     query_biases: bool = False  # of queries, keys and values
+    output_biases: bool = False  # of attention
+    sinks: bool = False  # of attention
     plain_norm: float = 1.0  # weight of a norm that changes nothing
     activation: str = "hidden_act"  # name of that entry in config.json
     gate: str = "silu"
     experts: int = 0  # in every layer, in place of an MLP
+    untied: bool = False  # its head is never the embedding
+    whole_experts: bool = False  # of all experts one tensor in files, with biases, as is their router's
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -71,5 +75,32 @@ FAMILIES: Mapping[str, Family] = {
         plain_norm=0.0,
         activation="hidden_activation",
         gate="gelu_pytorch_tanh",
+    ),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            "attention_bias": True,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 64,
+            "swiglu_limit": 7.0,
+            "sliding_window": WINDOW,  # every second layer sees all
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+        query_biases=True,
+        output_biases=True,
+        sinks=True,
+        experts=EXPERTS,
+        untied=True,
+        whole_experts=True,
     ),
 }

@@ -1,11 +1,13 @@
 """vLLM samples every family with the trainer's logprobs: the base, adapters and full parameters."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, SampleOutput
@@ -74,6 +76,31 @@ async def test_samples_have_the_trainers_logprobs(
     await _sync(sampler, Path(base))
     await _assert_sampled(sampler, worker, base=BASE, adapter=LORA)
     await sampler.client.close()
+
+
+async def test_new_weights_reach_every_parameter_of_gpt_oss(
+    running: dict[str, Served], make_worker: MakeWorker, tmp_path: Path
+) -> None:
+    """Sinks and biases too, of which a step changes little."""
+    sampler = make_sampler(running["gpt-oss"])
+    worker = make_worker(_other_model(Path(sampler.facts.directory), tmp_path / "other"))
+    worker.create_model(ModelKey(BASE), LoraSpec(0, 0))
+    await _sync(sampler, tmp_path / "other")
+    await _assert_sampled(sampler, worker, base=BASE)
+    await _sync(sampler, Path(sampler.facts.directory))
+    await sampler.client.close()
+
+
+def _other_model(base: Path, directory: Path) -> str:
+    """Write the model with other sinks, biases, norms and experts."""
+    shutil.copytree(base, directory)
+    rng = np.random.default_rng(1)
+    tensors = {
+        name: value + rng.normal(0, 0.3, value.shape).astype(np.float32)
+        for name, value in load_file(base / "model.safetensors").items()
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
 
 
 async def _sync(sampler: Sampler, directory: Path) -> None:

@@ -18,7 +18,13 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
 from skyrl_tinker.inference.constants import TOKEN
-from skyrl_tinker.inference.plugin import prompt_adapters, score_extraction, signed_pickles, slot_products
+from skyrl_tinker.inference.plugin import (
+    prompt_adapters,
+    score_extraction,
+    signed_pickles,
+    slot_products,
+    whole_experts,
+)
 from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 
@@ -41,6 +47,7 @@ def apply() -> None:
     _adapt_every_head()
     _load_adapted_experts()
     _keep_experts_as_loaded()
+    whole_experts.apply()
     prompt_adapters.apply()
     score_extraction.apply()
     if current_platform.is_cpu():
