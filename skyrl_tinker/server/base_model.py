@@ -20,6 +20,8 @@ ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Gemma3ForCausalLM",
+    "Olmo3ForCausalLM",
+    "GraniteForCausalLM",
     "GptOssForCausalLM",
 )
 MIXTURES = frozenset({"Qwen3MoeForCausalLM", "GptOssForCausalLM"})

@@ -200,9 +200,13 @@ def _norms(shape: Shape) -> Iterator[tuple[str, int]]:
     if shape.family.head_norms:
         yield "self_attn.q_norm", shape.head_dim
         yield "self_attn.k_norm", shape.head_dim
+    if shape.family.wide_norms:
+        yield "self_attn.q_norm", shape.heads * shape.head_dim
+        yield "self_attn.k_norm", shape.kv_heads * shape.head_dim
 
 
 def _config(shape: Shape, eos: list[int]) -> dict[str, Any]:
+    kinds = shape.family.layer_types
     return {
         "architectures": [shape.family.architecture],
         "model_type": shape.family.model_type,
@@ -224,6 +228,7 @@ def _config(shape: Shape, eos: list[int]) -> dict[str, Any]:
         "torch_dtype": "float32",
         "vocab_size": shape.vocab,
         **shape.family.config,
+        **({"layer_types": [kinds[layer % len(kinds)] for layer in range(shape.layers)]} if kinds else {}),
     }
 
 
