@@ -174,7 +174,7 @@ class Settings(BaseSettings):
     )
     router_replay: bool = Field(
         False,
-        description="Mixtures of experts: record the experts of each token of samples made with "
+        description="Qwen3-MoE: record the experts of each token of samples made with "
         "record_stability_info, and train datums whose provenance spans name these samples with them",
     )
     reasoning_parser: str | None = Field(

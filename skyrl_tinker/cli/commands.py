@@ -119,12 +119,15 @@ def make_model(
     hidden: Annotated[int, typer.Option(help="a multiple of 64")] = 192,
     layers: int = 2,
     vocab: Annotated[int, typer.Option(help="at least 259")] = 512,
-    untied: Annotated[bool, typer.Option("--untied", help="with a separate lm_head")] = False,
+    untied: Annotated[
+        bool, typer.Option("--untied", help="with a separate lm_head, as a gpt-oss always")
+    ] = False,
     seed: int = 0,
 ) -> None:
     """Write a small untrained model with its own tokenizer and chat template to DIRECTORY.
 
-    A qwen2 and a mistral have a sliding window of 16 tokens in all layers, a gemma3 in every other.
+    A qwen2 and a mistral have a sliding window of 16 tokens in all layers, a gemma3 and a gpt-oss in every
+    other.
     """
     from skyrl_tinker.server import tiny_model
 

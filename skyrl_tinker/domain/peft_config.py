@@ -9,10 +9,20 @@ ALPHA = 32
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 KEY_PREFIX = "base_model.model."
+WHOLE_EXPERTS = {"gate_up_proj": ".base_layer", "down_proj": ""}
+"""What follows the name of a mixture whose adapter has the pairs of all experts in one tensor for A and B."""
+EXPERT_PARAMETERS = [f"mlp.experts.{matrix}" for matrix in WHOLE_EXPERTS]
+"""Parameters of such a mixture, as target_parameters names them."""
 
 
-def adapter_config(shapes: Mapping[str, tuple[int, ...]], rank: int, base_model: str) -> dict[str, Any]:
-    """Return adapter_config.json for tensors by name (`base_model.model.<module>.lora_A.weight`, …)."""
+def adapter_config(
+    shapes: Mapping[str, tuple[int, ...]], rank: int, base_model: str, inner: int
+) -> dict[str, Any]:
+    """Return adapter_config.json for tensors by name (`base_model.model.<module>.lora_A.weight`, …).
+
+    `inner`: rank of the experts' pairs, that of the adapter without such pairs.
+    """
+    whole = any(is_whole(name) for name in shapes)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -21,8 +31,8 @@ def adapter_config(shapes: Mapping[str, tuple[int, ...]], rank: int, base_model:
         "lora_alpha": ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({name.split(".")[-3] for name in shapes}),
-        **expert_patterns(expert_rank(shapes, rank), rank, ALPHA),
+        "target_modules": sorted({name.split(".")[-3] for name in shapes if not is_whole(name)}),
+        **expert_patterns(inner, rank, ALPHA, whole),
         "modules_to_save": None,
         "use_rslora": False,
         "use_dora": False,
@@ -30,20 +40,27 @@ def adapter_config(shapes: Mapping[str, tuple[int, ...]], rank: int, base_model:
     }
 
 
+def is_whole(name: str) -> bool:
+    """Return whether a tensor has the pairs of all experts."""
+    return name.split(".lora_")[0].endswith(tuple(f".experts{end}" for end in WHOLE_EXPERTS.values()))
+
+
 def expert_rank(shapes: Mapping[str, tuple[int, ...]], rank: int) -> int:
-    """Return the rank of the experts' pairs, that of the adapter without such pairs."""
+    """Return the rank of the pairs of single experts, that of the adapter without such pairs."""
     ranks = (shape[0] for name, shape in shapes.items() if ".experts." in name and ".lora_A." in name)
     return next(ranks, rank)
 
 
-def expert_patterns(rank: int, whole: int, alpha: float) -> dict[str, Any]:
-    """Return what PEFT needs for experts of `rank` in an adapter of rank `whole`, with the same scale.
+def expert_patterns(rank: int, adapter: int, alpha: float, whole: bool) -> dict[str, Any]:
+    """Return what PEFT needs for experts of `rank` in an adapter of rank `adapter`, with the same scale.
 
     PEFT applies an adapter of transformers' experts, whose gate and up projections are one tensor, to them
-    with both pairs as one of twice the rank.
+    with both pairs as one of twice the rank. `whole`: there is one pair for both.
     """
-    if rank == whole:
-        return {}
-    ranks = {r"experts\.\d+\.\w+": rank, r"experts\.gate_up_proj": 2 * rank, r"experts\.down_proj": rank}
-    alphas = {pattern: alpha * each / whole for pattern, each in ranks.items()}
-    return {"rank_pattern": ranks, "alpha_pattern": alphas}
+    targets: dict[str, Any] = {"target_parameters": EXPERT_PARAMETERS} if whole else {}
+    if rank == adapter:
+        return targets
+    ranks = {} if whole else {r"experts\.\d+\.\w+": rank}
+    ranks |= {r"experts\.gate_up_proj": (1 if whole else 2) * rank, r"experts\.down_proj": rank}
+    alphas = {pattern: alpha * each / adapter for pattern, each in ranks.items()}
+    return {**targets, "rank_pattern": ranks, "alpha_pattern": alphas}

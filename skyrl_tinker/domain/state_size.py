@@ -29,7 +29,9 @@ def parameters(facts: BaseModelFacts, spec: LoraSpec) -> int:
         return facts.num_layers * layer + inputs * outputs * (1 if facts.tied else 2)
     per_expert = max(1, spec.rank // facts.experts_per_token)
     widths = spec.rank * sum(map(sum, attention)) if spec.train_attn else 0
-    widths += count * per_expert * sum(map(sum, mlp)) if spec.train_mlp else 0
+    if spec.train_mlp:
+        shared = facts.hidden_size if facts.one_pair_for_gate_and_up else 0  # inputs of gate and of up
+        widths += count * per_expert * (sum(map(sum, mlp)) - shared)
     return facts.num_layers * widths + (spec.rank * sum(head) if spec.train_unembed else 0)
 
 

@@ -344,6 +344,7 @@ class BaseModelFacts:
     intermediate_size: int = 0  # of an MLP, or of each expert
     experts: int = 0  # in every layer; 0: an MLP
     experts_per_token: int = 1
+    one_pair_for_gate_and_up: bool = False  # of an expert's adapter
 
     @property
     def name(self) -> str:

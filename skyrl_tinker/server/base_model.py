@@ -10,7 +10,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server import sliding_windows, tiny_model
+from skyrl_tinker.server import fixed_entries, sliding_windows, tiny_model
 
 DEFAULT_CONTEXT = 4096
 ARCHITECTURES = (
@@ -20,8 +20,13 @@ ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Gemma3ForCausalLM",
+    "Olmo3ForCausalLM",
+    "GraniteForCausalLM",
+    "GptOssForCausalLM",
 )
-MIXTURES = frozenset({"Qwen3MoeForCausalLM"})
+MIXTURES = frozenset({"Qwen3MoeForCausalLM", "GptOssForCausalLM"})
+REPLAYED = frozenset({"Qwen3MoeForCausalLM"})
+"""Architectures whose routers can be replayed."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of the CPU attention kernels of vLLM 0.32; another fails at the first forward, not at start."""
 
@@ -50,10 +55,10 @@ def resolve(settings: Settings) -> BaseModelFacts:
 
 
 def _check_router_replay(settings: Settings, facts: BaseModelFacts) -> None:
-    """Refuse models without experts, and vLLM's features under which it lists none."""
-    if not facts.experts:
+    """Refuse other models, and vLLM's features under which it lists no experts."""
+    if facts.architecture not in REPLAYED:
         raise StartupError(
-            f"router_replay: expected a mixture of experts, found {facts.architecture} in {facts.directory}"
+            f"router_replay: expected {', '.join(REPLAYED)}, found {facts.architecture} in {facts.directory}"
         )
     if not settings.vllm_args.get("enable-prefix-caching", True):
         raise StartupError(
@@ -82,6 +87,7 @@ def _read(settings: Settings, *patterns: str) -> tuple[Mapping[str, Any], BaseMo
     directory = _download(settings.base_model, patterns) if local is None else local
     config = _read_json(directory / "config.json")
     facts = _facts(settings, directory, config, None if local else settings.base_model)
+    fixed_entries.require_served(facts.architecture, config)
     sliding_windows.require_served(facts.architecture, config)
     return config, facts
 
@@ -160,8 +166,10 @@ def _mlp(config: Mapping[str, Any]) -> dict[str, Any]:
         raise StartupError(
             "config.json: expected experts in all layers (mlp_only_layers, decoder_sparse_step)"
         )
+    whole = _architecture(config) == "GptOssForCausalLM"
     return {
-        "intermediate_size": _positive(config, "moe_intermediate_size"),
+        "intermediate_size": _positive(config, "intermediate_size" if whole else "moe_intermediate_size"),
+        "one_pair_for_gate_and_up": whole,
         "experts": _positive(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         "experts_per_token": _positive(config, "num_experts_per_tok"),
     }

@@ -36,9 +36,16 @@ def _reason(architecture: str, config: Mapping[str, Any], windowed: bool) -> str
             return "vLLM serves a sliding window in all layers or in none, not in some"
         case "Qwen3MoeForCausalLM" if config.get("use_sliding_window"):
             return "sliding windows are not supported beside experts"
+        case "GptOssForCausalLM" if not _alternates(config):
+            return f"layer_types: expected {SLIDING} and {FULL} in turns, as vLLM has them whatever they say"
         case "Gemma3ForCausalLM" if config.get("use_bidirectional_attention"):
             return "use_bidirectional_attention is not supported: tokens are trained from those before them"
     return None
+
+
+def _alternates(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types") or (SLIDING, FULL)
+    return all(kind == (SLIDING, FULL)[layer % 2] for layer, kind in enumerate(kinds))
 
 
 def _mixed(config: Mapping[str, Any], kinds: set[str]) -> bool:

@@ -97,7 +97,8 @@ def make_model(
     """
     if arch not in FAMILIES:
         raise StartupError(f"--arch must be one of {', '.join(FAMILIES)}, found {arch}")
-    shape = Shape(family=FAMILIES[arch], hidden=hidden, layers=layers, vocab=vocab, tied=tied)
+    family = FAMILIES[arch]
+    shape = Shape(family=family, hidden=hidden, layers=layers, vocab=vocab, tied=tied and not family.untied)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(vocab)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -144,8 +145,10 @@ def _weights(shape: Shape, seed: int) -> Iterator[tuple[str, npt.NDArray[np.floa
         prefix = f"model.layers.{layer}"
         for name, rows, columns in _projections(shape):
             yield f"{prefix}.{name}.weight", matrix(rows, columns)
-            if shape.family.query_biases and name.endswith(("q_proj", "k_proj", "v_proj")):
+            if name.endswith(_biased(shape.family)):
                 yield f"{prefix}.{name}.bias", matrix(rows)
+        for name, sizes in _others(shape):
+            yield f"{prefix}.{name}", matrix(*sizes)
         for name, size in _norms(shape):
             yield f"{prefix}.{name}.weight", norm(size)
     yield "model.norm.weight", norm(shape.hidden)
@@ -161,6 +164,9 @@ def _projections(shape: Shape) -> Iterator[tuple[str, int, int]]:
     yield "self_attn.v_proj", key_value, shape.hidden
     yield "self_attn.o_proj", shape.hidden, query
     experts = shape.family.experts
+    if shape.family.whole_experts:
+        yield "mlp.router", experts, shape.hidden
+        return
     if experts:
         yield "mlp.gate", experts, shape.hidden
     inner = shape.family.config.get("moe_intermediate_size", shape.intermediate)
@@ -170,19 +176,40 @@ def _projections(shape: Shape) -> Iterator[tuple[str, int, int]]:
         yield f"{mlp}.down_proj", shape.hidden, inner
 
 
+def _biased(family: Family) -> tuple[str, ...]:
+    queries = ("q_proj", "k_proj", "v_proj") if family.query_biases else ()
+    outputs = ("o_proj",) if family.output_biases else ()
+    return (*queries, *outputs, *(("router",) if family.whole_experts else ()))
+
+
+def _others(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, size) of a layer's tensors that are neither a matrix with its bias nor a norm."""
+    if shape.family.sinks:
+        yield "self_attn.sinks", (shape.heads,)
+    if shape.family.whole_experts:
+        experts, hidden, inner = shape.family.experts, shape.hidden, shape.family.config["intermediate_size"]
+        yield "mlp.experts.gate_up_proj", (experts, hidden, 2 * inner)
+        yield "mlp.experts.gate_up_proj_bias", (experts, 2 * inner)
+        yield "mlp.experts.down_proj", (experts, inner, hidden)
+        yield "mlp.experts.down_proj_bias", (experts, hidden)
+
+
 def _norms(shape: Shape) -> Iterator[tuple[str, int]]:
     for name in shape.family.layer_norms:
         yield name, shape.hidden
     if shape.family.head_norms:
         yield "self_attn.q_norm", shape.head_dim
         yield "self_attn.k_norm", shape.head_dim
+    if shape.family.wide_norms:
+        yield "self_attn.q_norm", shape.heads * shape.head_dim
+        yield "self_attn.k_norm", shape.kv_heads * shape.head_dim
 
 
 def _config(shape: Shape, eos: list[int]) -> dict[str, Any]:
+    kinds = shape.family.layer_types
     return {
         "architectures": [shape.family.architecture],
         "model_type": shape.family.model_type,
-        **shape.family.config,
         shape.family.activation: shape.family.gate,
         "attention_dropout": 0.0,
         "eos_token_id": eos[0],
@@ -200,6 +227,8 @@ def _config(shape: Shape, eos: list[int]) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied,
         "torch_dtype": "float32",
         "vocab_size": shape.vocab,
+        **shape.family.config,
+        **({"layer_types": [kinds[layer % len(kinds)] for layer in range(shape.layers)]} if kinds else {}),
     }
 
 

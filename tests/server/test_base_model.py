@@ -111,8 +111,31 @@ def test_mixtures_that_would_not_run_are_refused(
 
 
 def test_router_replay_is_refused_without_experts(model: Path) -> None:
-    with pytest.raises(StartupError, match="router_replay: expected a mixture of experts, found Qwen3ForCa"):
+    with pytest.raises(StartupError, match="router_replay: expected Qwen3MoeForCausalLM, found Qwen3ForCa"):
         base_model.resolve(config.load(base_model=str(model), router_replay=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: .* found mxfp4"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps: expected 1e-05, found 1e-06"),
+        ({"attention_bias": False}, "attention_bias: expected True, found False"),
+        ({"swiglu_limit": 10.0}, "swiglu_limit: expected 7.0, found 10.0"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: expected False, found True"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type: expected yarn, found linear"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "expected sliding_attention and full_"),
+    ],
+)
+def test_what_vllm_s_gpt_oss_does_not_read_is_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    make_model(tmp_path / "model", arch="gpt-oss", hidden=64)
+    change(tmp_path / "model", layer_types=["sliding_attention", "full_attention"])
+    base_model.resolve(config.load(base_model=str(tmp_path / "model")))
+    change(tmp_path / "model", **changed)
+    with pytest.raises(StartupError, match=f"GptOssForCausalLM: .*{message}"):
+        base_model.resolve(config.load(base_model=str(tmp_path / "model")))
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

@@ -53,6 +53,27 @@ def mixture_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return _write_model(tmp_path_factory.mktemp("mixture"), tied=False, experts=7)
 
 
+@pytest.fixture(scope="session")
+def whole_mixture_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A gpt-oss of seven experts, which are one tensor."""
+    directory = tmp_path_factory.mktemp("whole-mixture")
+    sizes = {"num_local_experts": 7, "num_hidden_layers": 2, "vocab_size": 512, "sliding_window": 16}
+    config = AutoConfig.for_model(
+        "gpt_oss",
+        **sizes,
+        hidden_size=64,
+        num_attention_heads=4,
+        head_dim=32,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return str(directory)
+
+
 @pytest.fixture(params=["tied", "untied"])
 def model_directory(request: pytest.FixtureRequest) -> str:
     directory: str = request.getfixturevalue(f"{request.param}_model")

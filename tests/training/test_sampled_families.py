@@ -1,11 +1,13 @@
 """vLLM samples every family with the trainer's logprobs: the base, adapters and full parameters."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, SampleOutput
@@ -28,31 +30,29 @@ from tests.training.support.passes import make_data, make_item, perturb, run_one
 from tests.training.support.saves import write_weights
 
 ARCHS = sorted(FAMILIES.keys() - {"qwen3"})  # which all other tests sample
+UNTIED = ("llama",)
 BASE, LORA, FULL = 1, 2, 3
 PROMPT = prompt_of(200)  # many windows, and more than a block of the KV cache
 
 
 @pytest.fixture(scope="module")
-def running(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    """One server of each, started side by side."""
-    root = tmp_path_factory.mktemp("families")
-    every = {arch: write_model(root / arch, tied=arch != "llama", arch=arch) for arch in ARCHS}
-    served = {
-        arch: Served(facts, ServerGroup.launch(spec_of(facts, root / f"{arch}-logs")))
-        for arch, facts in every.items()
-    }
-    for each in served.values():
-        asyncio.run(each.group.ready())
+def served(
+    ray_cluster: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Server of one family, `request.param`."""
+    root = tmp_path_factory.mktemp(request.param)
+    facts = write_model(root / "model", tied=request.param not in UNTIED, arch=request.param)
+    served = Served(facts, ServerGroup.launch(spec_of(facts, root / "logs")))
+    asyncio.run(served.group.ready())
     yield served
-    for each in served.values():
-        asyncio.run(each.group.shutdown())
+    asyncio.run(served.group.shutdown())
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("served", ARCHS, indirect=True)
 async def test_samples_have_the_trainers_logprobs(
-    running: dict[str, Served], make_worker: MakeWorker, tmp_path: Path, arch: str
+    served: Served, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
-    await assert_all_sampled(running[arch], make_worker, tmp_path)
+    await assert_all_sampled(served, make_worker, tmp_path)
 
 
 async def assert_all_sampled(served: Served, make_worker: MakeWorker, tmp_path: Path) -> None:
@@ -79,6 +79,32 @@ async def assert_all_sampled(served: Served, make_worker: MakeWorker, tmp_path: 
     await _sync(sampler, Path(base))
     await assert_sampled(sampler, worker, PROMPT, base=BASE, adapter=LORA)
     await sampler.client.close()
+
+
+@pytest.mark.parametrize("served", ["gpt-oss"], indirect=True)
+async def test_new_weights_reach_every_parameter_of_gpt_oss(
+    served: Served, make_worker: MakeWorker, tmp_path: Path
+) -> None:
+    """Sinks and biases too, of which a step changes little."""
+    sampler = make_sampler(served)
+    worker = make_worker(_other_model(Path(sampler.facts.directory), tmp_path / "other"))
+    worker.create_model(ModelKey(BASE), LoraSpec(0, 0))
+    await _sync(sampler, tmp_path / "other")
+    await assert_sampled(sampler, worker, PROMPT, base=BASE)
+    await _sync(sampler, Path(sampler.facts.directory))
+    await sampler.client.close()
+
+
+def _other_model(base: Path, directory: Path) -> str:
+    """Write the model with other sinks, biases, norms and experts."""
+    shutil.copytree(base, directory)
+    rng = np.random.default_rng(1)
+    tensors = {
+        name: value + rng.normal(0, 0.3, value.shape).astype(np.float32)
+        for name, value in load_file(base / "model.safetensors").items()
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
 
 
 async def _sync(sampler: Sampler, directory: Path) -> None:

@@ -8,6 +8,7 @@ starts, but not when its weights are loaded again.
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
@@ -21,6 +22,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
 
 from skyrl_tinker.inference.plugin.slot_products import Rows, rows_by_slot
 
+_ALPHA, _LIMIT = 1.702, 7.0
+"""Constants of gpt-oss's activation, as in vLLM's kernels."""
+
 
 def apply() -> None:
     """Have vLLM compute routed experts with PlainExperts, with or without adapters."""
@@ -32,15 +36,16 @@ def _select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[Fus
     supported, reason = FusedMoEExperts.is_supported_config(
         PlainExperts, moe_config, None, None, FusedMoEActivationFormat.Standard
     )
-    if moe_config.has_bias:
-        supported, reason = False, "kernel does not support biases"
     if not supported:
         raise NotImplementedError(f"experts of this model on a CPU: {reason}")
     return UnquantizedMoeBackend.CPU, PlainExperts
 
 
 class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Gated experts: down(activation(gate(x), up(x))), each of the three with the adapter of the row."""
+    """Gated experts: down(activation(gate(x), up(x))), each with the adapter of the row.
+
+    The adapter of gpt-oss has one pair for gate and up, whose outputs take turns there.
+    """
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
@@ -77,6 +82,20 @@ class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
                 results = self._compute(expert, hidden_states[rows], adapted, weights, activation)
                 output.index_add_(0, rows, results * shares[rows, places, None].to(results.dtype))
 
+    def activation(
+        self,
+        activation: MoEActivation,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - vLLM's name
+        **options: Any,
+    ) -> None:
+        """Set `output`; vLLM has the activation of gpt-oss on a CPU within its own experts' kernel only."""
+        if activation is MoEActivation.SWIGLUOAI:
+            gate, up = input[..., ::2].clamp(max=_LIMIT), input[..., 1::2].clamp(-_LIMIT, _LIMIT)
+            output.copy_((up + 1) * gate * torch.sigmoid(_ALPHA * gate))
+        else:
+            super().activation(activation, output, input, **options)
+
     def _slots(self, count: int) -> torch.Tensor:
         """Return the slot of each row, -1 for the base model."""
         context = self._lora_context
@@ -95,15 +114,14 @@ class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         """Return the expert's outputs, unweighted. `adapted`: rows by slot; B holds the scale."""
         adapters: Any = self._lora_context
         gate_up, down = weights
-        gated = inputs @ gate_up.T
+        gated = linear(inputs, gate_up, None if self.w1_bias is None else self.w1_bias[expert])
         for slot, rows in adapted:
-            for index, part in enumerate(gated.chunk(2, dim=1)):
-                a = adapters.w13_lora_a_stacked[index][slot, expert]
-                b = adapters.w13_lora_b_stacked[index][slot, expert]
-                part[rows] += inputs[rows] @ a.T @ b.T
+            a, b = adapters.w13_lora_a_stacked, adapters.w13_lora_b_stacked
+            for part, one, other in zip(gated.chunk(len(a), dim=1), a, b, strict=True):
+                part[rows] += inputs[rows] @ one[slot, expert].T @ other[slot, expert].T
         middle = gated.new_empty(len(gated), gated.shape[1] // 2)
         self.activation(activation, middle, gated)
-        outputs = middle @ down.T
+        outputs = linear(middle, down, None if self.w2_bias is None else self.w2_bias[expert])
         for slot, rows in adapted:
             a, b = adapters.w2_lora_a_stacked[0][slot, expert], adapters.w2_lora_b_stacked[0][slot, expert]
             outputs[rows] += middle[rows] @ a.T @ b.T

@@ -26,6 +26,7 @@ from skyrl_tinker.inference.plugin import (
     score_extraction,
     signed_pickles,
     slot_products,
+    whole_experts,
 )
 from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.processes import die_with_parent
@@ -52,6 +53,7 @@ def apply() -> None:
     _load_adapted_experts()
     _divide_rank_among_experts()
     _keep_experts_as_loaded()
+    whole_experts.apply()
     prompt_adapters.apply()
     score_extraction.apply()
     routed_experts.apply()

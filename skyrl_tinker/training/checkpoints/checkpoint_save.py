@@ -158,7 +158,8 @@ def _contents(
     family = model.optimizer if optimizer else None
     manifest = Manifest(base_model, model.spec, model.step, family) if layout.checked else None
     if isinstance(model, LoraModel):
-        texts = {ADAPTER_CONFIG_FILE: _json(adapter_config(model.shapes(), model.spec.rank, base_model))}
+        config = adapter_config(model.shapes(), model.spec.rank, base_model, model.expert_rank)
+        texts = {ADAPTER_CONFIG_FILE: _json(config)}
     else:
         texts = {INDEX_FILE: _json(_index(model, shares, layout.dtype))} if len(shares) > 1 else {}
     return CheckpointContents(manifest, texts, writers)

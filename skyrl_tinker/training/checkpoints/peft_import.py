@@ -15,6 +15,7 @@ from skyrl_tinker.domain.peft_config import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     ALPHA,
+    EXPERT_PARAMETERS,
     KEY_PREFIX,
     expert_patterns,
     expert_rank,
@@ -22,7 +23,7 @@ from skyrl_tinker.domain.peft_config import (
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.training.models.lora import ATTENTION, MLP, AdaptedLayer, LoraModel, find_targets
+from skyrl_tinker.training.models.lora import ATTENTION, AdaptedLayer, LoraModel, find_targets
 from skyrl_tinker.training.models.trainable_model import Part
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,8 +84,13 @@ def read_foreign(directory: Path) -> ForeignAdapter:
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     tensors = _read_tensors(directory / ADAPTER_FILE)
     pairs = {key: _checked(key, tensor) for key, tensor in tensors.items() if _module(key) is not None}
-    inner = expert_rank({key: tuple(tensor.shape) for key, tensor in pairs.items()}, int(rank))
-    _require_plain(config, expert_patterns(inner, int(rank), alpha))
+    whole = sorted(config.get("target_parameters") or ()) == sorted(EXPERT_PARAMETERS)
+    shapes = {key: tuple(tensor.shape) for key, tensor in pairs.items()}
+    inner = _stated_rank(config, int(rank)) if whole else expert_rank(shapes, int(rank))
+    patterns = expert_patterns(inner, int(rank), alpha, whole)
+    if whole:  # PEFT sorts them itself
+        patterns["target_parameters"] = config["target_parameters"]
+    _require_plain(config, patterns)
     others = {key: tensor for key, tensor in tensors.items() if key not in pairs}
     return ForeignAdapter(int(rank), scale / (ALPHA / rank), pairs, others)
 
@@ -142,6 +148,12 @@ def _require_plain(config: Mapping[str, Any], patterns: Mapping[str, Any]) -> No
             raise UserError(f"{ADAPTER_CONFIG_FILE}: {key} is {value!r}, expected {expected}: not plain LoRA")
 
 
+def _stated_rank(config: Mapping[str, Any], rank: int) -> int:
+    """Return the rank of the experts' pairs by the patterns, as their tensors have those of all experts."""
+    ranks = {value for key, value in (config.get("rank_pattern") or {}).items() if "experts" in key}
+    return int(ranks.pop()) if len(ranks) == 1 else rank
+
+
 def _number(config: Mapping[str, Any], key: str) -> float:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -176,11 +188,11 @@ def _spec(adapter: ForeignAdapter, targets: tuple[AdaptedLayer, ...]) -> LoraSpe
         found = unknown[0] if unknown else "no tensors"
         leaves = ", ".join(sorted({target.leaf for target in targets}))
         raise UserError(f"{ADAPTER_FILE}: found {found}, expected LoRA pairs of the base model's {leaves}")
-    layers = {target.leaf for target in adapted if not target.is_head}
+    layers = {target.leaf for target in adapted}
     return LoraSpec(
         adapter.rank,
         _SEED,
-        train_mlp=bool(layers & MLP),
+        train_mlp=any(target.in_mlp for target in adapted),
         train_attn=bool(layers & ATTENTION),
         train_unembed=any(target.is_head for target in adapted),
     )

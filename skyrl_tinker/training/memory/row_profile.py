@@ -239,4 +239,7 @@ def _flash_backward(
     return query.numel() * (4 + per_key)
 
 
-_WORKSPACES: Mapping[Any, Workspace] = {torch.ops.torch_attn._varlen_attn_backward.default: _flash_backward}
+_WORKSPACES: Mapping[Any, Workspace] = {
+    torch.ops.torch_attn._varlen_attn_backward.default: _flash_backward,
+    torch.ops.aten._flash_attention_backward.default: _flash_backward,
+}

@@ -1,4 +1,8 @@
-"""Causal attention within each segment of a packed row: no sequence sees another."""
+"""Causal attention within each segment of a packed row: no sequence sees another.
+
+A model may have sinks [H]: logits of one more token for each head, which every token sees and whose value is
+zero.
+"""
 
 import logging
 from collections.abc import Callable
@@ -32,12 +36,17 @@ Kernel = Callable[
 A window of W tokens: each token sees itself and the W - 1 before it. None: all before it.
 """
 
+SinkKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None, int | None, torch.Tensor], torch.Tensor
+]
+"""The same with the sinks [H]."""
+
 
 def register(device: str, dtype: torch.dtype) -> None:
     """Choose the kernel for this process. Idempotent."""
     name, kernel = choose_newest(device, dtype)
     _log.info("attention on %s in %s: %s", device, dtype, name)
-    AttentionInterface.register(IMPLEMENTATION, partial(_attend, kernel))
+    AttentionInterface.register(IMPLEMENTATION, partial(_attend, kernel, choose_for_sinks(device, dtype)))
 
 
 def register_planned(device: str, dtype: torch.dtype) -> None:
@@ -49,7 +58,7 @@ def register_planned(device: str, dtype: torch.dtype) -> None:
     name, kernel = choose(device, dtype)
     if name == _FLASH:
         kernel = _varlen_kernel() or kernel
-    AttentionInterface.register(PLANNED, partial(_attend, kernel))
+    AttentionInterface.register(PLANNED, partial(_attend, kernel, choose_for_sinks(device, dtype)))
 
 
 def choose_newest(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
@@ -72,6 +81,11 @@ def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
     return "SDPA by segments", _segment_by_segment
 
 
+def choose_for_sinks(device: str, dtype: torch.dtype) -> SinkKernel:
+    """Choose a kernel for models with sinks: on CUDA torch's own of FlashAttention-2."""
+    return _flash_with_sinks if device == "cuda" and dtype in _HALF else _segments_with_sinks
+
+
 def _varlen_kernel() -> Kernel | None:
     varlen = _find("torch.nn.attention.varlen", "varlen_attn")
     return varlen and partial(_varlen_attn, partial(varlen, **_grouped_queries(varlen)))
@@ -92,6 +106,7 @@ def _grouped_queries(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
 
 def _attend(
     kernel: Kernel,
+    sink_kernel: SinkKernel,
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, H, T, D]
     key: torch.Tensor,  # [1, Hkv, T, D]
@@ -101,9 +116,12 @@ def _attend(
     segments: Segments,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,  # the sinks
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Run the kernel behind the interface of transformers; returns ([1, T, H, D], None)."""
+    if s_aux is not None:
+        return sink_kernel(query, key, value, segments, scaling, sliding_window, s_aux)[None], None
     return kernel(query, key, value, segments, scaling, sliding_window)[None], None
 
 
@@ -114,10 +132,12 @@ def _segment_by_segment(
     segments: Segments,
     scaling: float | None,
     window: int | None,
+    attend: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     sizes = [count * length for count, length in segments.runs]
     q, k, v = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
-    outputs = [_attend_run(*part, scaling, window) for part in zip(q, k, v, segments.runs, strict=True)]
+    run = attend or _attend_run
+    outputs = [run(*part, scaling, window) for part in zip(q, k, v, segments.runs, strict=True)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -135,6 +155,38 @@ def _attend_run(
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True
     )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _segments_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    attend = partial(_attend_run_with_sinks, sinks)
+    return _segment_by_segment(query, key, value, segments, scaling, window, attend)
+
+
+def _attend_run_with_sinks(
+    sinks: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    run: tuple[int, int],
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend by the definition; shapes as those of `_attend_run`. Keeps [count, H, length, length]."""
+    q, k, v = (tensor.view(len(tensor), *run, -1).transpose(0, 1) for tensor in (query, key, value))
+    k, v = (tensor.repeat_interleave(len(query) // len(key), 1) for tensor in (k, v))
+    unseen = ~_seen(run[1], run[1] if window is None else window, query.device)
+    scores = (q @ k.mT * (scaling or q.shape[-1] ** -0.5)).masked_fill(unseen, -torch.inf)
+    every = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    out = every.softmax(-1)[..., :-1] @ v
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -184,6 +236,64 @@ def _varlen_attn(
         q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=_reach(window)
     )
     return out
+
+
+def _flash_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    out: torch.Tensor = _FlashWithSinks.apply(  # type: ignore[no-untyped-call]
+        *_tokens_first(query, key, value), sinks, segments, scaling, window
+    )
+    return out
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """FlashAttention-2 (arXiv:2307.08691) with sinks; q [T, H, D], k and v [T, Hkv, D], sinks [H].
+
+    Its forward gives outputs and the log-sum-exp Z of the scores [H, T]. With sinks s it is Z' = log(exp Z +
+    exp s), and outputs are smaller by exp(Z - Z'). Its backward makes probabilities and their gradients from
+    outputs and log-sum-exp alone, so that it is right with these two as well; the sinks' gradient is the
+    same formula for a token of value zero: minus the sum over tokens of exp(s - Z') (dO . O).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor,
+        segments: Segments,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        bounds, longest, (left, right) = segments.cu_seqlens, segments.longest, _reach(window)
+        ctx.lengths = bounds, bounds, longest, longest, 0.0, window is None
+        ctx.options = {"scale": scaling, "window_size_left": left, "window_size_right": right}
+        without, partial_sum, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *ctx.lengths, False, **ctx.options
+        )
+        total = torch.logaddexp(partial_sum, sinks.float()[:, None])
+        out: torch.Tensor = without * (partial_sum - total).exp().T[..., None].to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total, state, unused)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, total, state, unused = ctx.saved_tensors
+        dout = upstream[0].contiguous()
+        gradients = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, total, *ctx.lengths, state, unused, **ctx.options
+        )
+        shares = (sinks.float()[:, None] - total).exp()  # [H, T]
+        dsinks = -(shares * (dout.float() * out.float()).sum(-1).T).sum(1)
+        return *gradients, dsinks.to(sinks.dtype), None, None, None
 
 
 def _reach(window: int | None) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from skyrl_tinker.training.models.fused.gated_products import gated
 from skyrl_tinker.training.models.lora import Factors
 from skyrl_tinker.training.models.lora_layers import Active, Routing
 from skyrl_tinker.training.models.merged_adapters import Members, side_by_side
-from skyrl_tinker.training.models.mixtures import MATRICES, find_mixtures, router_of
+from skyrl_tinker.training.models.mixtures import ExpertLayout, find_mixtures, layout_of
 from skyrl_tinker.training.models.planned_device import device_type
 
 
@@ -28,8 +28,9 @@ def install(causal_lm: nn.Module, routing: Routing) -> None:
     """Adapt the experts of every mixture, and have its router replay choices; all layers have experts."""
     for layer, (name, module) in enumerate(find_mixtures(causal_lm).items()):
         module.forward = partial(_forward, module, name, routing)
-        router: Any = causal_lm.get_submodule(router_of(name))
-        router.forward = partial(_route, router, router.forward, routing, layer)
+        if gate := layout_of(module).gate:
+            router: Any = causal_lm.get_submodule(f"{name.rpartition('.')[0]}.{gate}")
+            router.forward = partial(_route, router, router.forward, routing, layer)
 
 
 def _route(
@@ -54,17 +55,30 @@ def _forward(
     module: Any, name: str, routing: Routing, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Compute the experts' part; x [T, D], the experts of each token and their weights [T, K] -> [T, D]."""
-    active = routing.active
+    active, layout = routing.active, layout_of(module)
     experts = len(module.down_proj)
     way = _AtOnce if device_type(x) == "cuda" else _Apart
     work: _AtOnce | _Apart = way(active, chosen, experts)
-    product = partial(work.product, module, name)
+    numbers = chosen.flatten()[work.order]
+
+    def product(matrix: str, inputs: torch.Tensor) -> torch.Tensor:
+        outputs, bias = work.product(module, name, matrix, inputs), layout.bias(module, matrix)
+        return outputs if bias is None else outputs + bias.index_select(0, numbers)
+
     copies = x[:, None].expand(*chosen.shape, -1).flatten(0, 1)  # their gradients are summed up in order
-    gate, up = product("gate_up_proj", copies.index_select(0, work.order)).chunk(2, dim=-1)
-    y = product("down_proj", gated(module.act_fn, gate, up))
+    gate_up = product("gate_up_proj", copies.index_select(0, work.order))
+    y = product("down_proj", _gate(module, layout, gate_up))
     places = torch.empty_like(work.order)
     places[work.order] = torch.arange(len(places), device=places.device)
     return (y.index_select(0, places).view(*chosen.shape, -1) * weights[..., None]).sum(1)
+
+
+def _gate(module: Any, layout: ExpertLayout, gate_up: torch.Tensor) -> torch.Tensor:
+    if layout.whole:
+        gated_up: torch.Tensor = module._apply_gate(gate_up)
+        return gated_up
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gated(module.act_fn, gate, up)
 
 
 class _AtOnce:
@@ -81,12 +95,13 @@ class _AtOnce:
 
     def product(self, module: Any, name: str, matrix: str, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [N, in] by each token's expert."""
-        y = grouped_mm(x, getattr(module, matrix).mT, offs=self._ends)
+        layout = layout_of(module)
+        y, layers = grouped_mm(x, layout.weight(module, matrix).mT, offs=self._ends), layout.layers[matrix]
         if self._merged is None:
             return y
         parts = [
             self._adapted(self._merged.of(f"{name}.{leaf}", x.dtype), x, part)
-            for leaf, part in zip(MATRICES[matrix], y.chunk(len(MATRICES[matrix]), dim=-1), strict=True)
+            for leaf, part in zip(layers, y.chunk(len(layers), dim=-1), strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -146,7 +161,7 @@ def _padded(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[torch.Tenso
     """Concatenate all models' factors, with zeros up to a multiple of 8: grouped products want 16 bytes."""
     a, b = side_by_side(factors, dtype)
     rest = -a.shape[1] % 8
-    return nn.functional.pad(a, (0, 0, 0, rest)), nn.functional.pad(b, (0, rest))
+    return nn.functional.pad(a, (0, 0, 0, rest)), nn.functional.pad(b.contiguous(), (0, rest))
 
 
 class _Group(NamedTuple):
@@ -184,10 +199,11 @@ class _Apart:
 
     def product(self, module: Any, name: str, matrix: str, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [N, in] by each token's expert."""
-        leaves = [f"{name}.{leaf}" for leaf in MATRICES[matrix]]
+        layout = layout_of(module)
+        leaves = [f"{name}.{leaf}" for leaf in layout.layers[matrix]]
         anchor = next((model.pairs[leaves[0]].a for model in self._models if leaves[0] in model.pairs), None)
         y: torch.Tensor = _ApartProduct.apply(  # type: ignore[no-untyped-call]
-            x, getattr(module, matrix), anchor, self._groups, [self._adapters(leaf) for leaf in leaves]
+            x, layout.weight(module, matrix), anchor, self._groups, [self._adapters(leaf) for leaf in leaves]
         )
         return y
 

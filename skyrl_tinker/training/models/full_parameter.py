@@ -11,6 +11,7 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models import mixtures
+from skyrl_tinker.training.models.lora import require_matrices
 from skyrl_tinker.training.models.mixtures import Piece
 from skyrl_tinker.training.models.network import Network, network_tensors
 from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel
@@ -28,6 +29,7 @@ class FullModel(TrainableModel):
         self, key: ModelKey, spec: LoraSpec, network: Network, ranks: Ranks, optimizer: OptimizerFamily
     ) -> None:
         super().__init__(spec, optimizer)
+        require_matrices(network.targets, optimizer)
         self.network_key = key
         self._saved: list[torch.Tensor | None] = []
         self.network = network
@@ -38,8 +40,9 @@ class FullModel(TrainableModel):
         self._index = {name: index for index, name in enumerate(self._parameters)}
         self._pieces: dict[str, Piece] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        found = mixtures.find_pieces(network.causal_lm)
         for name, parameter in self._parameters.items():
-            pieces = {piece.name: piece for piece in mixtures.pieces(name, parameter.shape)}
+            pieces = {piece.name: piece for piece in found.get(name, ())}
             self._pieces |= pieces
             self._shapes |= {piece.name: piece.shape for piece in pieces.values()}
             if not pieces:

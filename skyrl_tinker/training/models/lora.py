@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from skyrl_tinker.domain.peft_config import ALPHA, KEY_PREFIX
+from skyrl_tinker.domain.peft_config import ALPHA, KEY_PREFIX, WHOLE_EXPERTS
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.training.distributed import Ranks
@@ -33,6 +33,7 @@ class AdaptedLayer:
     is_head: bool
     experts: int = 0  # each has its own pair
     chosen: int = 1  # of the experts, for each token
+    whole: bool = False  # in files, A of all experts is one tensor, and so is B, as PEFT has them
 
     @property
     def leaf(self) -> str:
@@ -44,6 +45,8 @@ class AdaptedLayer:
         if not self.experts:
             return (self.name,)
         mixture, _, leaf = self.name.rpartition(".")
+        if self.whole:
+            return (mixture + WHOLE_EXPERTS[leaf],)
         return tuple(f"{mixture}.{expert}.{leaf}" for expert in range(self.experts))
 
     def rank(self, whole: int) -> int:
@@ -54,10 +57,14 @@ class AdaptedLayer:
         """
         return max(1, whole // self.chosen)
 
+    @property
+    def in_mlp(self) -> bool:
+        return self.experts > 0 or self.leaf in MLP
+
     def selected_by(self, spec: LoraSpec) -> bool:
         if self.is_head:
             return spec.train_unembed
-        return (spec.train_attn and self.leaf in ATTENTION) or (spec.train_mlp and self.leaf in MLP)
+        return (spec.train_attn and self.leaf in ATTENTION) or (spec.train_mlp and self.in_mlp)
 
 
 class Pair(NamedTuple):
@@ -92,15 +99,19 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
+    """Place of a tensor in the flat buffer. `order`: of its dimensions, where it is laid out in another."""
+
     offset: int
     shape: tuple[int, ...]
+    order: tuple[int, ...] | None = None
 
     @property
     def end(self) -> int:
         return self.offset + math.prod(self.shape)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.offset : self.end].view(self.shape)
+        view = flat[self.offset : self.end].view(self.shape)
+        return view.permute(self.order) if self.order else view
 
 
 class LoraModel(TrainableModel):
@@ -124,6 +135,7 @@ class LoraModel(TrainableModel):
         self.targets = tuple(target for target in targets if target.selected_by(spec))
         if not self.targets:
             raise UserError(f"LoraConfig selects no layer of the base model: {spec}")
+        require_matrices(self.targets, optimizer)
         self.scale = ALPHA / spec.rank
         slots, self._slots = _layout(self.targets, spec.rank)
         size = max(slot.end for slot in self._slots.values())
@@ -136,14 +148,21 @@ class LoraModel(TrainableModel):
         }
         self.factors = {name: Factors.from_pair(pair) for name, pair in self.pairs.items()}
 
+    @property
+    def expert_rank(self) -> int:
+        """Rank of the experts' pairs, that of the adapter without such pairs."""
+        ranks = (target.rank(self.spec.rank) for target in self.targets if target.experts)
+        return next(ranks, self.spec.rank)
+
     def _initialise(self) -> None:
         """Set A as PEFT does (Kaiming-uniform, a = sqrt 5), B zero; depends on seed and layer names only."""
         for target in self.targets:
             for module in target.modules:
                 generator = torch.Generator().manual_seed(_seed(self.spec.seed, module))
-                fresh = torch.empty(target.rank(self.spec.rank), target.inputs)
+                slot = self._slots[_key(module, "A")]
+                fresh = torch.empty(slot.shape)
                 nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
-                self._slots[_key(module, "A")].view(self._flat).copy_(fresh)
+                slot.view(self._flat).copy_(fresh)
 
     def _leaf(self, slot: _Slot) -> torch.Tensor:
         leaf = slot.view(self._flat).detach().requires_grad_()
@@ -225,15 +244,23 @@ def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[AdaptedLayer, .
         for name in linear
     ]
     for name, mixture in found.items():
-        count, hidden, inner = mixture.down_proj.shape
-        chosen = int(causal_lm.config.num_experts_per_tok)  # type: ignore[union-attr, arg-type]
-        for leaf, inputs, outputs in (
-            ("gate_proj", hidden, inner),
-            ("up_proj", hidden, inner),
-            ("down_proj", inner, hidden),
-        ):
-            layers.append(AdaptedLayer(f"{name}.{leaf}", inputs, outputs, False, count, chosen))
+        layers += _of_experts(name, mixture, int(causal_lm.config.num_experts_per_tok))  # type: ignore[union-attr, arg-type]
     return tuple(layers)
+
+
+def _of_experts(name: str, mixture: nn.Module, chosen: int) -> Iterator[AdaptedLayer]:
+    layout = mixtures.layout_of(mixture)
+    for matrix, layers in layout.layers.items():
+        count, outputs, inputs = layout.weight(mixture, matrix).shape
+        for layer in layers:
+            part = outputs // len(layers)
+            yield AdaptedLayer(f"{name}.{layer}", inputs, part, False, count, chosen, layout.whole)
+
+
+def require_matrices(targets: Sequence[AdaptedLayer], optimizer: OptimizerFamily) -> None:
+    """Raise UserError for Dimuon where tensors have many matrices, of which it would make one."""
+    if optimizer == "dimuon" and any(target.whole for target in targets):
+        raise UserError("optimizer dimuon: expected adamw for this base model, whose experts are one tensor")
 
 
 def _key(module: str, side: str) -> str:
@@ -251,13 +278,28 @@ def _layout(
         inner = target.rank(rank)
         pair = []
         for side, shape in (("A", (inner, target.inputs)), ("B", (target.outputs, inner))):
-            start = offset
+            pair.append(_together(target, side, offset, shape))
             for module in target.modules:
-                slots[_key(module, side)] = slot = _Slot(offset, shape)
+                own = _whole(target.experts, side, shape) if target.whole else shape
+                slots[_key(module, side)] = slot = _Slot(offset, own)
                 offset = slot.end
-            pair.append(_Slot(start, (target.experts, *shape) if target.experts else shape))
         pairs[target.name] = (pair[0], pair[1])
     return pairs, slots
+
+
+def _together(target: AdaptedLayer, side: str, offset: int, shape: tuple[int, int]) -> _Slot:
+    """Return the slot of A or B of a layer, `shape` that of one expert's."""
+    if not target.experts:
+        return _Slot(offset, shape)
+    if target.whole and side == "B":
+        return _Slot(offset, (*shape, target.experts), (2, 0, 1))
+    return _Slot(offset, (target.experts, *shape))
+
+
+def _whole(experts: int, side: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of the pairs of all experts in PEFT's files: A [E r, in], B [out, r E]."""
+    rows, columns = shape
+    return (experts * rows, columns) if side == "A" else (rows, columns * experts)
 
 
 def _seed(seed: int, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Mixtures of experts in a network: matrices of all experts in one tensor, each by its own name in files."""
+"""Mixtures of experts in a network: matrices of all experts in one tensor, in files often each by itself."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,32 @@ from typing import Any
 import torch
 from torch import nn
 
-MATRICES: Mapping[str, tuple[str, ...]] = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-"""Linear layers, one below the other, in the tensors [experts, outputs, inputs] of a mixture."""
+MATRICES = ("gate_up_proj", "down_proj")
+"""Tensors of a mixture with the matrices of all experts, [experts, outputs, inputs] or as `transposed`."""
 
-_KINDS = frozenset({"Qwen3MoeExperts"})
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """Layout of experts. `layers`: the linear layers in each tensor of MATRICES, one below the other."""
+
+    layers: Mapping[str, tuple[str, ...]]
+    whole: bool = False  # in files, too, all experts are one tensor, and so are their adapters
+    transposed: bool = False  # [experts, inputs, outputs]
+    biases: bool = False  # [experts, outputs], named after the tensor
+    gate: str | None = None  # module beside the experts that chooses them, if its choice can be replayed
+
+    def weight(self, module: Any, matrix: str) -> torch.Tensor:
+        """Return a tensor of the mixture as [experts, outputs, inputs]."""
+        tensor: torch.Tensor = getattr(module, matrix)
+        return tensor.mT if self.transposed else tensor
+
+    def bias(self, module: Any, matrix: str) -> torch.Tensor | None:
+        return getattr(module, f"{matrix}_bias") if self.biases else None
+
+
+_SPLIT = ExpertLayout({"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, gate="gate")
+_WHOLE = ExpertLayout({matrix: (matrix,) for matrix in MATRICES}, whole=True, transposed=True, biases=True)
+_KINDS = {"Qwen3MoeExperts": _SPLIT, "GptOssExperts": _WHOLE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +57,22 @@ def find_mixtures(causal_lm: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in causal_lm.named_modules() if type(module).__name__ in _KINDS}
 
 
-def router_of(mixture: str) -> str:
-    """Return the name of the module that chooses the experts of this one."""
-    return f"{mixture.rpartition('.')[0]}.gate"
+def layout_of(mixture: nn.Module) -> ExpertLayout:
+    return _KINDS[type(mixture).__name__]
 
 
-def pieces(owner: str, shape: Sequence[int]) -> Iterator[Piece]:
-    """Yield the matrices in a parameter of a mixture; none of another parameter."""
-    mixture, _, matrix = owner.rpartition(".")
-    if len(shape) != 3:
-        return
-    layers = MATRICES[matrix]
+def find_pieces(causal_lm: nn.Module) -> dict[str, tuple[Piece, ...]]:
+    """Return the matrices of experts that files have each by itself, by the parameter that holds them."""
+    return {
+        f"{name}.{matrix}": tuple(_pieces(f"{name}.{matrix}", getattr(module, matrix).shape, layers))
+        for name, module in find_mixtures(causal_lm).items()
+        if not layout_of(module).whole
+        for matrix, layers in layout_of(module).layers.items()
+    }
+
+
+def _pieces(owner: str, shape: Sequence[int], layers: Sequence[str]) -> Iterator[Piece]:
+    mixture = owner.rpartition(".")[0]
     size, inputs = shape[1] // len(layers), shape[2]
     for expert in range(shape[0]):
         for number, layer in enumerate(layers):

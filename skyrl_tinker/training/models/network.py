@@ -28,7 +28,7 @@ from skyrl_tinker.training.models.lora_layers import Active, Adapters, Routing
 from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
-_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
+_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale")
 
 
 class Network(nn.Module):
@@ -42,6 +42,7 @@ class Network(nn.Module):
         lora_layers.install(causal_lm, self.targets, self.routing)
         expert_layers.install(causal_lm, self.routing)
         self.fused = fused_layers.install(causal_lm)
+        self._logits_scaling = float(getattr(causal_lm.config, "logits_scaling", 1.0))  # of Granite
         self._has_run = False
         self._head_name = next(target.name for target in self.targets if target.is_head)
 
@@ -97,6 +98,7 @@ class Network(nn.Module):
                 use_cache=False,
                 segments=row.segments,
             ).last_hidden_state.squeeze(0)
+        hidden = hidden / self._logits_scaling if self._logits_scaling != 1.0 else hidden
         weight = self.causal_lm.get_output_embeddings().weight
         if adapters:
             return self._logprobs(hidden, weight, row, adapters)

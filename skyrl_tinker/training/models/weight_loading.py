@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.models import mixtures
+from skyrl_tinker.training.models.mixtures import Piece
 
 
 def empty_causal_lm(directory: str, dtype: torch.dtype, attention: str) -> Any:
@@ -39,11 +40,11 @@ def load(causal_lm: Any, root: nn.Module, directory: str, device: torch.device) 
                 parameter._is_hf_initialized = True  # or _init_weights draws it, to be read over at once
             causal_lm._init_weights(module)
     with ExitStack() as stack, torch.no_grad():
-        tensors = dict(_stored(Path(directory), stack))
+        tensors, pieces = dict(_stored(Path(directory), stack)), mixtures.find_pieces(causal_lm)
         loaded: set[int] = set()
         for name, tensor in causal_lm.state_dict(keep_vars=True).items():
             if name in tensors or id(tensor) not in loaded:  # a tied head is often not stored
-                _read(name, tensor, tensors)
+                _read(name, tensor, tensors, pieces.get(name, ()))
                 loaded.add(id(tensor))
 
 
@@ -55,13 +56,12 @@ def _stored(directory: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
             yield name, file.get_slice(name)
 
 
-def _read(name: str, tensor: torch.Tensor, stored: dict[str, Any]) -> None:
+def _read(name: str, tensor: torch.Tensor, stored: dict[str, Any], pieces: Sequence[Piece]) -> None:
     local, start = _share(tensor)
-    parts = list(mixtures.pieces(name, tensor.shape))
-    if not parts:
+    if not pieces:
         source = _slice_of(stored, name, tensor.shape)
         local.copy_(source[start : start + len(local)])
-    for piece in parts:
+    for piece in pieces:
         source = _slice_of(stored, piece.name, piece.shape)
         if len(own := piece.of(local, start)):
             own.copy_(source[:])

@@ -15,7 +15,13 @@ from safetensors.numpy import load_file, save
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_tinker import config
-from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALPHA, adapter_config
+from skyrl_tinker.domain.peft_config import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    ALPHA,
+    adapter_config,
+    expert_rank,
+)
 from skyrl_tinker.domain.values import (
     BaseModelFacts,
     LoraSpec,
@@ -98,7 +104,7 @@ def spec_of(facts: BaseModelFacts, log_dir: Path) -> SamplerSpec:
         max_loras=4,
         max_cpu_loras=8,
         log_dir=str(log_dir),
-        startup_s=120.0,
+        startup_s=240.0,
     )
 
 
@@ -151,7 +157,8 @@ def publish_adapter(adapter: AdapterWeights, directory: Path, base_model: str) -
     directory.mkdir(parents=True)
     (directory / ADAPTER_FILE).write_bytes(save(dict(adapter.tensors), metadata={"format": "pt"}))
     shapes = {name: tensor.shape for name, tensor in adapter.tensors.items()}
-    config = adapter_config(shapes, adapter.spec.rank, base_model)
+    rank = adapter.spec.rank
+    config = adapter_config(shapes, rank, base_model, expert_rank(shapes, rank))
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
 
 

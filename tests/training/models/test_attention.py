@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skyrl_tinker.training.batching.packed_row import Segments
-from skyrl_tinker.training.models.attention import choose
+from skyrl_tinker.training.models.attention import SinkKernel, choose, choose_for_sinks
 
 LENGTHS = (1, 7, 7, 33)
 WINDOWS = (None, 1, 7, 33)
@@ -142,3 +142,61 @@ def test_without_either_attention_runs_by_segments(monkeypatch: pytest.MonkeyPat
 def test_flash_attention_is_for_16_bit_types_on_cuda(device: str, dtype: torch.dtype) -> None:
     assert choose(device, dtype)[0] == "SDPA by segments"
     assert choose("cuda", torch.bfloat16)[0] in ("flash_attn", "varlen_attn of torch")
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_flash_attention_with_sinks_is_that_by_segments(
+    monkeypatch: pytest.MonkeyPatch, scale: float | None, window: int | None
+) -> None:
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
+    found, expected = (
+        _gradients(choose_for_sinks(device, dtype), scale, window)
+        for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def _gradients(kernel: SinkKernel, scale: float | None, window: int | None) -> list[torch.Tensor]:
+    """Return the output and the gradients of q, k, v and the sinks."""
+    leaves = [tensor.requires_grad_() for tensor in (*_tensors(), torch.tensor([-1.0, 0.0, 1.0, 3.0]))]
+    q, k, v, sinks = leaves
+    out = kernel(q, k, v, _segments(), scale, window, sinks)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
+    return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def _scores(q: Any, k: Any, bounds: torch.Tensor, scale: float | None, left: int) -> torch.Tensor:
+    """Scores [H, T, T] of the pairs that see each other, else minus infinity."""
+    owners = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    unseen = (owners[:, None] != owners) | (distance < 0) | ((distance > left) if left >= 0 else False)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
+    return (scores * (scale or q.shape[2] ** -0.5)).masked_fill(unseen, -torch.inf)
+
+
+def flash_forward(
+    q: Any, k: Any, v: Any, bounds: Any, _bounds: Any, *rest: Any, scale: Any, **window: Any
+) -> tuple[torch.Tensor, ...]:
+    max_q, _, dropout, is_causal, debug = rest
+    left, right = window["window_size_left"], window["window_size_right"]
+    assert (max_q, dropout, is_causal, debug, right) == (max(LENGTHS), 0.0, left < 0, False, 0)
+    scores = _scores(q, k, bounds, scale, left)
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out, scores.logsumexp(-1), *torch.empty(3, 0)
+
+
+def flash_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bounds: Any, *_: Any, scale: Any, **window: Any
+) -> tuple[torch.Tensor, ...]:
+    """Gradients as FlashAttention-2 makes them: of outputs and log-sum-exp."""
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
+    p = (_scores(q, k, bounds, scale, window["window_size_left"]) - lse[..., None]).exp()
+    dp = torch.einsum("qhd,khd->hqk", dout, values)
+    ds = p * (dp - (dout * out).sum(-1).T[..., None]) * (scale or q.shape[2] ** -0.5)
+    dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, dout)
+    together = [tensor.unflatten(1, (-1, groups)).sum(2) for tensor in (dk, dv)]
+    return torch.einsum("hqk,khd->qhd", ds, keys), *together

@@ -16,7 +16,7 @@ from skyrl_tinker.errors import UserError
 from skyrl_tinker.server.tiny_families import FAMILIES, WINDOW
 from skyrl_tinker.training.checkpoints import checkpoint_save
 from skyrl_tinker.training.checkpoints.peft_import import convert, read_foreign
-from skyrl_tinker.training.models.mixtures import find_mixtures
+from skyrl_tinker.training.models.mixtures import find_mixtures, layout_of
 from skyrl_tinker.training.worker import Worker
 from tests.support.peft_adapters import token_logprobs
 from tests.support.tiny_models import write_tiny
@@ -74,6 +74,11 @@ def _logprobs(worker: Worker, model: int) -> Sequence[np.ndarray]:
     return run_one(worker, make_item(model, DATA, backward=False)).logprobs
 
 
+def _whole_experts(worker: Worker) -> bool:
+    """Return whether an adapter has the pairs of all experts in one tensor, as PEFT has."""
+    return any(layout_of(mixture).whole for mixture in find_mixtures(worker._base).values())
+
+
 def _assert_close(found: Sequence[np.ndarray], expected: Sequence[torch.Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other.detach().numpy(), atol=1e-5, rtol=1e-5)
@@ -101,7 +106,9 @@ def test_adapters_compute_what_merged_weights_do(trainer: Worker, directory: str
     output = run_one(trainer, make_item(LORA, DATA))
     _assert_close(output.logprobs, [reference.logprobs(plain, datum, merged) for datum in DATA])
     _, expected = reference.adapter_gradients(directory, adapter, DATA, reference.cross_entropy)
-    assert_close(gradients_of(trainer, LORA), expected, 1e-5)
+    # gpt-oss: each of the two is 8e-6 from the same in float64
+    tolerance = 2e-5 if _whole_experts(trainer) else 1e-5
+    assert_close(gradients_of(trainer, LORA), expected, tolerance)
 
 
 def test_a_sequence_does_not_see_its_neighbours(trainer: Worker) -> None:
@@ -146,7 +153,7 @@ def test_peft_loads_an_adapter_and_its_copy_is_taken_back(
     peft = PeftModel.from_pretrained(reference.load(directory), str(tmp_path / "ours"))
     _assert_close(expected, _by_transformers(peft))
     peft.save_pretrained(str(tmp_path / "theirs"))
-    if find_mixtures(trainer._base):
+    if find_mixtures(trainer._base) and not _whole_experts(trainer):
         with pytest.raises(UserError, match=r"target_parameters is .*, expected nothing: not plain LoRA"):
             read_foreign(tmp_path / "theirs")  # one pair for two projections is of twice the rank
         shutil.copytree(tmp_path / "ours", tmp_path / "theirs", dirs_exist_ok=True)

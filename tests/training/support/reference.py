@@ -57,16 +57,36 @@ def merge(model: torch.nn.Module, adapter: Mapping[str, Tensor]) -> dict[str, Te
     The scale is 32 / rank, also of experts, which have a part of the rank.
     """
     merged: dict[str, Tensor] = {}
-    rank = max(len(tensor) for key, tensor in adapter.items() if key.endswith(".lora_A.weight"))
+    rank = max(
+        len(tensor)
+        for key, tensor in adapter.items()
+        if key.endswith(".lora_A.weight") and not key.split(".lora_")[0].endswith(_WHOLE)
+    )
     for key, a in adapter.items():
         if key.endswith(".lora_A.weight"):
             name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             b = adapter[key.replace("lora_A", "lora_B")]
-            if ".experts." in name:
+            if name.endswith(_WHOLE):
+                _merge_experts(model, merged, name, a, b, 32 / rank)
+            elif ".experts." in name:
                 _merge_expert(model, merged, name, b @ a * 32 / rank)
             else:
                 merged[f"{name}.weight"] = model.get_submodule(name).weight.detach() + 32 / len(a) * b @ a
     return merged
+
+
+_WHOLE = (".experts.base_layer", ".experts")
+
+
+def _merge_experts(
+    model: torch.nn.Module, merged: dict[str, Tensor], name: str, a: Tensor, b: Tensor, scale: float
+) -> None:
+    """Add to the tensor [experts, inputs, outputs]; A [experts * r, inputs], B [outputs, r * experts]."""
+    inner = name.endswith(".base_layer")
+    owner = f"{name.removesuffix('.base_layer')}.{'gate_up_proj' if inner else 'down_proj'}"
+    base = model.get_parameter(owner).detach()
+    delta = torch.einsum("eri,ore->eio", a.unflatten(0, (len(base), -1)), b.unflatten(1, (-1, len(base))))
+    merged[owner] = base + scale * delta
 
 
 def _merge_expert(model: torch.nn.Module, merged: dict[str, Tensor], name: str, delta: Tensor) -> None:
