@@ -64,7 +64,7 @@ def _enter(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_first_start_makes_a_key_and_prints_it_once(tmp_path: Path) -> None:
     first, second = _enter(tmp_path / "home"), _enter(tmp_path / "home")
-    assert re.search(r"^  export TINKER_API_KEY=tml-\w+$", first.stdout, re.MULTILINE), first.stderr
+    assert re.search(r"^  export TINKER_API_KEY=tml-[\w-]+$", first.stdout, re.MULTILINE), first.stderr
     assert second.stdout == ""
     assert "No such option: --none-such" in first.stderr
     assert "No such option: --none-such" in second.stderr
