@@ -17,6 +17,7 @@ from skyrl_tinker.api.middleware.own_hosts import OwnHostsMiddleware
 from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.middleware.request_rate import RequestRateMiddleware, RequestRates
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
+from skyrl_tinker.api.process_table import ProcessTable
 from skyrl_tinker.api.routes import (
     audit,
     auth,
@@ -24,6 +25,7 @@ from skyrl_tinker.api.routes import (
     capabilities,
     checkpoints,
     client,
+    console,
     docs,
     download,
     external,
@@ -52,6 +54,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
+from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
@@ -83,6 +86,7 @@ RESOURCES = (
     billing,
     sampling,
     futures,
+    console,
 )
 
 NUMBERED = frozenset({"/api/v1/forward_backward"})
@@ -100,7 +104,8 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
 
 def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> Services:
     """Build what one run of the app works with; its lifespan starts and ends them."""
-    engine = EngineClient(Directories(settings).engine_socket)
+    directories = Directories(settings)
+    engine = EngineClient(directories.engine_socket)
     queues = EngineQueues(engine)
     signing = SigningSecrets(settings.root)
     return Services(
@@ -120,6 +125,7 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         RequestRates(),
         KeyBacklogs(store),
         DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb),
+        SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
     )
 
 

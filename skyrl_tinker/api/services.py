@@ -17,6 +17,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
+from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId, Reach
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -45,6 +46,7 @@ class Services:
     rates: RequestRates
     backlogs: KeyBacklogs
     room: DiskRoom
+    snapshots: SnapshotReader
 
     def wake_engine(self) -> None:
         """Ring the engine, after a commit that gives it work."""

@@ -137,14 +137,15 @@ class SamplerDriver:
     def view(self) -> SamplingView:
         """Return the queues and the rate at which samples end."""
         queues, stride = self._queued.view()
-        return SamplingView(
+        waiting = SamplingView(
             queues,
             stride,
             len(self._queued),
             self.in_flight(),
             self._ends.per_second(),
-            self._samplers.paused,
+            rates=self._metrics.sampled_meter.rates(),
         )
+        return self._samplers.view(waiting)
 
     def forget_sources(self) -> None:
         """Look up the weights of all sessions again, as versions were dropped."""

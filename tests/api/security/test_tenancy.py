@@ -202,6 +202,7 @@ LISTS: dict[tuple[str, str], Json | None] = {
 """Routes that name no object and show one's own only."""
 
 ELSEWHERE = {
+    ("GET", "/api/v1/console/now"): "test_keys_see_their_own_queue_and_only_admins_the_processes",
     ("POST", "/oai/api/v1/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
     ("POST", "/oai/api/v1/chat/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
 }
