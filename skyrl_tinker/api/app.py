@@ -19,6 +19,7 @@ from skyrl_tinker.api.middleware.request_rate import RequestRateMiddleware, Requ
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
 from skyrl_tinker.api.process_table import ProcessTable
 from skyrl_tinker.api.routes import (
+    administration,
     audit,
     auth,
     billing,
@@ -35,6 +36,7 @@ from skyrl_tinker.api.routes import (
     metrics,
     models,
     openai,
+    pages,
     runs,
     sampling,
     session_list,
@@ -87,6 +89,7 @@ RESOURCES = (
     sampling,
     futures,
     console,
+    administration,
 )
 
 NUMBERED = frozenset({"/api/v1/forward_backward"})
@@ -155,7 +158,8 @@ def make_app(settings: Settings) -> FastAPI:
     # added last, runs first
     error_responses.install(app)
     app.mount(docs.ASSETS_URL, docs.assets())
-    for root in (docs.root, health.root, auth.root, metrics.router, openai.router, download.root):
+    app.mount(pages.PAGES_URL, pages.pages())
+    for root in (pages.root, docs.root, health.root, auth.root, metrics.router, openai.router, download.root):
         app.include_router(root)
     for resource in RESOURCES:
         app.include_router(resource.router, prefix="/api/v1")

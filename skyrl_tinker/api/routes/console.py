@@ -1,11 +1,26 @@
 """Routes of the dashboard and of `skyrl-tinker status`."""
 
-from fastapi import APIRouter
+from typing import Annotated
 
+from fastapi import APIRouter, Query
+from sqlalchemy import Connection
+from starlette.responses import Response, StreamingResponse
+
+from skyrl_tinker.api.openapi.documents import answers
+from skyrl_tinker.api.requests.responses import json_from_rows
+from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView
-from skyrl_tinker.api.services import CallerDep, Deps
-from skyrl_tinker.protocol.schemas.console import NowResponse
+from skyrl_tinker.api.resources.run_views import run_summary
+from skyrl_tinker.api.services import CallerDep, Deps, Reached
+from skyrl_tinker.domain.ids import ModelId, ModelKey, Reach
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.protocol.schemas.console import NowResponse, PointsQuery, PointsResponse, RunsResponse
+from skyrl_tinker.protocol.schemas.runs import Paging
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.reports import training_runs
 
+CSV = "text/csv"
 router = APIRouter(tags=["console"], prefix="/console")
 
 
@@ -16,3 +31,52 @@ async def now(deps: Deps, caller: CallerDep) -> NowResponse:
     It is at most a second old, however many ask.
     """
     return NowView(deps, await deps.snapshots.read(), caller).message()
+
+
+@router.get(
+    "/runs", summary="Training runs with the measures of their last step", response_model=RunsResponse
+)
+async def list_runs(query: Annotated[Paging, Query()], deps: Deps, reach: Reached) -> Response:
+    def read(conn: Connection) -> RunsResponse:
+        page = training_runs.page(conn, reach, "owned", query.limit, query.offset)
+        return RunsResponse(runs=[run_summary(run) for run in page.runs], total=page.total)
+
+    return await json_from_rows(deps.store, read)
+
+
+@router.get(
+    "/runs/{run}/points",
+    summary="Points of a run's curves, one for each optimizer step",
+    response_model=PointsResponse,
+)
+async def points(run: str, query: Annotated[PointsQuery, Query()], deps: Deps, reach: Reached) -> Response:
+    """Go on from `next` to get only what is new."""
+
+    def read(conn: Connection) -> PointsResponse:
+        model = _model(conn, reach, run)
+        found = step_points.points_after(conn, model, query.after, query.limit)
+        return step_curve.columns(found, query.after, query.limit)
+
+    return await json_from_rows(deps.store, read)
+
+
+@router.get(
+    "/runs/{run}/points.csv",
+    summary="All points of a run as CSV",
+    response_class=Response,
+    responses=answers(CSV, {"type": "string"}),
+)
+async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
+    with deps.store.read() as conn:
+        model = _model(conn, reach, run)
+    name = run.replace(":", "-")
+    headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
+    return StreamingResponse(step_curve.csv_lines(deps.store, model), media_type=CSV, headers=headers)
+
+
+def _model(conn: Connection, reach: Reach, run: str) -> ModelKey:
+    """Return the key of a run that the caller sees. Raises NotFoundError."""
+    row = model_records.find(conn, reach, ModelId(run))
+    if row is None:
+        raise NotFoundError(f"no training run {run}")
+    return row.key

@@ -3,7 +3,12 @@
 from datetime import datetime
 from typing import Literal
 
-from skyrl_tinker.protocol.schemas.base import Message
+from pydantic import Field
+
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest
+
+MOST_S = 10 * 366 * 86400
+"""Longest duration that a key may be given."""
 
 
 class ServedModel(Message):
@@ -124,3 +129,128 @@ class NowResponse(Message):
     rates: RatesNow | None
     trainer: TrainerNow | None
     samplers: SamplersNow | None
+
+
+class StepMeasures(Message):
+    """Measures of one optimizer step; null: not known. See docs/dashboard.md."""
+
+    loss: float | None
+    reward_proxy: float | None
+    entropy_proxy: float | None
+    policy_shift: float | None
+    sampler_gap: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    tokens: int
+    datums: int
+    wait_s: float
+    compute_s: float
+    answer_s: float
+
+
+class RunSummary(Message):
+    """Run with its last step; `lora_rank` 0: full parameters, `steps` 0: none was taken."""
+
+    run_id: str
+    owner: str
+    base_model: str
+    lora_rank: int
+    state: str
+    user_metadata: dict[str, str]
+    created_at: datetime
+    last_request_at: datetime
+    steps: int
+    last: StepMeasures | None
+
+
+class RunsResponse(Message):
+    """Page of runs, the one with the latest request first; `total` counts all pages."""
+
+    runs: list[RunSummary]
+    total: int
+
+
+class PointsQuery(StrictMessage):
+    after: int = Field(0, ge=0, le=MAX_INT64, description="step after which to begin")
+    limit: int = Field(5000, ge=1, le=20000)
+
+
+class PointsResponse(Message):
+    """Columns of equal length, by name: `step`, `at` (UTC seconds), and those of StepMeasures.
+
+    `next`: the value of `after` for the points that follow. `more`: there are some already.
+    """
+
+    columns: dict[str, list[float | None]]
+    next: int
+    more: bool
+
+
+class OwnedNow(Message):
+    """Holdings of one owner, and its tokens of the last 24 hours."""
+
+    sessions: int
+    models: int
+    checkpoints: int
+    stored_bytes: int
+    trained_tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+
+
+Limit = float | None
+"""A limit of a key; null: none."""
+
+
+class KeySummary(Message):
+    """Key, without its secret. `limits`: those of its own. `previous_until`: end of the secret before."""
+
+    id: int
+    name: str
+    admin: bool
+    live: bool
+    created_at: datetime
+    last_used_at: datetime | None
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    previous_until: datetime | None
+    limits: dict[str, Limit]
+    owned: OwnedNow
+
+
+class AdminResponse(Message):
+    """Keys, oldest first, and what was made without one. `limits`: of all keys (settings key_…)."""
+
+    keys: list[KeySummary]
+    without_key: OwnedNow
+    limits: dict[str, Limit]
+
+
+class CreateKeyRequest(StrictRequest):
+    name: str
+    admin: bool = False
+    expires_in_s: float | None = Field(None, gt=0, le=MOST_S)
+
+
+class RotateKeyRequest(StrictRequest):
+    """`overlap_s`: how long the present secret stays valid."""
+
+    overlap_s: float = Field(3600, ge=0, le=MOST_S)
+
+
+class LimitKeyRequest(StrictRequest):
+    """Limits by name: a number, "none", or "default" for that of all keys."""
+
+    limits: dict[str, float | Literal["none", "default"]]
+
+
+class NewSecretResponse(Message):
+    """Secret, shown only this once."""
+
+    key: str
+
+
+class KeyLimitsResponse(Message):
+    """Limits that the key has of its own now."""
+
+    limits: dict[str, Limit]

@@ -13,6 +13,8 @@ from skyrl_tinker.store.owners import OWNER_NAME
 
 MOST = 200
 """Sessions that are listed, those with the oldest requests."""
+MOST_READ = 50_000
+"""Requests that are counted: the oldest."""
 _PENDING = Future.status == literal_column("'pending'")  # a bound value would not use the partial index
 _SAMPLING = Future.kind == RequestKind.SAMPLE
 
@@ -39,12 +41,18 @@ class NamedModel:
 
 
 def pending_groups(conn: Connection) -> list[PendingGroup]:
-    """Return what waits, the oldest first. Reads all that are pending."""
-    first = func.min(Future.id)
+    """Return what waits, the oldest first."""
+    pending = (
+        select(Future.id, Future.session_id, _SAMPLING.label("sampling"))
+        .where(_PENDING)
+        .order_by(Future.id)
+        .limit(MOST_READ)
+        .subquery()
+    )
+    first = func.min(pending.c.id)
     groups = (
         select(first.label("first"), func.count().label("waiting"))
-        .where(_PENDING)
-        .group_by(Future.session_id, _SAMPLING)
+        .group_by(pending.c.session_id, pending.c.sampling)
         .order_by(first)
         .limit(MOST)
         .subquery()

@@ -1,18 +1,26 @@
 """What the dashboard is told, and whom of."""
 
+import csv
 import os
 import time
 from collections.abc import AsyncIterator
 
 import psutil
 import pytest
+from sqlalchemy import Connection, update
 
+from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.waiting import engine_queues, server_snapshot
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.processes import identities, write_pid_file
 from skyrl_tinker.protocol.queue_views import Incident
-from skyrl_tinker.store import api_keys, server_state
+from skyrl_tinker.store import api_keys, model_records, server_state
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.step_points import Measured
+from skyrl_tinker.store.database.tables import Future
+from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, until, waiting
 from tests.api.support.world import Json, World, sample, step
@@ -78,10 +86,6 @@ async def test_what_waits_long_is_a_problem_with_its_reason(world: World) -> Non
 
 
 async def _age(world: World, seconds: float) -> None:
-    from sqlalchemy import update
-
-    from skyrl_tinker.store.database.tables import Future
-
     older = update(Future).values(created_at=time.time() - seconds)
     await world.store.write(lambda conn: conn.execute(older))
 
@@ -172,3 +176,69 @@ async def test_without_an_engine_the_rest_is_told(world: World) -> None:
     assert told["trainer"] is None
     assert told["rates"] is None
     assert [problem["text"] for problem in told["problems"]] == ["the engine does not answer"]
+
+
+# Runs
+
+
+async def stepped(world: World, model: str, count: int) -> None:
+    with world.store.read() as conn:
+        row = model_records.by_id(conn, ModelId(model))
+
+    def add(conn: Connection) -> None:
+        for number in range(count):
+            step_points.add(conn, row.key, number + 1, 1000.0 + number, measured(loss=float(number)))
+
+    await world.store.write(add)
+
+
+def measured(**changes: float | None) -> Measured:
+    values = dict.fromkeys(step_points.NAMES, 0.5) | {"tokens": 7, "datums": 2, "sampler_gap": None}
+    return Measured(**values | changes)
+
+
+async def test_runs_are_listed_with_their_last_step(world: World) -> None:
+    first, second = await world.model(), await world.model()
+    await stepped(world, first, 3)
+    runs = {run["run_id"]: run for run in (await get(world, "console/runs"))["runs"]}
+    assert (runs[first]["steps"], runs[first]["last"]["loss"]) == (3, 2.0)
+    assert (runs[second]["steps"], runs[second]["last"]) == (0, None)
+    assert (await get(world, "console/runs", limit=1))["total"] == 2
+
+
+async def test_points_come_in_pages_and_go_on_where_they_ended(world: World) -> None:
+    model = await world.model()
+    await stepped(world, model, 5)
+    first = await get(world, f"console/runs/{model}/points", limit=3)
+    assert first["columns"]["step"] == [1, 2, 3]
+    assert first["columns"]["loss"] == [0.0, 1.0, 2.0]
+    assert first["columns"]["sampler_gap"] == [None] * 3
+    assert first["more"]
+    rest = await get(world, f"console/runs/{model}/points", limit=3, after=first["next"])
+    assert rest["columns"]["step"] == [4, 5]
+    assert not rest["more"]
+    assert (await get(world, f"console/runs/{model}/points", after=rest["next"]))["columns"]["step"] == []
+
+
+async def test_a_csv_has_every_point_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_curve, "PAGE", 2)
+    model = await world.model()
+    await stepped(world, model, 4)
+    answer = await world.http.get(f"console/runs/{model}/points.csv")
+    assert answer.headers["content-type"].startswith("text/csv")
+    rows = list(csv.DictReader(answer.text.splitlines()))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert [float(row["loss"]) for row in rows] == [0.0, 1.0, 2.0, 3.0]
+    assert {row["sampler_gap"] for row in rows} == {""}
+
+
+async def test_a_step_that_the_engine_takes_is_a_point(busy: Waiting) -> None:
+    model = await ready_model(busy.api)
+    body = protobuf(model, 1, datum([1, 2, 3], [1.0, 0.0, 1.0]))
+    assert (await post_pass(busy.api, body)).is_success
+    request = await submit(busy.api, "optim_step", step(model, 2, learning_rate=0.25))
+    assert (await busy.api.result(request)).status_code == 200
+    columns = (await get(busy.api, f"console/runs/{model}/points"))["columns"]
+    assert columns["step"] == [1]
+    assert columns["learning_rate"] == [0.25]
+    assert (columns["tokens"], columns["datums"]) == ([3], [1])
