@@ -4,11 +4,13 @@ import { h } from "./dom.js";
 import { get, Refused, storedKey, storeKey } from "./server.js";
 import { showNow } from "./now.js";
 import { showRuns } from "./runs.js";
+import { showTrace } from "./trace.js";
 import { showAdmin } from "./admin.js";
 
 const VIEWS = [
   ["now", "Now", showNow],
   ["runs", "Runs", showRuns],
+  ["trace", "Trace", showTrace],
   ["admin", "Admin", showAdmin, (caller) => caller.sees_all],
 ];
 const main = document.getElementById("main");

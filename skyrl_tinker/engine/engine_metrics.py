@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput, SampleOutput
+from skyrl_tinker.engine.activity_log import ActivityLog
 from skyrl_tinker.engine.scheduling.throughput import TokenMeter
 from skyrl_tinker.store.futures.queue import QueuedRow
 
@@ -51,6 +52,7 @@ class Metrics:
             self._counter("trainer_waiting_seconds", "Time in which there was work and the workers did not"),
         )
         self.trained_meter, self.sampled_meter = TokenMeter(), TokenMeter()
+        self.activity = ActivityLog()
         self._registry.register(_Pending(self._pending))
 
     def text(self) -> bytes:
@@ -107,6 +109,7 @@ class Metrics:
 
     def published(self, weights: Literal["lora", "full"], seconds: float) -> None:
         self._publish.labels(weights).observe(seconds)
+        self.activity.publish(weights, seconds)
 
     def compared(self, gap: float) -> None:
         self._gap.set(gap)

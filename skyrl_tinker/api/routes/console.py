@@ -1,5 +1,6 @@
 """Routes of the dashboard and of `skyrl-tinker status`."""
 
+import time
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -11,13 +12,23 @@ from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView
 from skyrl_tinker.api.resources.run_views import run_summary
+from skyrl_tinker.api.resources.server_trace import trace_of
 from skyrl_tinker.api.services import CallerDep, Deps, Reached
+from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.domain.ids import ModelId, ModelKey, Reach
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.protocol.schemas.console import NowResponse, PointsQuery, PointsResponse, RunsResponse
+from skyrl_tinker.protocol.activity import Activity, activity_from_bytes
+from skyrl_tinker.protocol.schemas.console import (
+    NowResponse,
+    PointsQuery,
+    PointsResponse,
+    RunsResponse,
+    TraceQuery,
+)
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.recent_requests import recent_requests
 from skyrl_tinker.store.reports import training_runs
 
 CSV = "text/csv"
@@ -72,6 +83,27 @@ async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
     name = run.replace(":", "-")
     headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
     return StreamingResponse(step_curve.csv_lines(deps.store, model), media_type=CSV, headers=headers)
+
+
+@router.get(
+    "/trace",
+    summary="Trace of the last minutes for Perfetto: requests, units of work, weights, counters",
+    response_class=Response,
+    responses=answers("application/json", {"type": "object"}),
+)
+async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reached) -> Response:
+    """Show the caller's requests. What the engine remembers is gone with it: then they have no parts."""
+    since = time.time() - 60 * query.minutes
+    try:
+        activity = activity_from_bytes(await deps.engine.get(f"/activity?since={since}"))
+    except EngineUnavailableError:
+        activity = Activity()
+
+    def build(conn: Connection) -> bytes:
+        return trace_of(recent_requests(conn, reach, since), activity)
+
+    headers = {"Content-Disposition": 'attachment; filename="skyrl-tinker-trace.json"'}
+    return Response(await deps.store.fetch(build), headers=headers, media_type="application/json")
 
 
 def _model(conn: Connection, reach: Reach, run: str) -> ModelKey:

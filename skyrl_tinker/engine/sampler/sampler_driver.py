@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -200,7 +201,10 @@ class SamplerDriver:
         return await read_persistently(self._store, read)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
-        await self._outbox.send([(row.id, await self._outcome(row, body))])
+        began_at = time.time()
+        outcome = await self._outcome(row, body)
+        self._metrics.activity.sample(row.id, began_at)
+        await self._outbox.send([(row.id, outcome)])
 
     async def _outcome(self, row: QueuedRow, body: bytes) -> FutureOutcome:
         try:

@@ -254,3 +254,7 @@ class KeyLimitsResponse(Message):
     """Limits that the key has of its own now."""
 
     limits: dict[str, Limit]
+
+
+class TraceQuery(StrictMessage):
+    minutes: float = Field(5, gt=0, le=60, description="how far back")

@@ -205,6 +205,7 @@ LISTS: dict[tuple[str, str], Json | None] = {
 """Routes that name no object and show one's own only."""
 
 ELSEWHERE = {
+    ("GET", "/api/v1/console/trace"): "test_a_trace_has_the_callers_requests_only",
     ("GET", "/api/v1/console/admin"): "test_only_an_admin_key_administers",
     ("POST", "/api/v1/console/admin/keys"): "test_only_an_admin_key_administers",
     ("POST", "/api/v1/console/admin/keys/{key}/rotate"): "test_only_an_admin_key_administers",
