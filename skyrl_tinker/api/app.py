@@ -3,6 +3,7 @@
 from asyncio import TaskGroup
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -51,6 +52,7 @@ from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.api.services import Services, limits_of
+from skyrl_tinker.api.token_texts import TokenTexts
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
@@ -129,6 +131,7 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         KeyBacklogs(store),
         DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb),
         SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
+        TokenTexts(Path(facts.directory)),
     )
 
 

@@ -12,6 +12,7 @@ from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.api.token_texts import TokenTexts
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
@@ -47,6 +48,7 @@ class Services:
     backlogs: KeyBacklogs
     room: DiskRoom
     snapshots: SnapshotReader
+    texts: TokenTexts
 
     def wake_engine(self) -> None:
         """Ring the engine, after a commit that gives it work."""

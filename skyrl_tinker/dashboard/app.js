@@ -4,12 +4,14 @@ import { h } from "./dom.js";
 import { get, Refused, storedKey, storeKey } from "./server.js";
 import { showNow } from "./now.js";
 import { showRuns } from "./runs.js";
+import { showTokens } from "./tokens.js";
 import { showTrace } from "./trace.js";
 import { showAdmin } from "./admin.js";
 
 const VIEWS = [
   ["now", "Now", showNow],
   ["runs", "Runs", showRuns],
+  ["tokens", "Tokens", showTokens],
   ["trace", "Trace", showTrace],
   ["admin", "Admin", showAdmin, (caller) => caller.sees_all],
 ];

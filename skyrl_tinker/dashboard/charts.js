@@ -46,6 +46,8 @@ export function timeChart(label, names) {
   return chart(label, names, { x: { time: true, range: aMinuteOrMore } }, [axis({ values: clock, space: 90 }), axis({ size: 60, values })], false);
 }
 
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
 export function stepChart(label, names) {
-  return chart(label, names, { x: { time: false } }, [axis(), axis({ size: 60, values })], undefined);
+  return chart(label, names, { x: { time: false } }, [axis({ incrs: WHOLE }), axis({ size: 75, values })], undefined);
 }

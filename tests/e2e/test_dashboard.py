@@ -105,7 +105,7 @@ def test_every_view_fits_a_telephone_and_every_control_has_a_name(server: Serve,
 
 def test_the_keyboard_reaches_the_views(server: Serve, page: Page) -> None:
     page.open(server.url)
-    page.wait("document.querySelector('nav a')")
+    page.wait("document.querySelector('nav a') !== null")
     for _ in range(10):
         page.press("Tab")
         if page.run("document.activeElement.hash === '#/runs'"):

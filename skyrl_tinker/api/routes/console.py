@@ -1,6 +1,7 @@
 """Routes of the dashboard and of `skyrl-tinker status`."""
 
 import time
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -13,21 +14,28 @@ from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView
 from skyrl_tinker.api.resources.run_views import run_summary
 from skyrl_tinker.api.resources.server_trace import trace_of
-from skyrl_tinker.api.services import CallerDep, Deps, Reached
+from skyrl_tinker.api.resources.token_view import tokens_of
+from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.domain.ids import ModelId, ModelKey, Reach
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.activity import Activity, activity_from_bytes
+from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import (
     NowResponse,
     PointsQuery,
     PointsResponse,
+    ReadableResponse,
+    ReadableSummary,
     RunsResponse,
+    TokensQuery,
+    TokensResponse,
     TraceQuery,
 )
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.readable_requests import readable_requests, stored_tokens
 from skyrl_tinker.store.console.recent_requests import recent_requests
 from skyrl_tinker.store.reports import training_runs
 
@@ -104,6 +112,43 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reache
 
     headers = {"Content-Disposition": 'attachment; filename="skyrl-tinker-trace.json"'}
     return Response(await deps.store.fetch(build), headers=headers, media_type="application/json")
+
+
+@router.get(
+    "/requests",
+    summary="Your finished passes and samples whose tokens are stored, newest first",
+    response_model=ReadableResponse,
+)
+async def list_readable(deps: Deps, owner: Owner) -> Response:
+    """Only one's own, also with an admin key: prompts are nobody else's to read."""
+
+    def read(conn: Connection) -> ReadableResponse:
+        rows = readable_requests(conn, owner)
+        summaries = [ReadableSummary(**{**asdict(row), "created_at": utc(row.created_at)}) for row in rows]
+        return ReadableResponse(requests=summaries)
+
+    return await json_from_rows(deps.store, read)
+
+
+@router.get(
+    "/requests/{request_id}/tokens",
+    summary="Tokens of a datum or a sampled sequence, as text and with their values",
+    response_model=TokensResponse,
+)
+async def tokens(
+    request_id: str, query: Annotated[TokensQuery, Query()], deps: Deps, owner: Owner
+) -> Response:
+    """Decode what is stored anyway, of one's own requests."""
+
+    def read(conn: Connection) -> TokensResponse:
+        stored = stored_tokens(conn, owner, request_id)
+        if stored is None:
+            raise NotFoundError(
+                f"no finished pass or sample {request_id!r} of yours, or its result has expired"
+            )
+        return tokens_of(stored, query.item, deps.texts)
+
+    return await json_from_rows(deps.store, read)
 
 
 def _model(conn: Connection, reach: Reach, run: str) -> ModelKey:

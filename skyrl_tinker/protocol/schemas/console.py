@@ -258,3 +258,34 @@ class KeyLimitsResponse(Message):
 
 class TraceQuery(StrictMessage):
     minutes: float = Field(5, gt=0, le=60, description="how far back")
+
+
+class ReadableSummary(Message):
+    """Finished request whose tokens may be read. `origin`: its run, or its sampler."""
+
+    request_id: str
+    kind: str
+    seq_id: int | None
+    origin: str
+    created_at: datetime
+
+
+class ReadableResponse(Message):
+    """Requests, the newest first."""
+
+    requests: list[ReadableSummary]
+
+
+class TokensQuery(StrictMessage):
+    item: int = Field(0, ge=0, le=MAX_INT64, description="datum, or sampled sequence")
+
+
+class TokensResponse(Message):
+    """Targets of a datum, or sampled tokens; `texts` and each of `values` go with `tokens`."""
+
+    kind: str
+    item: int
+    items: int
+    tokens: list[int]
+    texts: list[str]
+    values: dict[str, list[float | None]]
