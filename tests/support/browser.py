@@ -118,7 +118,7 @@ class Browser:
     def page(self) -> Iterator[Page]:
         """A new tab, with a session storage of its own."""
         target = httpx.put(f"{self._url}/json/new?about:blank", timeout=WAIT_S).json()
-        with connect(target["webSocketDebuggerUrl"], max_size=None) as socket:
+        with connect(target["webSocketDebuggerUrl"], max_size=None, ping_interval=None) as socket:
             yield Page(socket)
         httpx.get(f"{self._url}/json/close/{target['id']}", timeout=WAIT_S)
 

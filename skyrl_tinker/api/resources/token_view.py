@@ -44,10 +44,15 @@ def _values(datum: Datum, logprobs: Sequence[float]) -> dict[str, Values]:
     }
     values: dict[str, Values] = {"logprob": _finite(logprobs), **inputs}
     if (sampled := values.pop("logprobs", None)) is not None:
-        pairs = zip(values["logprob"], sampled, strict=True)
-        difference = [None if None in pair else pair[0] - pair[1] for pair in pairs]  # type: ignore[operator]
-        values |= {"sampled logprob": sampled, "difference": difference}
+        trained = values.get("advantages", sampled)
+        cells = zip(values["logprob"], sampled, trained, strict=True)
+        values |= {"sampled logprob": sampled, "difference": [_difference(*cell) for cell in cells]}
     return values
+
+
+def _difference(logprob: float | None, sampled: float | None, trained: float | None) -> float | None:
+    """Return trainer minus sampler; None where nothing was sampled, as in a prompt."""
+    return None if logprob is None or sampled is None or not trained else logprob - sampled
 
 
 def _response(

@@ -17,7 +17,7 @@ import numpy as np
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
-from skyrl_tinker.domain.values import Failure, Float32, ForwardBackward, Number, PassOutput
+from skyrl_tinker.domain.values import Datum, Failure, Float32, ForwardBackward, Number, PassOutput
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.store.console import step_points
@@ -183,7 +183,7 @@ def _sums(pairs: Sequence[tuple[ForwardBackward, PassOutput]]) -> PassSums:
 
 def sums_of(request: ForwardBackward, output: PassOutput) -> PassSums:
     """Sum over the trained positions of one request: those with an advantage, else a weight, else all."""
-    logprobs = np.concatenate([each.reshape(-1) for each in output.logprobs]).astype(np.float64)
+    logprobs = _flat(output.logprobs)
     weights, advantages, sampled = (_joined(request, name) for name in ("weights", "advantages", "logprobs"))
     trained = advantages if advantages is not None else weights
     chosen = slice(None) if trained is None else trained != 0
@@ -191,12 +191,14 @@ def sums_of(request: ForwardBackward, output: PassOutput) -> PassSums:
     surprise = scored if sampled is None else sampled[chosen]
     return PassSums(
         output.metrics.get("loss:sum", math.nan),
-        float(np.abs(weights).sum()) if advantages is None and weights is not None else len(scored),
+        float(np.abs(weights).sum(dtype=np.float64))
+        if advantages is None and weights is not None
+        else len(scored),
         len(scored),
-        -float(surprise.sum()),
-        0.0 if advantages is None else float(advantages @ logprobs),
+        -float(surprise.sum(dtype=np.float64)),
+        0.0 if advantages is None else float(advantages[chosen] @ scored),
         0 if advantages is None else len(scored),
-        0.0 if sampled is None else float((surprise - scored).sum()),
+        0.0 if sampled is None else float((surprise - scored).sum(dtype=np.float64)),
         0 if sampled is None else len(scored),
         sum(len(datum.tokens) for datum in request.data),
         len(request.data),
@@ -205,8 +207,18 @@ def sums_of(request: ForwardBackward, output: PassOutput) -> PassSums:
 
 def _joined(request: ForwardBackward, name: str) -> Float32 | None:
     """Return one input of all datums, end to end; None unless each has it at each of its targets."""
-    parts: list[Number | None] = [datum.inputs.get(name) for datum in request.data]
-    shapes = [datum.target_tokens.shape for datum in request.data]
-    if any(part is None or part.shape != shape for part, shape in zip(parts, shapes, strict=True)):
+    if name not in request.data[0].inputs:
         return None
-    return np.concatenate([part.reshape(-1) for part in parts if part is not None]).astype(np.float32)
+    parts = [datum.inputs.get(name) for datum in request.data]
+    if not all(_fits(part, datum) for part, datum in zip(parts, request.data, strict=True)):
+        return None
+    return _flat([part for part in parts if part is not None])
+
+
+def _fits(part: Number | None, datum: Datum) -> bool:
+    return part is not None and part.shape == datum.target_tokens.shape
+
+
+def _flat(arrays: Sequence[Number]) -> Float32:
+    joined = np.concatenate(arrays, axis=None)
+    return joined.astype(np.float32, copy=False)

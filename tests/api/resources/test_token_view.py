@@ -67,7 +67,8 @@ async def test_a_datum_is_its_targets_with_the_inputs_of_its_loss(world: World, 
     assert len(told["texts"]) == len(tokens)
     assert told["values"]["logprob"] == pytest.approx(logprobs)
     assert told["values"]["advantages"] == list(range(len(tokens)))
-    assert told["values"]["difference"] == pytest.approx([each + 1 for each in logprobs])
+    assert told["values"]["difference"][0] is None, "without an advantage it is of the prompt"
+    assert told["values"]["difference"][1:] == pytest.approx([each + 1 for each in logprobs[1:]])
     listed = (await get(world, "console/requests"))["requests"]
     assert [(each["request_id"], each["kind"]) for each in listed] == [(request, "forward_backward")]
 
