@@ -3,6 +3,7 @@
 from asyncio import TaskGroup
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -17,13 +18,16 @@ from skyrl_tinker.api.middleware.own_hosts import OwnHostsMiddleware
 from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.middleware.request_rate import RequestRateMiddleware, RequestRates
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
+from skyrl_tinker.api.process_table import ProcessTable
 from skyrl_tinker.api.routes import (
+    administration,
     audit,
     auth,
     billing,
     capabilities,
     checkpoints,
     client,
+    console,
     docs,
     download,
     external,
@@ -33,6 +37,7 @@ from skyrl_tinker.api.routes import (
     metrics,
     models,
     openai,
+    pages,
     runs,
     sampling,
     session_list,
@@ -47,11 +52,13 @@ from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.api.services import Services, limits_of
+from skyrl_tinker.api.token_texts import TokenTexts
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
+from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
@@ -83,6 +90,8 @@ RESOURCES = (
     billing,
     sampling,
     futures,
+    console,
+    administration,
 )
 
 NUMBERED = frozenset({"/api/v1/forward_backward"})
@@ -100,7 +109,8 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
 
 def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> Services:
     """Build what one run of the app works with; its lifespan starts and ends them."""
-    engine = EngineClient(Directories(settings).engine_socket)
+    directories = Directories(settings)
+    engine = EngineClient(directories.engine_socket)
     queues = EngineQueues(engine)
     signing = SigningSecrets(settings.root)
     return Services(
@@ -120,6 +130,8 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         RequestRates(),
         KeyBacklogs(store),
         DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb),
+        SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
+        TokenTexts(Path(facts.directory)),
     )
 
 
@@ -149,7 +161,8 @@ def make_app(settings: Settings) -> FastAPI:
     # added last, runs first
     error_responses.install(app)
     app.mount(docs.ASSETS_URL, docs.assets())
-    for root in (docs.root, health.root, auth.root, metrics.router, openai.router, download.root):
+    app.mount(pages.PAGES_URL, pages.pages())
+    for root in (pages.root, docs.root, health.root, auth.root, metrics.router, openai.router, download.root):
         app.include_router(root)
     for resource in RESOURCES:
         app.include_router(resource.router, prefix="/api/v1")

@@ -12,11 +12,13 @@ from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.api.token_texts import TokenTexts
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
+from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId, Reach
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -45,6 +47,8 @@ class Services:
     rates: RequestRates
     backlogs: KeyBacklogs
     room: DiskRoom
+    snapshots: SnapshotReader
+    texts: TokenTexts
 
     def wake_engine(self) -> None:
         """Ring the engine, after a commit that gives it work."""

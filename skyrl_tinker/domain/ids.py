@@ -27,9 +27,22 @@ VersionId = NewType("VersionId", int)
 """The store's key of one immutable set of sampler weights (`adapter_versions.id`)."""
 
 
+_OPENAI = "openai-"
+
+
 def openai_session(owner: OwnerId | None) -> SessionId:
     """Return the session that an owner's requests by OpenAI's protocol count as."""
-    return SessionId(f"openai-{owner or 0}")
+    return SessionId(f"{_OPENAI}{owner or 0}")
+
+
+def is_openai(session: str) -> bool:
+    """Return whether `openai_session` made it."""
+    return session.startswith(_OPENAI)
+
+
+def owner_of_openai(session: SessionId) -> OwnerId | None:
+    """Return the owner of a session that `openai_session` made."""
+    return OwnerId(int(session.removeprefix(_OPENAI))) or None
 
 
 def sequence_ids(request: RequestId, count: int) -> tuple[str, ...]:

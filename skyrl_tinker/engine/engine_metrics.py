@@ -12,6 +12,8 @@ from prometheus_client.registry import Collector
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput, SampleOutput
+from skyrl_tinker.engine.activity_log import ActivityLog
+from skyrl_tinker.engine.scheduling.throughput import TokenMeter
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,6 +51,8 @@ class Metrics:
             self._counter("trainer_busy_seconds", "Time in which the workers worked"),
             self._counter("trainer_waiting_seconds", "Time in which there was work and the workers did not"),
         )
+        self.trained_meter, self.sampled_meter = TokenMeter(), TokenMeter()
+        self.activity = ActivityLog()
         self._registry.register(_Pending(self._pending))
 
     def text(self) -> bytes:
@@ -92,6 +96,7 @@ class Metrics:
         ]
         self._unit_rows.observe(len(rows))
         self._unit_tokens.observe(sum(sizes))
+        self.trained_meter.add(sum(sizes))
         for row, size in zip(rows, sizes, strict=True):
             self._trained.labels(row.kind).inc(size)
 
@@ -100,9 +105,11 @@ class Metrics:
 
     def sampled_tokens(self, count: int) -> None:
         self._sampled.inc(count)
+        self.sampled_meter.add(count)
 
     def published(self, weights: Literal["lora", "full"], seconds: float) -> None:
         self._publish.labels(weights).observe(seconds)
+        self.activity.publish(weights, seconds)
 
     def compared(self, gap: float) -> None:
         self._gap.set(gap)

@@ -1,5 +1,6 @@
 """HTTP server on a private socket, for what the API cannot get through the journal: streams and metrics."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +28,11 @@ class EngineHttpServer:
         self._metrics = metrics
         self._queues = queues
         app = web.Application(client_max_size=body_bytes)
-        reports = [web.get("/metrics", self._metrics_text), web.get("/queues", self._queues_json)]
+        reports = [
+            web.get("/metrics", self._metrics_text),
+            web.get("/queues", self._queues_json),
+            web.get("/activity", self._activity_json),
+        ]
         app.add_routes([*openai.routes(), *reports])
         # A client that goes away cancels its handler.
         self._runner = web.AppRunner(
@@ -49,3 +54,7 @@ class EngineHttpServer:
 
     async def _queues_json(self, _: web.Request) -> web.Response:
         return web.Response(body=self._queues().to_bytes(), content_type="application/json")
+
+    async def _activity_json(self, request: web.Request) -> web.Response:
+        activity = self._metrics.activity.since(float(request.query["since"]))
+        return web.Response(body=await asyncio.to_thread(activity.to_bytes), content_type="application/json")

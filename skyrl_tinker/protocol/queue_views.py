@@ -6,11 +6,37 @@ The size is bounded by SHOWN samples and by the sessions and models that have wa
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import orjson
 from pydantic import TypeAdapter
 
 SHOWN = 2000  # samples
+INCIDENTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Loss of a process, which was replaced. `at`: UTC seconds."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRates:
+    """Tokens per second, as means over the last 10 and 60 seconds."""
+
+    over_10_s: float = 0.0
+    over_60_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """A vLLM server; `address` None while it is replaced."""
+
+    address: str | None
+    state: Literal["serving", "replaced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +58,8 @@ class TrainingView:
     """The trainer's queue.
 
     `tenants`: sessions with runnable work, in the order of their turns. `running`: models in the current unit
-    of work. `unit_s`: recent duration of units, None before the first.
+    of work, of about `running_tokens` tokens, which began `running_s` ago. `next_kind`, `next_models`: of
+    what would follow it now. `unit_s`: recent duration of units, None before the first.
     """
 
     lanes: Mapping[int, LaneView]
@@ -40,6 +67,12 @@ class TrainingView:
     running: tuple[int, ...] = ()
     running_kind: str | None = None
     unit_s: float | None = None
+    running_tokens: int = 0
+    running_s: float | None = None
+    next_kind: str | None = None
+    next_models: tuple[int, ...] = ()
+    rates: TokenRates = TokenRates()
+    incidents: tuple[Incident, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +89,7 @@ class SamplingView:
 
     `queued`: by session, in the order of their turns, which count as one sample each here. `stride`: one in
     so many ids is listed. `per_second`: recent rate of finished samples. `paused`: why none proceeds.
+    `weights`: names of the versions that every replica has loaded.
     """
 
     queued: Mapping[str, QueueView] = field(default_factory=dict)
@@ -64,6 +98,10 @@ class SamplingView:
     in_flight: int = 0
     per_second: float | None = None
     paused: str | None = None
+    replicas: tuple[ReplicaView, ...] = ()
+    weights: tuple[str, ...] = ()
+    rates: TokenRates = TokenRates()
+    incidents: tuple[Incident, ...] = ()
 
     def ahead(self, session_id: str | None, future_id: int) -> int | None:
         """Return how many waiting samples come before this one; None when it no longer waits."""

@@ -159,6 +159,8 @@ class _Supervisor:
 
     async def _run_children(self, store: Store) -> None:
         await store.write(lambda conn: server_state.put(conn, "base_model", asdict(self._facts)))
+        own = {"pid": os.getpid(), "started_at": psutil.Process().create_time()}
+        await store.write(lambda conn: server_state.put(conn, server_state.SERVER, own))
         await self._set_engine_state(store, "starting", "starting the engine")
         async with asyncio.TaskGroup() as tasks:
             work = [

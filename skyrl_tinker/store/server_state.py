@@ -10,6 +10,10 @@ WARNING = "warning"
 """Key of a warning to all users: text, or None."""
 
 
+SERVER = "server"
+"""Key of `serve` itself: its pid, and when it was started."""
+
+
 def put(conn: Connection, key: str, value: Any) -> None:
     """Set `key` to any JSON value."""
     changed = conn.execute(update(ServerState).where(ServerState.key == key).values(value=value))

@@ -13,6 +13,7 @@ from skyrl_tinker.redaction import redact
 
 OPEN = frozenset(
     {
+        "/",
         "/healthz",
         "/readyz",
         "/metrics",
@@ -22,8 +23,8 @@ OPEN = frozenset(
         "/api/unauthed/auth-config",
     }
 )
-OPEN_BELOW = ("/docs/", "/download/")
-"""Prefixes of the documentation's assets, and of downloads, whose URLs are signed."""
+OPEN_BELOW = ("/dashboard/", "/docs/", "/download/")
+"""Prefixes of the pages of dashboard and documentation, and of downloads, whose URLs are signed."""
 _READING = ("GET", "HEAD")
 _OPENAI = "/oai/"
 _BEARER = b"bearer "

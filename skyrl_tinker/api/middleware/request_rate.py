@@ -24,9 +24,10 @@ UNCOUNTED = frozenset(
         "auth/token",
         "client/config",
         "client/dynamic_config",
+        "console/now",
     )
 )
-"""Requests that wait, or that the SDK sends by itself: it takes a refusal of some for an error."""
+"""Requests that wait, or that SDK and dashboard send by themselves: the SDK fails of some."""
 
 
 @dataclass(slots=True)

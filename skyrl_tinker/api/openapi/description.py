@@ -35,6 +35,7 @@ TAGS = (
     {"name": "downloads", "description": "Files by signed URLs, which need no API key"},
     {"name": "audit", "description": "Audit log"},
     {"name": "billing", "description": "Usage, without prices"},
+    {"name": "console", "description": "What the dashboard and `skyrl-tinker status` show"},
     {"name": "openai", "description": "API for OpenAI's clients; base URL `/oai/api/v1`"},
     {"name": "health", "description": "Health and metrics, for the server's operator"},
 )

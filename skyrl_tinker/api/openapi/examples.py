@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_tinker.protocol.schemas.base import Message
+from skyrl_tinker.protocol.schemas.console import CreateKeyRequest, LimitKeyRequest, RotateKeyRequest
 from skyrl_tinker.protocol.schemas.futures import (
     CancelFutureRequest,
     RetrieveFutureRequest,
@@ -144,6 +145,9 @@ EXAMPLES: Mapping[type[Message], Json] = {
         "prev_cursor": 0,
         "timeout": 0.0,
     },
+    CreateKeyRequest: {"name": "alice", "admin": False, "expires_in_s": 7776000},
+    RotateKeyRequest: {"overlap_s": 3600},
+    LimitKeyRequest: {"limits": {"models": 4, "stored_gb": 200, "sessions": "default"}},
     CancelFutureRequest: {"request_id": _REQUEST},
     CompletionRequest: {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16},
     ChatCompletionRequest: {

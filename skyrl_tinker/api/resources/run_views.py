@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.protocol.schemas.base import utc
+from skyrl_tinker.protocol.schemas.console import RunSummary, StepMeasures
 from skyrl_tinker.protocol.schemas.runs import Checkpoint, TrainingRun
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports.training_runs import Run
@@ -32,6 +34,21 @@ def training_run(run: Run) -> TrainingRun:
         last_checkpoint=last and checkpoint(last),
         last_sampler_checkpoint=last_sampler and checkpoint(last_sampler),
         user_metadata=as_strings(run.user_metadata),
+    )
+
+
+def run_summary(run: Run) -> RunSummary:
+    return RunSummary(
+        run_id=run.model_id,
+        owner=run.owner,
+        base_model=run.base_model,
+        lora_rank=run.lora_rank,
+        state=run.state,
+        user_metadata=as_strings(run.user_metadata),
+        created_at=utc(run.created_at),
+        last_request_at=utc(run.last_request_at),
+        steps=run.point.step if run.point else 0,
+        last=StepMeasures(**asdict(run.point.measured)) if run.point else None,
     )
 
 

@@ -13,7 +13,7 @@ from skyrl_tinker.api.openapi.documents import answers_with_result, takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.services import Deps, Owner, Reached, Services, reach_of
 from skyrl_tinker.api.waiting.engine_client import engine_state
-from skyrl_tinker.api.waiting.queue_reasons import Reason, queue_reason
+from skyrl_tinker.api.waiting.queue_reasons import Reason, engine_reason, queue_reason
 from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.off_loop import off_loop
@@ -71,9 +71,8 @@ async def _try_again(deps: Services, outcome: Outcome) -> JSONResponse:
 async def _reason(deps: Services, request_id: RequestId) -> Reason:
     if deps.waiter.stopped:  # no time to ask the engine
         return Reason("paused_capacity", "this server process is shutting down")
-    engine = engine_state(deps.store)
-    if not engine.ready:
-        return Reason("paused_capacity", f"the engine is {engine.state}: {engine.detail}")
+    if (stopped := engine_reason(engine_state(deps.store))) is not None:
+        return stopped
     queues = await deps.queues.view()
     with deps.store.read() as conn:
         position = cancellation.queue_position(conn, request_id)

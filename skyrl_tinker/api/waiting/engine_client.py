@@ -10,6 +10,7 @@ import aiohttp
 import orjson
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
+from sqlalchemy import Connection
 from starlette.requests import ClientDisconnect
 
 from skyrl_tinker.errors import SamplerError
@@ -35,7 +36,11 @@ class EngineState:
 def engine_state(store: Store) -> EngineState:
     """Read the engine's state; `starting` until it has reported one."""
     with store.read() as conn:
-        value = server_state.get(conn, "engine")
+        return read_engine_state(conn)
+
+
+def read_engine_state(conn: Connection) -> EngineState:
+    value = server_state.get(conn, "engine")
     if value is None:
         return EngineState("starting", "the engine has not reported yet")
     return EngineState(value["state"], value["detail"])

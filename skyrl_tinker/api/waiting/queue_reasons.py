@@ -6,6 +6,7 @@ request, or an earlier one of its model, is running.
 
 from dataclasses import dataclass
 
+from skyrl_tinker.api.waiting.engine_client import EngineState
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.queue_views import QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas.futures import QueueState
@@ -28,6 +29,13 @@ _CREATIONS = (RequestKind.CREATE_MODEL, RequestKind.LOAD_WEIGHTS)
 class Reason:
     state: QueueState
     text: str | None
+
+
+def engine_reason(engine: EngineState) -> Reason | None:
+    """Return why nothing runs; None while the engine takes work."""
+    if engine.ready:
+        return None
+    return Reason("paused_capacity", f"the engine is {engine.state}: {engine.detail}")
 
 
 def queue_reason(position: QueuePosition, queues: QueuesView) -> Reason:

@@ -55,6 +55,10 @@ class AdapterCache:
         """Return whether requests hold it or wait for it."""
         return version.id in self._users or version.id in self._waiting
 
+    def loaded(self) -> list[WeightVersion]:
+        """Return the versions that every member has, least recently used first."""
+        return list(self._loaded.values())
+
     async def load(self, version: WeightVersion) -> None:
         """Load it, unless all that are loaded are in use or a change is under way, which may take minutes.
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -14,6 +16,7 @@ from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss
 from skyrl_tinker.inference.servers.router import Router
+from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, ReplicaView
 
 ATTEMPTS = 5
 NOTICED_WITHIN_S = 4.0  # from a failed request to the death that explains it: a death is noticed after 2 s
@@ -68,6 +71,7 @@ class Fleet:
         self._condemned: dict[int, Loss] = {}
         self._leaving: set[str] = set()  # no members any more, but their processes may still run
         self._losses = 0
+        self.incidents: deque[Incident] = deque(maxlen=INCIDENTS)
         self._changed = asyncio.Event()
         self._attempts: set[asyncio.Future[Any]] = set()
 
@@ -85,6 +89,11 @@ class Fleet:
     def disaggregated(self) -> bool:
         """True where some replicas compute prompts, and others continue them."""
         return 0 in self._cores
+
+    def view(self) -> tuple[ReplicaView, ...]:
+        """Return all replicas, those that are being replaced too."""
+        urls = [self._members.get(index) for index in range(self._replicas)]
+        return tuple(ReplicaView(url, "serving" if url else "replaced") for url in urls)
 
     async def adopt(self, equip: Equip) -> None:
         """Equip the replicas that others started: they may have weights from an earlier server."""
@@ -147,6 +156,7 @@ class Fleet:
         while True:
             loss = await self._wait_lost(index)
             _log.error("sampler %d at %s is lost and is replaced: %s", index, loss.url, loss.reason)
+            self.incidents.append(Incident(time.time(), f"sampler {index} at {loss.url}: {loss.reason}"))
             self._remove(index)
             await self._report(status)
             await self._end(loss)
@@ -262,6 +272,7 @@ class Fleet:
         while True:
             reason = await router.wait_died()
             _log.error("%s and is started again", reason)
+            self.incidents.append(Incident(time.time(), reason))
             self._losses += 1
             self._proxy_url = None  # one member serves all meanwhile
             self._retarget()

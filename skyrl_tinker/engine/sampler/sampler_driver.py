@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -143,14 +144,15 @@ class SamplerDriver:
     def view(self) -> SamplingView:
         """Return the queues and the rate at which samples end."""
         queues, stride = self._queued.view()
-        return SamplingView(
+        waiting = SamplingView(
             queues,
             stride,
             len(self._queued),
             self.in_flight(),
             self._ends.per_second(),
-            self._samplers.paused,
+            rates=self._metrics.sampled_meter.rates(),
         )
+        return self._samplers.view(waiting)
 
     def forget_sources(self) -> None:
         """Look up the weights of all sessions again, as versions were dropped."""
@@ -205,7 +207,10 @@ class SamplerDriver:
         return await read_persistently(self._store, read)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
-        await self._outbox.send([(row.id, await self._outcome(row, body))])
+        began_at = time.time()
+        outcome = await self._outcome(row, body)
+        self._metrics.activity.sample(row.id, began_at)
+        await self._outbox.send([(row.id, outcome)])
 
     async def _outcome(self, row: QueuedRow, body: bytes) -> FutureOutcome:
         try:

@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
@@ -21,6 +22,7 @@ from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,18 @@ class Samplers:
     def replicas(self) -> int:
         """Number of members, at least 1: requests that arrive while none serves wait in `sample`."""
         return max(1, self._fleet.size)
+
+    def view(self, waiting: SamplingView) -> SamplingView:
+        """Add what the replicas are doing to what waits for them."""
+        resident = self._full_weights.resident
+        loaded = [*([] if resident is None else [resident]), *self._adapters.loaded()]
+        return replace(
+            waiting,
+            paused=self.paused,
+            replicas=self._fleet.view(),
+            weights=tuple(version.name for version in loaded),
+            incidents=tuple(self._fleet.incidents),
+        )
 
     @property
     def cores(self) -> int:

@@ -115,11 +115,10 @@ class Planner:
         _, _, unit = self._plan()
         return unit if isinstance(unit, Pass) and unit.full else None
 
-    def tenants(self) -> tuple[SessionId, ...]:
-        """Return the tenants with runnable work in the order in which they will be served."""
+    def in_turn(self) -> tuple[QueuedRow, ...]:
+        """Return the next row of every model with runnable work, in the order of their turns."""
         waiting = self._lanes.heads(1)
-        rows = self._shares.joined_by(waiting.values()).order(waiting.values(), self._seconds)
-        return tuple(dict.fromkeys(row.session_id for row in rows))
+        return tuple(self._shares.joined_by(waiting.values()).order(waiting.values(), self._seconds))
 
     def _plan(self) -> tuple[Waiting, FairShare[QueuedRow], Unit | None]:
         waiting = self._lanes.runnable(self._budget.tokens)

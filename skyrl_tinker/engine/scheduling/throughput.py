@@ -9,11 +9,13 @@ from itertools import accumulate
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.engine.scheduling.lanes import PASSES, cost
+from skyrl_tinker.protocol.queue_views import TokenRates
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 UNITS = 16
 ENDS, ENDS_S = 1024, 60.0
 """Most completions that are kept, and for how many seconds."""
+METERED_S = 60
 BACKWARD_WORK = 3
 """Work of a token with a backward pass, which takes two forward passes more."""
 FIRST_GUESS = 3e-5, 4096.0
@@ -82,20 +84,44 @@ class UnitTimes:
 
     def __init__(self) -> None:
         self.running: Sequence[QueuedRow] = ()
+        self._began = 0.0
         self._durations: deque[float] = deque(maxlen=UNITS)
 
     @contextmanager
     def unit(self, rows: Sequence[QueuedRow]) -> Iterator[None]:
-        began, self.running = time.monotonic(), rows
+        self._began, self.running = time.monotonic(), rows
         try:
             yield
         finally:
             self.running = ()
-            self._durations.append(time.monotonic() - began)
+            self._durations.append(time.monotonic() - self._began)
+
+    def running_s(self) -> float | None:
+        """Return how long the unit runs already; None when none does."""
+        return time.monotonic() - self._began if self.running else None
 
     def seconds(self) -> float | None:
         """Return the mean duration of the last units; None before the first."""
         return sum(self._durations) / len(self._durations) if self._durations else None
+
+
+class TokenMeter:
+    """Tokens of the last minute, by second."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[int, int]] = deque(maxlen=METERED_S)  # second, tokens
+
+    def add(self, tokens: int) -> None:
+        now = int(time.monotonic())
+        earlier = self._counts.pop()[1] if self._counts and self._counts[-1][0] == now else 0
+        self._counts.append((now, earlier + tokens))
+
+    def rates(self) -> TokenRates:
+        now = time.monotonic()
+        return TokenRates(*(self._since(now - seconds) / seconds for seconds in (10, METERED_S)))
+
+    def _since(self, at: float) -> int:
+        return sum(tokens for second, tokens in self._counts if second >= at)
 
 
 class EndRate:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_tinker.domain.ids import Effect, ModelKey
-from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
+from skyrl_tinker.domain.values import Failure, StepItem
 from skyrl_tinker.engine.outbox import FutureOutcome, json_answer, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.trainer.step_curves import TakenStep
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -17,10 +18,11 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 @dataclass(frozen=True, slots=True)
 class StepsResult:
-    """Outcomes of the steps that are not answered yet, and effects of all, by future id."""
+    """Outcomes of the steps that are not answered yet, and effects of all, by future id; those `taken`."""
 
     outcomes: Mapping[int, FutureOutcome]
     effects: Mapping[int, Effect]
+    taken: tuple[TakenStep, ...] = ()
 
 
 class OptimSteps:
@@ -50,14 +52,21 @@ class OptimSteps:
         outputs = await self._trainer.optim_step(steps) if steps else []
         for row in rows:
             self._lanes.reset_window(model_of(row))
-        outcomes = {
-            row.id: _result(output, self._more_metrics(model_of(row)))
+        metrics = [
+            {**output.metrics, **self._more_metrics(model_of(row))}
             for row, output in zip(valid, outputs, strict=True)
-        }
-        taken = {row.id for row, output in zip(valid, outputs, strict=True) if output.error is None}
+        ]
+        ran = list(zip(valid, steps, outputs, metrics, strict=True))
+        outcomes = {row.id: _result(output.error, values) for row, _, output, values in ran}
+        taken = tuple(
+            TakenStep(row, values, step.params.learning_rate)
+            for row, step, output, values in ran
+            if output.error is None
+        )
         failures = {row.id: _window_failure(row, why) for row in rows if (why := errors[row.id])}
-        effects = {row.id: Effect.STEP if row.id in taken else Effect.CLEARED for row in rows}
-        return StepsResult(outcomes | failures, effects)
+        effects = dict.fromkeys((row.id for row in rows), Effect.CLEARED)
+        effects |= {step.row.id: Effect.STEP for step in taken}
+        return StepsResult(outcomes | failures, effects, taken)
 
     async def fail(self, row: QueuedRow, failure: Failure) -> StepsResult:
         """Fail a step that cannot be run, and clear its window. Raises TrainerError."""
@@ -71,12 +80,11 @@ def step_item(row: QueuedRow, body: bytes) -> StepItem:
     return StepItem(row.request_id, model_of(row), OptimStepBody.from_bytes(body).params)
 
 
-def _result(output: StepOutput, more: Mapping[str, float]) -> FutureOutcome:
-    if output.error is not None:
-        return Failure(output.error, "user")
-    values = [*output.metrics.items(), *more.items()]
-    metrics = {name: value for name, value in values if math.isfinite(value)}  # JSON has no NaN
-    return json_answer({"metrics": metrics, "type": "optim_step"})
+def _result(error: str | None, metrics: Mapping[str, float]) -> FutureOutcome:
+    if error is not None:
+        return Failure(error, "user")
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
+    return json_answer({"metrics": finite, "type": "optim_step"})
 
 
 def _window_failure(row: QueuedRow, why: str) -> Failure:

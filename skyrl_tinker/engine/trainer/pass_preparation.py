@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, Usage
+from skyrl_tinker.domain.values import Failure, ForwardBackward, PassItem, PassOutput, Usage
 from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, failure_of, persistently
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.pass_items import ReadRow, References, attempt
@@ -30,6 +30,7 @@ class ReadyPass:
     """Pass with the batch of those of its rows that can run."""
 
     rows: tuple[QueuedRow, ...]
+    requests: Mapping[int, ForwardBackward]  # those that could be read, by row id
     refused: Mapping[int, Failure]  # failures of the other rows, by row id
     batch: PreparedPass | None  # None: no row can run
     sequences: frozenset[str]  # ids of those whose records it uses
@@ -53,7 +54,9 @@ class PassCoordinator:
         size += references.records.nbytes
         batch, refused, replayed = await off_loop(size, lambda: self._build(read, references))
         used = (row.sequences for row_id, row in read.items() if row_id not in refused)
-        return ReadyPass(unit.rows, unread | refused, batch, frozenset().union(*used), unit.again, replayed)
+        requests = {row_id: row.request for row_id, row in read.items()}
+        sequences = frozenset[str]().union(*used)
+        return ReadyPass(unit.rows, requests, unread | refused, batch, sequences, unit.again, replayed)
 
     async def execute(self, ready: ReadyPass, row_budget: int | None = None) -> PassResult:
         """Return one output per row, in order. Raises TrainerError when the ranks are broken."""

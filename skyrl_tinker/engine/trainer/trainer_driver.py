@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.scheduling.lanes import Lanes, LaneStatus, model_of
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, LaneStatus, cost, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace, UnitTimes
 from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
@@ -24,7 +25,7 @@ from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import TrainerError
-from skyrl_tinker.protocol.queue_views import LaneView, TrainingView
+from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, LaneView, TrainingView
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
@@ -34,6 +35,7 @@ IDLE_S = 3.0
 """Time without work after which what models ran is kept in snapshots."""
 TOGETHER, ALONE = 2, 2
 """Times that a unit is tried as it is; if it kills the ranks each time, that its requests are tried alone."""
+SHOWN_MODELS = 16
 _log = logging.getLogger(__name__)
 
 Report = Callable[[str], Awaitable[None]]
@@ -74,6 +76,7 @@ class TrainerDriver:
         self._ahead: ReadyPass | None = None  # prepared; nothing is taken for it
         self._unit_times = UnitTimes()
         self._worked_s = 0.0  # on the current unit, in the trainer's turns
+        self._incidents: deque[Incident] = deque(maxlen=INCIDENTS)
 
     async def submit(self, rows: Sequence[QueuedRow]) -> None:
         """Accept training requests in the order of their arrival."""
@@ -111,10 +114,21 @@ class TrainerDriver:
             int(model): LaneView(lane.next_seq, lane.lowest, lane.storage_blocked, lane.session_id)
             for model, lane in self._lanes.statuses().items()
         }
-        running = self._unit_times.running
-        models = tuple({model_of(row) for row in running})
-        kind = running[0].kind if running else None
-        return TrainingView(lanes, self._planner.tenants(), models, kind, self._unit_times.seconds())
+        running, waiting = self._unit_times.running, self._planner.in_turn()
+        following = [row for row in waiting if row.kind is waiting[0].kind]
+        return TrainingView(
+            lanes,
+            tuple(dict.fromkeys(row.session_id for row in waiting)),
+            tuple({model_of(row) for row in running}),
+            running[0].kind if running else None,
+            self._unit_times.seconds(),
+            running_tokens=sum(cost(row) for row in running if row.kind in PASSES),
+            running_s=self._unit_times.running_s(),
+            next_kind=waiting[0].kind if waiting else None,
+            next_models=tuple(model_of(row) for row in following[:SHOWN_MODELS]),
+            rates=self._metrics.trained_meter.rates(),
+            incidents=tuple(self._incidents),
+        )
 
     def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
         """Return the lanes in which something waits."""
@@ -165,9 +179,10 @@ class TrainerDriver:
             await self._rebuild(report)
             while True:
                 unit = await self._next_unit(report)
-                self._worked_s = 0.0
+                self._worked_s, began_at = 0.0, time.time()
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
+                self._metrics.activity.unit(unit.rows, began_at)
                 own_s = self._execution.take_own_seconds()
                 self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
                 self._trainer.note_work()
@@ -259,6 +274,7 @@ class TrainerDriver:
             with suppress(TrainerError):  # they died again: TrainerLostError if that goes on
                 async with self._placement.training():
                     if self._trainer.broken is not None:
+                        self._incidents.append(Incident(time.time(), f"the trainer: {self._trainer.broken}"))
                         await report("the trainer was restarted")
                         await self._trainer.restart()
                     lost = await self._replay.run(self._execution.repeat_saves, partial(_progress, report))

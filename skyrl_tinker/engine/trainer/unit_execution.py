@@ -21,6 +21,7 @@ from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers, Write
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
+from skyrl_tinker.engine.trainer.step_curves import EndedWindows, StepCurves
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -70,6 +71,7 @@ class UnitExecution:
         self._background = asyncio.TaskGroup()
         self._writes: set[asyncio.Task[Any]] = set()  # saves on their way to the disk and the samplers
         self._units = itertools.count()
+        self._curves = StepCurves()
         self._own_s: Counter[int] = Counter()
 
     def take_own_seconds(self) -> Mapping[int, float]:
@@ -107,7 +109,9 @@ class UnitExecution:
             case Barriers(rows) if unit.kind is RequestKind.OPTIM_STEP:
                 busy_s = self._trainer.busy_s
                 result = await self._executors.optim_steps.apply(rows)
-                self._end(rows, result.effects, result.outcomes, seconds=self._trainer.busy_s - busy_s)
+                seconds = self._trainer.busy_s - busy_s
+                windows = self._curves.stepped(rows, result.taken, seconds)
+                self._end(rows, result.effects, result.outcomes, seconds=seconds, windows=windows)
             case Barriers(rows) if unit.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
                 await self._save_for_samplers(rows)
             case Barriers(rows):
@@ -127,6 +131,7 @@ class UnitExecution:
         _log.error("request %s: %s", row.request_id, failure.message)
         if row.kind is RequestKind.OPTIM_STEP:
             result = await self._executors.optim_steps.fail(row, failure)
+            self._curves.drop(model_of(row))
             self._end([row], result.effects, result.outcomes)
         elif row.seq_id == 0:
             await self._models.fail_creation(row, await self._models.row(model_of(row)), failure)
@@ -170,7 +175,9 @@ class UnitExecution:
             effects[row.id] = Effect.GRADIENTS if backward and isinstance(output, PassOutput) else None
             if backward and isinstance(output, Failure):
                 self._invalidate(row, output)
-        self._snapshots.note(ready.rows, effects, self._trainer.busy_s - busy_s)
+        seconds = self._trainer.busy_s - busy_s
+        self._snapshots.note(ready.rows, effects, seconds)
+        self._curves.passed(ready.rows, ready.requests, result.outputs, seconds)
         end = UnitEnd({}, (), next(self._units), effects, result.row_budget)
         self._commits.add(_with_answers(end, ready, result))
         if ready.sequences:
@@ -206,6 +213,7 @@ class UnitExecution:
             effects = {row.id: finished.effect}
             self._end(rows, effects, {row.id: finished.outcome}, finished.also)
             if finished.effect is Effect.LOADED:
+                self._curves.drop(model_of(row))
                 self._background.create_task(self._remove_replaced(model_of(row)))
         if result.write is not None:
             self._lanes.block_storage(model_of(row))
@@ -218,11 +226,13 @@ class UnitExecution:
         answers: Mapping[int, FutureOutcome],
         ops: tuple[Any, ...] = (),
         seconds: float = 0.0,
+        windows: EndedWindows | None = None,
     ) -> None:
         """Queue the end of a unit for its commit. `rows`: those that have run now."""
         self._snapshots.note(rows, effects, seconds)
         all_effects = {row.id: effects.get(row.id) for row in rows}
-        self._commits.add(UnitEnd(answers, ops, next(self._units), all_effects))
+        end = UnitEnd(answers, ops, next(self._units), all_effects)
+        self._commits.add(end if windows is None else _with_points(end, windows))
 
     def _postpone(self, rows: Sequence[QueuedRow]) -> None:
         """Try requests again in a while, each before all others of its model: the disk is full."""
@@ -271,6 +281,10 @@ async def _with_answers(end: UnitEnd, ready: ReadyPass, result: PassResult) -> U
     encoded = await encode(result.outputs)
     answers = {row.id: outcome for row, outcome in zip(ready.rows, encoded, strict=True)}
     return replace(end, outcomes=answers)
+
+
+async def _with_points(end: UnitEnd, windows: EndedWindows) -> UnitEnd:
+    return replace(end, ops=(*end.ops, *await windows.ops()))
 
 
 def _why_deadly(row: QueuedRow, error: TrainerError, budget: int) -> str:

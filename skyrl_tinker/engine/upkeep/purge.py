@@ -45,6 +45,7 @@ class Purge:
         await self._all(partial(row_purges.purge_stability, used_before=now - settings.stability_ttl_s))
         await self._all(partial(row_purges.purge_audit, before=history))
         await self._all(partial(row_purges.purge_usage, before=history))
+        await self._all(partial(row_purges.purge_points, before=history))
         await self._all(partial(row_purges.purge_removed_checkpoints, removed_before=history))
         await self._each(
             partial(session_purges.ended_sessions, finished_before=requests), session_purges.clear_session

@@ -261,6 +261,30 @@ class AuditEvent(Base):
     details: Mapped[dict[str, Any]]
 
 
+class StepPoint(Base):
+    """Point of a training curve: what store.console.step_points measures of one optimizer step."""
+
+    __tablename__ = "step_points"
+    __table_args__ = (UniqueConstraint("model_key", "step"), {"sqlite_autoincrement": True})
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    model_key: Mapped[int] = mapped_column(ForeignKey(Model.key))
+    step: Mapped[int] = mapped_column(BigInteger)
+    seq_id: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[float] = mapped_column(index=True)
+    loss: Mapped[float | None]
+    reward_proxy: Mapped[float | None]
+    entropy_proxy: Mapped[float | None]
+    policy_shift: Mapped[float | None]
+    sampler_gap: Mapped[float | None]
+    grad_norm: Mapped[float | None]
+    learning_rate: Mapped[float | None]
+    tokens: Mapped[int] = mapped_column(BigInteger)
+    datums: Mapped[int] = mapped_column(BigInteger)
+    wait_s: Mapped[float]
+    compute_s: Mapped[float]
+    answer_s: Mapped[float]
+
+
 class UploadedLoss(Base):
     """Loss, as protocol.custom_loss.to_bytes stores it; `definition` None: refused, as its future says."""
 

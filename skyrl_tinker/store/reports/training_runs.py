@@ -1,4 +1,4 @@
-"""Training runs and checkpoints as REST lists them: a page of runs takes three queries."""
+"""Training runs and checkpoints as REST lists them: a page of runs takes four queries."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelStat
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.step_points import Point
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
@@ -30,6 +32,8 @@ class Run:
     state: ModelState
     user_metadata: Mapping[str, Any]
     last: Mapping[CheckpointKind, CheckpointRow]
+    created_at: float
+    point: Point | None  # of its last optimizer step
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,7 @@ def _runs(
             Model.last_request_at,
             Model.state,
             Model.user_metadata,
+            Model.created_at,
         )
         .join(Session, Session.session_id == Model.session_id)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
@@ -140,8 +145,9 @@ def _runs(
         .offset(offset)
     )
     rows = conn.execute(query).all()
-    last = _last(conn, reach, [ModelKey(row.key) for row in rows])
-    return [_run(row, last.get(ModelKey(row.key), {})) for row in rows]
+    keys = [ModelKey(row.key) for row in rows]
+    last, points = _last(conn, reach, keys), step_points.last_points(conn, keys)
+    return [_run(row, last.get(ModelKey(row.key), {}), points.get(ModelKey(row.key))) for row in rows]
 
 
 def _last(
@@ -160,7 +166,7 @@ def _last(
     return last
 
 
-def _run(row: AnyRow, last: Mapping[CheckpointKind, CheckpointRow]) -> Run:
+def _run(row: AnyRow, last: Mapping[CheckpointKind, CheckpointRow], point: Point | None) -> Run:
     return Run(
         ModelId(row.model_id),
         row.owner,
@@ -170,4 +176,6 @@ def _run(row: AnyRow, last: Mapping[CheckpointKind, CheckpointRow]) -> Run:
         row.state,
         row.user_metadata,
         last,
+        row.created_at,
+        point,
     )

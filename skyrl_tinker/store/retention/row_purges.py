@@ -16,6 +16,7 @@ from skyrl_tinker.store.database.tables import (
     SamplingSession,
     SavedCheckpoint,
     StabilityRecord,
+    StepPoint,
     UsageRecord,
 )
 from skyrl_tinker.store.retention import slices
@@ -131,6 +132,11 @@ def purge_audit(conn: Connection, before: float) -> bool:
 def purge_usage(conn: Connection, before: float) -> bool:
     hour = int(before // usage_records.HOUR_S)
     return delete_some(conn, UsageRecord, UsageRecord.id, UsageRecord.hour < hour)
+
+
+def purge_points(conn: Connection, before: float) -> bool:
+    """Delete points of training curves."""
+    return delete_some(conn, StepPoint, StepPoint.id, StepPoint.at < before)
 
 
 def purge_removed_checkpoints(conn: Connection, removed_before: float) -> bool:

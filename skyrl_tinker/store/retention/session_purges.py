@@ -14,6 +14,7 @@ from skyrl_tinker.store.database.tables import (
     SavedCheckpoint,
     Session,
     StabilityRecord,
+    StepPoint,
     UploadedLoss,
     UsageRecord,
 )
@@ -62,6 +63,8 @@ def forget_session(conn: Connection, session: SessionId) -> bool:
         if delete_some(conn, table, key, table.session_id == session):
             return True
     models = select(Model.key).where(Model.session_id == session)
+    if delete_some(conn, StepPoint, StepPoint.id, StepPoint.model_key.in_(models)):
+        return True
     if delete_some(conn, AdapterVersion, AdapterVersion.id, AdapterVersion.model_key.in_(models)):
         return True
     conn.execute(delete(Model).where(Model.session_id == session))

@@ -38,7 +38,7 @@ async def test_every_route_is_in_the_document_and_has_a_summary_and_a_known_tag(
     routes = {
         (method, route.path_format)
         for route in world.app.routes
-        if isinstance(route, APIRoute) and route.path != "/docs"
+        if isinstance(route, APIRoute) and route.path not in ("/", "/docs")
         for method in route.methods
     }
     assert documented == routes
@@ -87,7 +87,7 @@ def test_the_examples_of_passes_pass(example: dict[str, Any]) -> None:
 
 async def test_an_example_works_as_it_stands_but_for_its_ids(world: World) -> None:
     for method, path, operation in operations(world):
-        if method != "post" or "requestBody" not in operation:
+        if method != "post" or "requestBody" not in operation or "/admin/" in path:  # it has no keys
             continue
         for shown in operation["requestBody"]["content"]["application/json"]["examples"].values():
             body = json.dumps(shown["value"]).replace('"tiny"', f'"{BASE}"')

@@ -168,6 +168,8 @@ CASES: dict[tuple[str, str], list[Case]] = {
         )
     ],
     ("POST", "/api/v1/cancel_future"): [post("cancel_future", lambda t, o: {"request_id": t.future})],
+    ("GET", "/api/v1/console/runs/{run}/points"): [at("console/runs/{model}/points")],
+    ("GET", "/api/v1/console/runs/{run}/points.csv"): [at("console/runs/{model}/points.csv")],
     ("GET", "/api/v1/training_runs/{run}"): [at("training_runs/{model}")],
     ("GET", "/api/v1/training_runs/{run}/checkpoints"): [at("training_runs/{model}/checkpoints")],
     ("GET", "/api/v1/models/{run}/checkpoints"): [at("models/{model}/checkpoints")],
@@ -198,10 +200,23 @@ LISTS: dict[tuple[str, str], Json | None] = {
     ("GET", "/api/v1/audit?event_type=all"): None,
     ("GET", f"/api/v1/billing/usage/events?{TODAY}"): None,
     ("GET", "/api/v1/billing/usage/checkpoints/current"): None,
+    ("GET", "/api/v1/console/runs"): None,
 }
 """Routes that name no object and show one's own only."""
 
 ELSEWHERE = {
+    ("GET", "/api/v1/console/requests"): "test_tokens_are_the_owners_only",
+    (
+        "GET",
+        "/api/v1/console/requests/{request_id}/tokens",
+    ): "test_tokens_are_the_owners_only",
+    ("GET", "/api/v1/console/trace"): "test_a_trace_has_the_callers_requests_only",
+    ("GET", "/api/v1/console/admin"): "test_only_an_admin_key_administers",
+    ("POST", "/api/v1/console/admin/keys"): "test_only_an_admin_key_administers",
+    ("POST", "/api/v1/console/admin/keys/{key}/rotate"): "test_only_an_admin_key_administers",
+    ("PUT", "/api/v1/console/admin/keys/{key}/limits"): "test_only_an_admin_key_administers",
+    ("DELETE", "/api/v1/console/admin/keys/{key}"): "test_only_an_admin_key_administers",
+    ("GET", "/api/v1/console/now"): "test_keys_see_their_own_queue_and_only_admins_the_processes",
     ("POST", "/oai/api/v1/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
     ("POST", "/oai/api/v1/chat/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
 }
@@ -367,6 +382,8 @@ async def test_an_heir_finds_what_the_dead_key_made(world: World, alice: Tenant,
 
 
 READ_BY_ADMINS = {
+    ("GET", "/api/v1/console/runs/{run}/points"),
+    ("GET", "/api/v1/console/runs/{run}/points.csv"),
     ("GET", "/api/v1/sessions/{session_id}"),
     ("GET", "/api/v1/sessions/{session_id}/trace_export"),
     ("POST", "/api/v1/get_info"),

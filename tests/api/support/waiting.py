@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from skyrl_tinker.config import Settings
@@ -23,7 +23,7 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.training_half import compose_training
-from skyrl_tinker.protocol.queue_views import QueuesView
+from skyrl_tinker.protocol.queue_views import QueuesView, ReplicaView, SamplingView
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.api.support.whole import Samplers, Trainer
@@ -38,6 +38,9 @@ class SlowSamplers(Samplers):
         self.paused: str | None = None
         self.go_on = asyncio.Event()
         self.stopped: list[tuple[int, ...]] = []
+
+    def view(self, waiting: SamplingView) -> SamplingView:
+        return replace(waiting, paused=self.paused, replicas=(ReplicaView("http://replica", "serving"),))
 
     async def sample(self, wanted: object, request: SampleRequest) -> SampleOutput:
         output = await super().sample(wanted, request)

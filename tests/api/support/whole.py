@@ -25,6 +25,7 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.training_half import compose_training
+from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
@@ -107,6 +108,9 @@ class Samplers:
 
     async def announce(self, wanted: object) -> None:
         """Do nothing: no test waits for it."""
+
+    def view(self, waiting: SamplingView) -> SamplingView:
+        return waiting
 
     def idle_s(self, version: object) -> float:
         return 0.0

@@ -15,6 +15,8 @@ from skyrl_tinker.store import (
     session_records,
     usage_records,
 )
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.pending import pending_groups
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.tables import Base
 from skyrl_tinker.store.futures import cancellation, completions, finish, outcomes, queue
@@ -42,6 +44,7 @@ QUERIES: dict[str, Query] = {
     "slices of a sampler": lambda conn: timeline.list_slices(conn, Track("", sampling_session_id="s"), 0, 10),
     "usage": lambda conn: usage_records.hourly_between(conn, OWNER, 0, 10),
     "roll-up": lambda conn: usage_records.roll_up(conn, 10),
+    "pending requests by session": pending_groups,
     "where an engine begins": lambda conn: queue.before_waiting(conn, {MODEL: 1}),
     "a pending model": lambda conn: queue.pending_of(conn, MODEL),
     "what a model ran": lambda conn: unit_records.ran_after(conn, MODEL, 1),
@@ -102,6 +105,9 @@ SWEEPS: dict[str, Query] = {
     "purge of stability": lambda conn: row_purges.purge_stability(conn, time.time()),
     "purge of audit": lambda conn: row_purges.purge_audit(conn, time.time()),
     "purge of usage": lambda conn: row_purges.purge_usage(conn, time.time()),
+    "purge of points": lambda conn: row_purges.purge_points(conn, time.time()),
+    "points of a run": lambda conn: step_points.points_after(conn, MODEL, 1, 10),
+    "last points": lambda conn: step_points.last_points(conn, [MODEL]),
     "purge of checkpoints": lambda conn: row_purges.purge_removed_checkpoints(conn, time.time()),
     "clearing a session": lambda conn: session_purges.clear_session(conn, SessionId("s")),
     "forgetting a session": lambda conn: session_purges.forget_session(conn, SessionId("s")),

@@ -23,6 +23,8 @@ from skyrl_tinker.store import (
     usage_records,
 )
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.step_points import Measured
 from skyrl_tinker.store.database.tables import Base, Future
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import Accepted
@@ -40,6 +42,7 @@ from tests.store.support.rows import (
     step,
 )
 
+POINT = Measured(**dict.fromkeys(step_points.NAMES, 1.0))
 KEPT = {"server_state", "alembic_version"}
 
 
@@ -124,6 +127,9 @@ async def lived(store: Store, name: str = "") -> SessionId:
     model = await create(store, session)
     for seq_id in range(1, 4):
         await done(store, await step(store, model, seq_id))
+        await store.write(
+            lambda conn, seq_id=seq_id: step_points.add(conn, model.key, seq_id, time.time(), POINT)
+        )
     version = await ephemeral(store, model.key)
     sampler = await store.write(
         lambda conn: sampling_sessions.create(
@@ -172,7 +178,7 @@ async def test_an_ended_session_leaves_nothing(store: Store) -> None:
     assert await clear(store, time.time() + 1) == [session]
     assert await clear(store, time.time() + 1) == []
     await purge_versions(store, time.time() + 1)
-    assert set(await rows(store)) == {"sessions", "models", "usage_records", "audit_events"}
+    assert set(await rows(store)) == {"sessions", "models", "usage_records", "audit_events", "step_points"}
     assert await forget(store, time.time() + 1) == [session]
     assert await rows(store) == {}
 
@@ -259,6 +265,15 @@ async def test_a_sampler_that_follows_newer_weights_keeps_those_it_was_made_on(
         assert newest is not None
         assert newest.id == third
     assert (await rows(store))["adapter_versions"] == 2
+
+
+async def test_old_points_of_curves_go_and_the_count_of_steps_goes_on(store: Store, model: ModelRow) -> None:
+    for at in (10.0, 20.0, 30.0):
+        await store.write(lambda conn, at=at: step_points.add(conn, model.key, 1, at, POINT))
+    await run_all(store, lambda conn: row_purges.purge_points(conn, 25.0))
+    await store.write(lambda conn: step_points.add(conn, model.key, 2, 40.0, POINT))
+    with store.read() as conn:
+        assert [point.step for point in step_points.points_after(conn, model.key, 0, 10)] == [3, 4]
 
 
 async def test_old_audit_events_and_usage_go(store: Store) -> None:

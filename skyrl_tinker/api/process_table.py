@@ -1,0 +1,77 @@
+"""Processes of this server: what each takes."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from skyrl_tinker.processes import Identity, read_pid_file
+
+_PARTS = {  # text in the command line
+    "skyrl_tinker.api.api_process": "API",
+    "skyrl_tinker.engine.engine_process": "engine",
+    "ray::RankProcess": "trainer rank",
+    "raylet/raylet": "Ray: raylet",
+    "gcs/gcs_server": "Ray: GCS",
+    "VLLM::EngineCore": "vLLM core",
+    "VLLM::Worker": "vLLM worker",
+    "vllm.entrypoints": "vLLM server",
+    "vllm::router": "router",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRow:
+    """Process with its resident memory, and its share of a core since the last look."""
+
+    name: str
+    pid: int
+    rss_bytes: int
+    cpu_percent: float
+    age_s: float
+
+
+class ProcessTable:
+    """Reader of the processes that `serve` has written down, in a thread of one caller at a time."""
+
+    def __init__(self, pid_file: Path) -> None:
+        self._pid_file = pid_file
+        self._known: dict[int, psutil.Process] = {}
+
+    def rows(self, server: Identity | None) -> list[ProcessRow]:
+        """Return `server`, the process of `serve`, and its descendants, as of some seconds ago."""
+        listed = read_pid_file(self._pid_file)
+        self._know([*([] if server is None else [server]), *listed])
+        return [row for process in self._known.values() if (row := _row(process)) is not None]
+
+    def _know(self, identities: Iterable[Identity]) -> None:
+        """Keep the objects of processes seen before: they remember when the CPU time was read."""
+        known = {}
+        for identity in identities:
+            process = self._known.get(identity.pid) or identity.find()
+            if process is not None and process.is_running():
+                known[identity.pid] = process
+        self._known = known
+
+
+def _row(process: psutil.Process) -> ProcessRow | None:
+    """Return what a process takes, None if it has ended."""
+    try:
+        with process.oneshot():
+            return ProcessRow(
+                _name(process),
+                process.pid,
+                process.memory_info().rss,
+                process.cpu_percent(),
+                max(0.0, time.time() - process.create_time()),
+            )
+    except psutil.Error:
+        return None
+
+
+def _name(process: psutil.Process) -> str:
+    command = " ".join(process.cmdline())
+    part = next((name for text, name in _PARTS.items() if text in command), None)
+    return part or ("serve" if " serve" in command else process.name())

@@ -1,0 +1,91 @@
+"""Keys and their owners, for the holder of an admin key."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import ValidationError
+from sqlalchemy import Connection
+
+from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.key_limits import NAMES, KeyLimits
+from skyrl_tinker.errors import ForbiddenError, UserError
+from skyrl_tinker.protocol.schemas.base import describe, utc
+from skyrl_tinker.protocol.schemas.console import AdminResponse, KeySummary, OwnedNow
+from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.api_keys import KeyRow
+from skyrl_tinker.store.reports.owner_totals import OwnerTotals, totals_by_owner
+
+_NOTHING = OwnerTotals()
+
+
+def require_admin(caller: Caller) -> None:
+    """Raise ForbiddenError unless the caller has an admin key.
+
+    Not even on a server without keys: another user of the machine could make the first key, and lock out
+    whom the home belongs to.
+    """
+    if not caller.admin:
+        raise ForbiddenError(
+            f"X-API-Key: found {'no admin key' if caller.owner else 'none'}, expected an admin key, made by "
+            "`skyrl-tinker keys create --name NAME --admin` on the server's machine"
+        )
+
+
+def require_other(caller: Caller, key: int) -> None:
+    """Refuse that a key changes itself: one mistake would lock its holder out."""
+    if caller.owner == key:
+        raise UserError(
+            f"key: found {key}, which is the one that asks, expected another: use another admin key, or "
+            "`skyrl-tinker keys` on the server's machine"
+        )
+
+
+def overview(conn: Connection, limits: KeyLimits, now: float) -> AdminResponse:
+    totals = totals_by_owner(conn, now)
+    return AdminResponse(
+        keys=[_summary(row, totals.get(row.id, _NOTHING), now) for row in api_keys.list_keys(conn)],
+        without_key=_owned(totals.get(None, _NOTHING)),
+        limits={name: getattr(limits, name) for name in NAMES},
+    )
+
+
+def limit_changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes for `api_keys.limit`. Raises UserError that names a wrong limit."""
+    if unknown := sorted(given.keys() - set(NAMES)):
+        raise UserError(f"limits: found {unknown[0]!r}, expected any of {', '.join(NAMES)}")
+    return {name: _limit(name, value) for name, value in given.items()}
+
+
+def _limit(name: str, value: Any) -> Any:
+    if value in ("none", "default"):
+        return None if value == "none" else api_keys.DEFAULT
+    try:
+        return getattr(Settings.model_validate({f"key_{name}": value}), f"key_{name}")
+    except ValidationError as error:
+        raise UserError("; ".join(describe(item) for item in error.errors(include_url=False))) from error
+
+
+def _summary(row: KeyRow, totals: OwnerTotals, now: float) -> KeySummary:
+    return KeySummary(
+        id=row.id,
+        name=row.name,
+        admin=row.admin,
+        live=row.is_live(now),
+        created_at=utc(row.created_at),
+        last_used_at=_utc(row.last_used_at),
+        expires_at=_utc(row.expires_at),
+        revoked_at=_utc(row.revoked_at),
+        previous_until=_utc(row.previous_until),
+        limits=dict(row.limits or {}),
+        owned=_owned(totals),
+    )
+
+
+def _owned(totals: OwnerTotals) -> OwnedNow:
+    return OwnedNow(**asdict(totals))
+
+
+def _utc(seconds: float | None) -> Any:
+    return None if seconds is None else utc(seconds)

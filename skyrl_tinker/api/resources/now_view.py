@@ -1,0 +1,235 @@
+"""Snapshot of the server as one caller sees it: problems first."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from skyrl_tinker import __version__
+from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.api.services import Services
+from skyrl_tinker.api.waiting.queue_reasons import engine_reason, queue_reason
+from skyrl_tinker.api.waiting.server_snapshot import ServerSnapshot
+from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.protocol.queue_views import Incident, QueuesView, SamplingView, TokenRates, TrainingView
+from skyrl_tinker.protocol.schemas.base import utc
+from skyrl_tinker.protocol.schemas.console import (
+    NowResponse,
+    Problem,
+    ProcessUse,
+    QueueOfTenant,
+    RatesNow,
+    ReplicaNow,
+    SamplersNow,
+    ServedModel,
+    TokensPerSecond,
+    TrainerNow,
+    UnitNow,
+    WhoAsks,
+)
+from skyrl_tinker.store.console.pending import PendingGroup
+from skyrl_tinker.store.owners import reaches
+
+LONG_S, VERY_LONG_S = 10.0, 120.0
+"""Age of a request from which it is told of, and from which that is a warning."""
+RECENT_S = 900.0
+"""Time for which a replaced process is told of."""
+LONGEST = 5
+"""Most requests that are told of because they wait."""
+
+
+class NowView:
+    """View of a snapshot for one caller."""
+
+    def __init__(self, deps: Services, snapshot: ServerSnapshot, caller: Caller) -> None:
+        self._deps = deps
+        self._snapshot = snapshot
+        self._caller = caller
+        self._queue = [self._entry(group) for group in snapshot.pending if self._sees(group.owner_id)]
+        self._queue += self._guests()
+
+    def message(self) -> NowResponse:
+        snapshot, queues = self._snapshot, self._snapshot.queues
+        shortage = self._deps.room.shortage()
+        return NowResponse(
+            at=utc(snapshot.at),
+            server=self._server(),
+            caller=who_asks(self._deps, self._caller),
+            state=snapshot.engine.state,
+            detail=shortage or snapshot.engine.detail,
+            ready=snapshot.engine.ready and not shortage,
+            problems=[*self._problems(shortage), *self._waits()],
+            processes=self._processes() if sees_all(self._caller) else None,
+            replicas=[] if queues is None else _replicas(queues.sampling),
+            queue=self._queue,
+            rates=queues and _rates(queues),
+            trainer=queues and self._trainer(queues.training),
+            samplers=queues and _samplers(queues.sampling),
+        )
+
+    def _server(self) -> ServedModel:
+        settings, facts, started_at = self._deps.settings, self._deps.facts, self._snapshot.started_at
+        return ServedModel(
+            version=__version__,
+            base_model=facts.name,
+            context_length=facts.context_length,
+            device=settings.device,
+            placement=settings.placement,
+            trainer_ranks=settings.trainer_ranks,
+            replicas=len(settings.sampler_urls) or settings.replicas,
+            started_at=None if started_at is None else utc(started_at),
+        )
+
+    # Problems
+
+    def _problems(self, shortage: str | None) -> Iterator[Problem]:
+        snapshot = self._snapshot
+        if shortage:
+            yield Problem(level="error", subject="disk", text=shortage)
+        if not snapshot.engine.ready:
+            text = f"the engine is {snapshot.engine.state}: {snapshot.engine.detail}"
+            yield Problem(level="error", subject="engine", text=text)
+        elif snapshot.engine.detail:
+            yield Problem(level="warning", subject="samplers", text=snapshot.engine.detail)
+        if snapshot.engine.ready and snapshot.queues is None:
+            yield Problem(level="error", subject="engine", text="the engine does not answer")
+        if snapshot.warning and sees_all(self._caller):
+            yield Problem(level="warning", subject="logprobs", text=snapshot.warning)
+        if snapshot.queues is not None:
+            yield from self._engine_problems(snapshot.queues)
+
+    def _engine_problems(self, queues: QueuesView) -> Iterator[Problem]:
+        if queues.sampling.paused is not None:
+            yield Problem(level="info", subject="samplers", text=queues.sampling.paused)
+        if sees_all(self._caller):
+            for incident in (*queues.training.incidents, *queues.sampling.incidents):
+                if self._snapshot.at - incident.at < RECENT_S:
+                    yield _replaced(incident, self._snapshot.at)
+
+    def _waits(self) -> list[Problem]:
+        """Return what waits longest, with the words of the long poll."""
+        slow = [entry for entry in self._queue if (entry.oldest_age_s or 0.0) >= LONG_S]
+        slow.sort(key=lambda entry: -(entry.oldest_age_s or 0.0))
+        return [_wait(entry) for entry in slow[:LONGEST]]
+
+    # Queues
+
+    def _sees(self, owner: OwnerId | None) -> bool:
+        return reaches(self._caller.reach, owner)
+
+    def _entry(self, group: PendingGroup) -> QueueOfTenant:
+        kind: Literal["training", "sampling"] = "sampling" if group.sampling else "training"
+        return QueueOfTenant(
+            owner=group.owner,
+            session_id=group.session_id,
+            kind=kind,
+            waiting=group.waiting,
+            oldest_age_s=max(0.0, self._snapshot.at - group.created_at),
+            reason=self._reason(group),
+        )
+
+    def _reason(self, group: PendingGroup) -> str | None:
+        stopped, queues = engine_reason(self._snapshot.engine), self._snapshot.queues
+        if stopped is not None:
+            return stopped.text
+        return None if queues is None else queue_reason(group.oldest, queues).text
+
+    def _guests(self) -> Iterator[QueueOfTenant]:
+        for session, guest in self._snapshot.guests.items():
+            if self._sees(guest.owner_id) and self._snapshot.queues is not None:
+                yield QueueOfTenant(
+                    owner=guest.owner,
+                    session_id=session,
+                    kind="sampling",
+                    waiting=self._snapshot.queues.sampling.queued[session].waiting,
+                    oldest_age_s=None,
+                    reason=self._snapshot.queues.sampling.paused,
+                )
+
+    # Parts
+
+    def _trainer(self, view: TrainingView) -> TrainerNow:
+        running = self._unit(view.running_kind, view.running)
+        if running is not None:
+            running = running.model_copy(update={"tokens": view.running_tokens, "running_s": view.running_s})
+        return TrainerNow(
+            running=running, following=self._unit(view.next_kind, view.next_models), unit_s=view.unit_s
+        )
+
+    def _unit(self, kind: str | None, keys: tuple[int, ...]) -> UnitNow | None:
+        if kind is None:
+            return None
+        models = [self._snapshot.models[key] for key in keys if key in self._snapshot.models]
+        seen = [model.model_id for model in models if self._sees(model.owner_id)]
+        return UnitNow(kind=kind, model_ids=seen, others=len(keys) - len(seen))
+
+    def _processes(self) -> list[ProcessUse]:
+        return [
+            ProcessUse(
+                name=row.name,
+                pid=row.pid,
+                rss_bytes=row.rss_bytes,
+                cpu_percent=row.cpu_percent,
+                age_s=row.age_s,
+            )
+            for row in self._snapshot.processes
+        ]
+
+
+def sees_all(caller: Caller) -> bool:
+    """Return whether a caller sees the server itself: it has an admin key, or there are no keys."""
+    return caller.admin or caller.owner is None
+
+
+def who_asks(deps: Services, caller: Caller) -> WhoAsks:
+    return WhoAsks(name=caller.name, admin=caller.admin, keys=deps.keys.locked, sees_all=sees_all(caller))
+
+
+def _replaced(incident: Incident, now: float) -> Problem:
+    return Problem(
+        level="warning",
+        subject="processes",
+        text=f"replaced {duration(now - incident.at)} ago: {incident.text}",
+    )
+
+
+def _wait(entry: QueueOfTenant) -> Problem:
+    age = entry.oldest_age_s or 0.0
+    many = "request" if entry.waiting == 1 else "requests"
+    return Problem(
+        level="warning" if age >= VERY_LONG_S else "info",
+        subject=entry.session_id,
+        text=f"{entry.waiting} {entry.kind} {many} of {entry.owner}, the oldest for {duration(age)}: "
+        f"{entry.reason or 'running'}",
+    )
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def _rates(queues: QueuesView) -> RatesNow:
+    return RatesNow(trained=_per_second(queues.training.rates), sampled=_per_second(queues.sampling.rates))
+
+
+def _per_second(rates: TokenRates) -> TokensPerSecond:
+    return TokensPerSecond(over_10_s=rates.over_10_s, over_60_s=rates.over_60_s)
+
+
+def _replicas(view: SamplingView) -> list[ReplicaNow]:
+    alone = view.in_flight if len(view.replicas) == 1 else None
+    return [
+        ReplicaNow(
+            address=replica.address,
+            state=replica.state,
+            in_flight=alone,
+            weights=list(view.weights) if replica.address else [],
+        )
+        for replica in view.replicas
+    ]
+
+
+def _samplers(view: SamplingView) -> SamplersNow:
+    return SamplersNow(
+        in_flight=view.in_flight, waiting=view.waiting, per_second=view.per_second, paused=view.paused
+    )

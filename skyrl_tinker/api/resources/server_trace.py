@@ -1,0 +1,104 @@
+"""Trace of the last minutes in the Trace Event Format, which Perfetto and chrome://tracing read.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Each run and each sampler is a process with one async slice for each request, divided into what it waited,
+what ran, and the way of its answer. The trainer and the publication of weights are processes of their own.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import orjson
+
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.protocol.activity import Activity, PublishSpan, UnitSpan
+from skyrl_tinker.store.console.recent_requests import RecentRequest
+
+Event = dict[str, Any]
+Span = tuple[float, float]
+TRAINER, WEIGHTS, QUEUES, FIRST = 1, 2, 3, 4
+"""Process ids; those of runs and samplers begin at FIRST."""
+_FIXED = {TRAINER: "trainer", WEIGHTS: "weights to the samplers", QUEUES: "requests not finished"}
+
+
+def trace_of(requests: Sequence[RecentRequest], activity: Activity) -> bytes:
+    """Return the JSON. Units show how many requests were in them, and name only those of `requests`."""
+    tracks = {name: pid for pid, name in enumerate(dict.fromkeys(map(_track, requests)), FIRST)}
+    spans = _spans(activity)
+    seen = {request.id for request in requests}
+    events = chain(
+        (_name(pid, name) for pid, name in [*_FIXED.items(), *((pid, name) for name, pid in tracks.items())]),
+        (_unit(unit, seen) for unit in activity.units),
+        chain.from_iterable(_publish(number, span) for number, span in enumerate(activity.publishes)),
+        chain.from_iterable(
+            _request(request, tracks[_track(request)], spans.get(request.id)) for request in requests
+        ),
+        _counters(requests),
+    )
+    return orjson.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"})
+
+
+def _track(request: RecentRequest) -> str:
+    return f"run {request.run}" if request.run else f"sampler {request.sampler or 'of none'}"
+
+
+def _spans(activity: Activity) -> dict[int, Span]:
+    """Return when requests ran, by future id."""
+    trained = {each: (unit.began_at, unit.ended_at) for unit in activity.units for each in unit.future_ids}
+    return trained | {span.future_id: (span.began_at, span.ended_at) for span in activity.samples}
+
+
+def _name(pid: int, name: str) -> Event:
+    return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+
+
+def _unit(unit: UnitSpan, seen: set[int]) -> Event:
+    mine = [future_id for future_id in unit.future_ids if future_id in seen]
+    args = {"requests": len(unit.future_ids), "tokens": unit.tokens, "yours": len(mine)}
+    ts, end = _us(unit.began_at), _us(unit.ended_at)
+    return {"ph": "X", "pid": TRAINER, "tid": 0, "name": unit.kind, "ts": ts, "dur": end - ts, "args": args}
+
+
+def _publish(number: int, span: PublishSpan) -> list[Event]:
+    common = {"cat": "weights", "id": number, "pid": WEIGHTS, "tid": 0, "name": f"publish {span.weights}"}
+    return _slice(common, (span.began_at, span.ended_at), {})
+
+
+def _request(request: RecentRequest, pid: int, span: Span | None) -> Iterator[Event]:
+    """Yield a request and its parts; one without an end is drawn to the end of the trace."""
+    common = {"cat": "request", "id": request.id, "pid": pid, "tid": 0}
+    args = {"request_id": request.request_id, "seq_id": request.seq_id, "status": request.status}
+    whole = {**common, "name": request.kind}
+    yield {**whole, "ph": "b", "ts": _us(request.created_at), "args": args}
+    if span is not None:
+        began_at, ended_at = span
+        yield from _slice({**common, "name": "wait"}, (request.created_at, began_at), {})
+        yield from _slice({**common, "name": "run"}, span, {})
+        if request.finished_at is not None and request.finished_at > ended_at:
+            yield from _slice({**common, "name": "answer"}, (ended_at, request.finished_at), {})
+    if request.finished_at is not None:
+        yield {**whole, "ph": "e", "ts": _us(request.finished_at)}
+
+
+def _slice(common: Mapping[str, Any], span: Span, args: Mapping[str, Any]) -> list[Event]:
+    begin, end = map(_us, span)
+    return [
+        {**common, "ph": "b", "ts": begin, "args": args},
+        {**common, "ph": "e", "ts": max(begin, end)},
+    ]
+
+
+def _counters(requests: Iterable[RecentRequest]) -> Iterator[Event]:
+    """Yield how many requests were accepted and not finished, at each change."""
+    changes = [(request.created_at, 1, request.kind) for request in requests]
+    changes += [(each.finished_at, -1, each.kind) for each in requests if each.finished_at is not None]
+    now: Counter[str] = Counter(training=0, sampling=0)
+    for at, change, kind in sorted(changes, key=lambda item: item[0]):
+        now["sampling" if kind is RequestKind.SAMPLE else "training"] += change
+        yield {"ph": "C", "pid": QUEUES, "name": "not finished", "ts": _us(at), "args": dict(now)}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

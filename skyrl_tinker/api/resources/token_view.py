@@ -1,0 +1,83 @@
+"""Tokens of one datum or sampled sequence, with what is known of each."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_tinker.api.token_texts import TokenTexts
+from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.values import Datum
+from skyrl_tinker.errors import GoneError, UserError
+from skyrl_tinker.protocol.protobuf import pass_requests, pass_results, sample_results
+from skyrl_tinker.protocol.schemas.console import TokensResponse
+from skyrl_tinker.store.console.readable_requests import StoredTokens
+
+Values = Sequence[float | None]
+
+
+def tokens_of(stored: StoredTokens, item: int, texts: TokenTexts) -> TokensResponse:
+    """Build the view. Raises UserError for an item that there is not, GoneError when the body is dropped."""
+    if stored.kind is RequestKind.SAMPLE:
+        sequences = sample_results.sample_response_json(stored.result)["sequences"]
+        sequence = _item(sequences, item)
+        sampled: dict[str, Values] = {"logprob": _finite(sequence["logprobs"])}
+        return _response(stored, item, len(sequences), sequence["tokens"], sampled, texts)
+    if stored.body is None:
+        raise GoneError("the body of this request is dropped: a snapshot of its model holds its effect")
+    data = pass_requests.from_canonical(stored.body).data
+    outputs = pass_results.forward_backward_output_json(stored.result)["loss_fn_outputs"]
+    datum = _item(data, item)
+    if datum.target_tokens.ndim != 1:
+        raise UserError(
+            f"item: found {item}, whose positions have several candidates, expected one target each"
+        )
+    values = _values(datum, _item(outputs, item)["logprobs"]["data"])
+    return _response(stored, item, len(data), datum.target_tokens.tolist(), values, texts)
+
+
+def _values(datum: Datum, logprobs: Sequence[float]) -> dict[str, Values]:
+    """Return the trainer's logprob of each target, the inputs of the loss, and trainer minus sampler."""
+    inputs = {
+        name: _finite(array.tolist())
+        for name, array in datum.inputs.items()
+        if array.shape == datum.target_tokens.shape
+    }
+    values: dict[str, Values] = {"logprob": _finite(logprobs), **inputs}
+    if (sampled := values.pop("logprobs", None)) is not None:
+        trained = values.get("advantages", sampled)
+        cells = zip(values["logprob"], sampled, trained, strict=True)
+        values |= {"sampled logprob": sampled, "difference": [_difference(*cell) for cell in cells]}
+    return values
+
+
+def _difference(logprob: float | None, sampled: float | None, trained: float | None) -> float | None:
+    """Return trainer minus sampler; None where nothing was sampled, as in a prompt."""
+    return None if logprob is None or sampled is None or not trained else logprob - sampled
+
+
+def _response(
+    stored: StoredTokens,
+    item: int,
+    items: int,
+    tokens: Sequence[int],
+    values: Mapping[str, Values],
+    texts: TokenTexts,
+) -> TokensResponse:
+    return TokensResponse(
+        kind=stored.kind,
+        item=item,
+        items=items,
+        tokens=list(tokens),
+        texts=texts.split(tokens),
+        values={name: list(column) for name, column in values.items()},
+    )
+
+
+def _item(items: Sequence[Any], number: int) -> Any:
+    if number >= len(items):
+        raise UserError(f"item: found {number}, expected a number below {len(items)}")
+    return items[number]
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]

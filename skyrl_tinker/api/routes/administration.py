@@ -1,0 +1,97 @@
+"""Keys of all owners, for the dashboard of an administrator. Each change is in the audit log."""
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from starlette.responses import JSONResponse, Response
+
+from skyrl_tinker.api.openapi.documents import takes
+from skyrl_tinker.api.requests.request_body import read_model
+from skyrl_tinker.api.requests.responses import json_from_rows
+from skyrl_tinker.api.resources.key_administration import (
+    limit_changes,
+    overview,
+    require_admin,
+    require_other,
+)
+from skyrl_tinker.api.services import CallerDep, Deps, Services
+from skyrl_tinker.protocol.schemas.base import MAX_INT64
+from skyrl_tinker.protocol.schemas.console import (
+    AdminResponse,
+    CreateKeyRequest,
+    KeyLimitsResponse,
+    LimitKeyRequest,
+    NewSecretResponse,
+    RotateKeyRequest,
+)
+from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.database.group_commit import Op, T
+
+KeyId = Annotated[int, Path(ge=1, le=MAX_INT64)]
+router = APIRouter(tags=["console"], prefix="/console/admin")
+
+
+@router.get("", summary="Keys, their limits, and what their owners have", response_model=AdminResponse)
+async def list_keys(deps: Deps, caller: CallerDep) -> Response:
+    require_admin(caller)
+    limits, now = deps.settings.key_limits, time.time()
+    return await json_from_rows(deps.store, lambda conn: overview(conn, limits, now))
+
+
+@router.post(
+    "/keys",
+    summary="Create a key",
+    response_model=NewSecretResponse,
+    openapi_extra=takes(CreateKeyRequest),
+)
+async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
+    require_admin(caller)
+    new = await read_model(request, CreateKeyRequest)
+    expires_at = None if new.expires_in_s is None else time.time() + new.expires_in_s
+    return _secret(
+        await _change(
+            deps, lambda conn: api_keys.create(conn, new.name, expires_at=expires_at, admin=new.admin)
+        )
+    )
+
+
+@router.post(
+    "/keys/{key}/rotate",
+    summary="Give a key a new secret",
+    response_model=NewSecretResponse,
+    openapi_extra=takes(RotateKeyRequest),
+)
+async def rotate_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
+    require_admin(caller)
+    require_other(caller, key)
+    overlap_s = (await read_model(request, RotateKeyRequest)).overlap_s
+    return _secret(await _change(deps, lambda conn: api_keys.rotate(conn, str(key), overlap_s)))
+
+
+@router.put("/keys/{key}/limits", summary="Change the limits of a key", openapi_extra=takes(LimitKeyRequest))
+async def limit_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep) -> KeyLimitsResponse:
+    require_admin(caller)
+    require_other(caller, key)
+    changes = limit_changes((await read_model(request, LimitKeyRequest)).limits)
+    limits = await _change(deps, lambda conn: api_keys.limit(conn, str(key), changes))
+    return KeyLimitsResponse(limits=dict(limits))
+
+
+@router.delete("/keys/{key}", summary="Revoke a key; what it made stays")
+async def revoke_key(key: KeyId, deps: Deps, caller: CallerDep) -> dict[str, str]:
+    require_admin(caller)
+    require_other(caller, key)
+    await _change(deps, lambda conn: api_keys.revoke(conn, str(key)))
+    return {}
+
+
+async def _change(deps: Services, op: Op[T]) -> T:
+    """Commit a change, which holds in this process at once and in others within a second."""
+    value = await deps.store.write(op)
+    deps.keys.refresh()
+    return value
+
+
+def _secret(key: str) -> JSONResponse:
+    return JSONResponse(NewSecretResponse(key=key).model_dump(), headers={"Cache-Control": "no-store"})

@@ -1,0 +1,159 @@
+"""Routes of the dashboard and of `skyrl-tinker status`."""
+
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from sqlalchemy import Connection
+from starlette.responses import Response, StreamingResponse
+
+from skyrl_tinker.api.openapi.documents import answers
+from skyrl_tinker.api.requests.responses import json_from_rows
+from skyrl_tinker.api.resources import step_curve
+from skyrl_tinker.api.resources.now_view import NowView
+from skyrl_tinker.api.resources.run_views import run_summary
+from skyrl_tinker.api.resources.server_trace import trace_of
+from skyrl_tinker.api.resources.token_view import tokens_of
+from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
+from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
+from skyrl_tinker.domain.ids import ModelId, ModelKey, Reach
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.protocol.activity import Activity, activity_from_bytes
+from skyrl_tinker.protocol.schemas.base import utc
+from skyrl_tinker.protocol.schemas.console import (
+    NowResponse,
+    PointsQuery,
+    PointsResponse,
+    ReadableResponse,
+    ReadableSummary,
+    RunsResponse,
+    TokensQuery,
+    TokensResponse,
+    TraceQuery,
+)
+from skyrl_tinker.protocol.schemas.runs import Paging
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.readable_requests import readable_requests, stored_tokens
+from skyrl_tinker.store.console.recent_requests import recent_requests
+from skyrl_tinker.store.reports import training_runs
+
+CSV = "text/csv"
+router = APIRouter(tags=["console"], prefix="/console")
+
+
+@router.get("/now", summary="The server now: problems, queues, rates, trainer, samplers, processes")
+async def now(deps: Deps, caller: CallerDep) -> NowResponse:
+    """Show the caller's own work, and that of all with an admin key or on a server without keys.
+
+    It is at most a second old, however many ask.
+    """
+    return NowView(deps, await deps.snapshots.read(), caller).message()
+
+
+@router.get(
+    "/runs", summary="Training runs with the measures of their last step", response_model=RunsResponse
+)
+async def list_runs(query: Annotated[Paging, Query()], deps: Deps, reach: Reached) -> Response:
+    def read(conn: Connection) -> RunsResponse:
+        page = training_runs.page(conn, reach, "owned", query.limit, query.offset)
+        return RunsResponse(runs=[run_summary(run) for run in page.runs], total=page.total)
+
+    return await json_from_rows(deps.store, read)
+
+
+@router.get(
+    "/runs/{run}/points",
+    summary="Points of a run's curves, one for each optimizer step",
+    response_model=PointsResponse,
+)
+async def points(run: str, query: Annotated[PointsQuery, Query()], deps: Deps, reach: Reached) -> Response:
+    """Go on from `next` to get only what is new."""
+
+    def read(conn: Connection) -> PointsResponse:
+        model = _model(conn, reach, run)
+        found = step_points.points_after(conn, model, query.after, query.limit)
+        return step_curve.columns(found, query.after, query.limit)
+
+    return await json_from_rows(deps.store, read)
+
+
+@router.get(
+    "/runs/{run}/points.csv",
+    summary="All points of a run as CSV",
+    response_class=Response,
+    responses=answers(CSV, {"type": "string"}),
+)
+async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
+    with deps.store.read() as conn:
+        model = _model(conn, reach, run)
+    name = run.replace(":", "-")
+    headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
+    return StreamingResponse(step_curve.csv_lines(deps.store, model), media_type=CSV, headers=headers)
+
+
+@router.get(
+    "/trace",
+    summary="Trace of the last minutes for Perfetto: requests, units of work, weights, counters",
+    response_class=Response,
+    responses=answers("application/json", {"type": "object"}),
+)
+async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reached) -> Response:
+    """Show the caller's requests. What the engine remembers is gone with it: then they have no parts."""
+    since = time.time() - 60 * query.minutes
+    try:
+        activity = activity_from_bytes(await deps.engine.get(f"/activity?since={since}"))
+    except EngineUnavailableError:
+        activity = Activity()
+
+    def build(conn: Connection) -> bytes:
+        return trace_of(recent_requests(conn, reach, since), activity)
+
+    headers = {"Content-Disposition": 'attachment; filename="skyrl-tinker-trace.json"'}
+    return Response(await deps.store.fetch(build), headers=headers, media_type="application/json")
+
+
+@router.get(
+    "/requests",
+    summary="Your finished passes and samples whose tokens are stored, newest first",
+    response_model=ReadableResponse,
+)
+async def list_readable(deps: Deps, owner: Owner) -> Response:
+    """Only one's own, also with an admin key: prompts are nobody else's to read."""
+
+    def read(conn: Connection) -> ReadableResponse:
+        rows = readable_requests(conn, owner)
+        summaries = [ReadableSummary(**{**asdict(row), "created_at": utc(row.created_at)}) for row in rows]
+        return ReadableResponse(requests=summaries)
+
+    return await json_from_rows(deps.store, read)
+
+
+@router.get(
+    "/requests/{request_id}/tokens",
+    summary="Tokens of a datum or a sampled sequence, as text and with their values",
+    response_model=TokensResponse,
+)
+async def tokens(
+    request_id: str, query: Annotated[TokensQuery, Query()], deps: Deps, owner: Owner
+) -> Response:
+    """Decode what is stored anyway, of one's own requests."""
+
+    def read(conn: Connection) -> TokensResponse:
+        stored = stored_tokens(conn, owner, request_id)
+        if stored is None:
+            raise NotFoundError(
+                f"no finished pass or sample {request_id!r} of yours, or its result has expired"
+            )
+        return tokens_of(stored, query.item, deps.texts)
+
+    return await json_from_rows(deps.store, read)
+
+
+def _model(conn: Connection, reach: Reach, run: str) -> ModelKey:
+    """Return the key of a run that the caller sees. Raises NotFoundError."""
+    row = model_records.find(conn, reach, ModelId(run))
+    if row is None:
+        raise NotFoundError(f"no training run {run}")
+    return row.key

@@ -1,0 +1,91 @@
+"""State of the whole server at one moment, read at most once a second however many look."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.api.process_table import ProcessRow, ProcessTable
+from skyrl_tinker.api.waiting.engine_client import EngineState, read_engine_state
+from skyrl_tinker.api.waiting.engine_queues import EngineQueues
+from skyrl_tinker.domain.ids import OwnerId, SessionId, is_openai, owner_of_openai
+from skyrl_tinker.processes import Identity
+from skyrl_tinker.protocol.queue_views import QueuesView
+from skyrl_tinker.store import api_keys, server_state
+from skyrl_tinker.store.console.pending import NamedModel, PendingGroup, named_models, pending_groups
+from skyrl_tinker.store.store import Store
+
+EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """Owner of an OpenAI client's session."""
+
+    owner_id: OwnerId | None
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSnapshot:
+    """State at `at`, in UTC seconds like `started_at`. `queues` None: the engine does not answer.
+
+    `models`: by key. `guests`: owners of the sessions of OpenAI clients that wait, which the store does not
+    know yet.
+    """
+
+    at: float
+    engine: EngineState
+    started_at: float | None
+    warning: str | None
+    queues: QueuesView | None
+    pending: Sequence[PendingGroup]
+    models: Mapping[int, NamedModel]
+    guests: Mapping[str, Guest]
+    processes: Sequence[ProcessRow]
+
+
+class SnapshotReader:
+    def __init__(self, store: Store, queues: EngineQueues, processes: ProcessTable) -> None:
+        self._store = store
+        self._queues = queues
+        self._processes = processes
+        self._lock = asyncio.Lock()
+        self._snapshot: ServerSnapshot | None = None
+        self._read_at = 0.0
+
+    async def read(self) -> ServerSnapshot:
+        """Return a snapshot that is at most EVERY_S old."""
+        async with self._lock:
+            if self._snapshot is None or time.monotonic() - self._read_at > EVERY_S:
+                queues = await self._queues.view()
+                self._snapshot = await self._store.fetch(partial(self._build, queues=queues))
+                self._read_at = time.monotonic()
+            return self._snapshot
+
+    def _build(self, conn: Connection, queues: QueuesView | None) -> ServerSnapshot:
+        server = server_state.get(conn, server_state.SERVER)
+        return ServerSnapshot(
+            time.time(),
+            read_engine_state(conn),
+            server and server["started_at"],
+            server_state.get(conn, server_state.WARNING),
+            queues,
+            pending_groups(conn),
+            named_models(conn, _models(queues)),
+            _guests(conn, queues),
+            self._processes.rows(server and Identity(server["pid"], server["started_at"])),
+        )
+
+
+def _guests(conn: Connection, queues: QueuesView | None) -> dict[str, Guest]:
+    sessions = [] if queues is None else queues.sampling.queued
+    owners = {session: owner_of_openai(SessionId(session)) for session in sessions if is_openai(session)}
+    return {session: Guest(owner, api_keys.owner_name(conn, owner)) for session, owner in owners.items()}
+
+
+def _models(queues: QueuesView | None) -> set[int]:
+    return set() if queues is None else {*queues.training.running, *queues.training.next_models}

@@ -1,0 +1,5 @@
+"""Pages of the dashboard: static files, served at `/` by `api.routes.pages` as they are.
+
+Plain ES modules, without a build step. `vendor/` has uPlot 1.6.32 as published, with its licence. The files
+hold no data: scripts fetch it from `/api/v1/console/` with the key that the user enters.
+"""

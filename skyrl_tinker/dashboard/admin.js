@@ -1,0 +1,122 @@
+// Admin: who has keys, what their owners have, and changes to keys.
+
+import { bytes, card, h, moment, number, table, wide } from "./dom.js";
+import { get, poll, send } from "./server.js";
+import { ask } from "./runs.js";
+
+const EVERY_MS = 10000;
+const AT = "console/admin";
+
+export function showAdmin(main, { now, failed, recovered }) {
+  if (!now.caller.admin) {
+    main.append(h("h1", {}, "Admin"), wide(card("API keys", h("p", {},
+      "This server has no API keys, so anybody who reaches it does everything. Make the first one on its machine:"),
+    h("p", {}, h("code", {}, "skyrl-tinker keys create --name NAME --admin")),
+    h("p", { class: "quiet" }, "From then on this page asks for a key, and an admin key makes, limits, rotates and revokes all others here."))));
+    return () => {};
+  }
+  const owners = table("Owners", [
+    ["owner", ""], ["sessions", "number"], ["models", "number"], ["checkpoints", "number"], ["stored", "number"],
+    ["trained tokens, 24 h", "number"], ["prompt tokens, 24 h", "number"], ["sampled tokens, 24 h", "number"]]);
+  const keys = table("API keys", [
+    ["id", "number"], ["name", ""], ["rights", ""], ["state", ""], ["last used", ""], ["limits of its own", ""], ["", ""]]);
+  const defaults = h("p", { class: "quiet small" });
+  const secret = h("div", { role: "status" });
+  main.append(h("h1", {}, "Admin"),
+    h("div", { class: "grid" },
+      wide(card("Owners", owners.node)),
+      wide(card("API keys", createForm(), secret, keys.node, defaults))));
+  let shown = "";
+
+  async function refresh() {
+    const answer = await get(AT);
+    recovered();
+    const text = JSON.stringify(answer);
+    if (text === shown) return; // keeps the focus where it is
+    shown = text;
+    owners.fill([...answer.keys.map((key) => owned(key.name, key.owned)), owned("without a key", answer.without_key)]);
+    keys.fill(answer.keys.map((key) => [
+      String(key.id), key.name, key.admin ? "admin" : "user", state(key), moment(key.last_used_at), limits(key.limits), h("div", { class: "row" }, ...actions(key))]));
+    defaults.textContent = `Of all keys: ${limits(answer.limits) || "no limits"}`;
+  }
+
+  function action(label, work, className) {
+    return h("button", { type: "button", class: className, onclick: () => change(work) }, label);
+  }
+
+  async function change(work) {
+    try {
+      if (await work() === false) return;
+      shown = "";
+      await refresh();
+    } catch (error) {
+      failed(error);
+    }
+  }
+
+  function actions(key) {
+    if (!key.live || key.id === own(key)) return [];
+    const at = `${AT}/keys/${key.id}`;
+    return [
+      action("Rotate", async () => {
+        const hours = await ask(`A new secret for ${key.name}. Hours that the present one stays valid; empty: none`, "number");
+        if (hours === null) return false;
+        return show(key.name, await send("POST", `${at}/rotate`, { overlap_s: Number(hours || 0) * 3600 }));
+      }),
+      action("Limits", async () => {
+        const text = await ask(`Limits of ${key.name}, as in: models=4 stored_gb=200 sessions=default stop_kb=none`, "text");
+        return text ? send("PUT", `${at}/limits`, { limits: parsed(text) }) : false;
+      }),
+      action("Revoke", async () =>
+        (await ask(`Revoke ${key.name} for good? What it made stays.`)) === null ? false : send("DELETE", at), "danger"),
+    ];
+  }
+
+  function own(key) {
+    return key.admin && key.name === now.caller.name ? key.id : null;
+  }
+
+  function createForm() {
+    const name = h("input", { name: "name", required: true, maxlength: 64, autocomplete: "off" });
+    const days = h("input", { name: "days", type: "number", min: 1, max: 3660, placeholder: "never" });
+    const admin = h("input", { name: "admin", type: "checkbox" });
+    return h("form", { onsubmit: (event) => {
+      event.preventDefault();
+      change(async () => {
+        const body = { name: name.value.trim(), admin: admin.checked, ...(days.value ? { expires_in_s: 86400 * Number(days.value) } : {}) };
+        show(body.name, await send("POST", `${AT}/keys`, body));
+        event.target.reset();
+      });
+    } }, h("label", {}, "Name of a new key's holder", name), h("label", {}, "Days until it expires", days),
+    h("label", { class: "check" }, admin, "admin"), h("button", { type: "submit" }, "Create key"));
+  }
+
+  function show(name, { key }) {
+    secret.replaceChildren(h("p", {}, `The key of ${name}, shown only now: `, h("code", { class: "secret", tabindex: 0 }, key)));
+  }
+
+  return poll(EVERY_MS, refresh, failed);
+}
+
+function owned(name, each) {
+  return [name, number(each.sessions), number(each.models), number(each.checkpoints), bytes(each.stored_bytes),
+    number(each.trained_tokens), number(each.prompt_tokens), number(each.sampled_tokens)];
+}
+
+function state(key) {
+  if (key.revoked_at) return `revoked ${moment(key.revoked_at)}`;
+  const parts = [key.live ? "live" : "expired", key.expires_at ? `expires ${moment(key.expires_at)}` : null,
+    key.previous_until && Date.parse(key.previous_until) > Date.now() ? `old secret until ${moment(key.previous_until)}` : null];
+  return parts.filter(Boolean).join(", ");
+}
+
+function limits(values) {
+  return Object.entries(values).filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${value ?? "none"}`).join(", ");
+}
+
+function parsed(text) {
+  return Object.fromEntries(text.trim().split(/\s+/).map((pair) => {
+    const [name, value] = pair.split("=");
+    return [name, value === "none" || value === "default" ? value : Number(value)];
+  }));
+}

@@ -1,0 +1,53 @@
+// Curves by uPlot, in the colours of the page, as wide as their place.
+
+import { h, number } from "./dom.js";
+
+const COLOURS = ["#2f6fde", "#d9730d", "#1f9d55", "#c2358c", "#7a5af5", "#0f8b8d", "#b58900", "#d0342c"];
+const HEIGHT = 190;
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function axis(more = {}) {
+  return {
+    stroke: () => colour("--quiet"),
+    grid: { stroke: () => colour("--line"), width: 1 },
+    ticks: { stroke: () => colour("--line"), width: 1 },
+    ...more,
+  };
+}
+
+function chart(label, names, scales, axes, showPoints) {
+  const node = h("div", { class: "chart", role: "img", "aria-label": label });
+  const series = names.map((name, place) => ({
+    label: name, stroke: COLOURS[place % COLOURS.length], width: 1.5, spanGaps: true,
+    points: { show: showPoints }, value: (_, value) => number(value, 4),
+  }));
+  const x = scales.x.time ? { label: "at", value: (_, at) => at === null ? "–" : clock(_, [at])[0] } : { label: "step" };
+  const plot = new uPlot({ width: 300, height: HEIGHT, scales, axes, series: [x, ...series], cursor: { y: false } },
+    [[], ...names.map(() => [])], node);
+  const fit = () => { if (node.clientWidth) plot.setSize({ width: node.clientWidth, height: HEIGHT }); };
+  const watch = new ResizeObserver(fit);
+  watch.observe(node);
+  return {
+    node,
+    draw(data) { plot.setData(data); },
+    close() { watch.disconnect(); plot.destroy(); },
+  };
+}
+
+const values = (_, splits) => splits.map((value) => number(value));
+
+const clock = (_, splits) => splits.map((at) => new Date(1000 * at).toLocaleTimeString("en-GB"));
+const aMinuteOrMore = (_, first, last) => [Math.min(first, last - 60), last];
+
+export function timeChart(label, names) {
+  return chart(label, names, { x: { time: true, range: aMinuteOrMore } }, [axis({ values: clock, space: 90 }), axis({ size: 60, values })], false);
+}
+
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
+export function stepChart(label, names) {
+  return chart(label, names, { x: { time: false } }, [axis({ incrs: WHOLE }), axis({ size: 75, values })], undefined);
+}

@@ -1,0 +1,68 @@
+// Elements and the text of numbers. Text is only ever set as text: nothing here parses HTML.
+
+export function h(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+export function card(title, ...children) {
+  return h("section", { class: "card", "aria-label": title }, h("h2", {}, title), ...children);
+}
+
+export function wide(section) {
+  section.classList.add("wide");
+  return section;
+}
+
+// A table whose rows can be replaced while it stays where it was scrolled to.
+export function table(label, columns) {
+  const head = columns.map(([name, kind]) => h("th", { scope: "col", class: kind }, name));
+  const body = h("tbody");
+  const empty = h("p", { class: "quiet" }, "none");
+  const scroll = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
+    h("table", {}, h("thead", {}, h("tr", {}, ...head)), body));
+  const node = h("div", {}, scroll, empty);
+  function fill(rows) {
+    scroll.hidden = rows.length === 0;
+    empty.hidden = rows.length > 0;
+    body.replaceChildren(...rows.map((cells) =>
+      h("tr", {}, ...cells.map((cell, place) => h("td", { class: columns[place][1] }, cell ?? "–")))));
+  }
+  fill([]);
+  return { node, fill };
+}
+
+export function facts(pairs) {
+  return h("dl", {}, ...pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value ?? "–")]));
+}
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(digits - 1);
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, String(Math.trunc(Math.abs(value))).length) });
+}
+
+export function bytes(value) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let place = 0;
+  while (value >= 1000 && place < units.length - 1) { value /= 1000; place += 1; }
+  return `${number(value)} ${units[place]}`;
+}
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 120) return `${number(seconds, 2)} s`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;
+}
+
+export function moment(text) {
+  return text ? new Date(text).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" }) : "–";
+}

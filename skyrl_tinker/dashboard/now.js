@@ -1,0 +1,106 @@
+// Now: problems first, then what runs and what waits.
+
+import { bytes, card, duration, facts, h, moment, number, table, wide } from "./dom.js";
+import { get, poll } from "./server.js";
+import { timeChart } from "./charts.js";
+
+const EVERY_MS = 2000;
+const REMEMBERED = 300;
+
+export function showNow(main, { now, failed, recovered }) {
+  const badge = h("span", { class: "badge" });
+  const problems = h("ul", { class: "problems", "aria-live": "polite" });
+  const server = h("div");
+  const trainer = h("div");
+  const samplers = h("div");
+  const rates = h("div");
+  const chart = timeChart("Tokens per second over the last ten seconds", ["trained", "sampled"]);
+  const queue = table("Queue by session", [
+    ["owner", ""], ["session", "id"], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]]);
+  const replicas = table("Replicas", [["address", ""], ["state", ""], ["in flight", "number"], ["weights", ""]]);
+  const processes = table("Processes", [
+    ["process", ""], ["pid", "number"], ["memory", "number"], ["CPU", "number"], ["age", "number"]]);
+  const processCard = card("Processes", processes.node);
+  const history = [];
+  main.append(
+    h("h1", {}, "Now ", badge),
+    h("div", { class: "grid" },
+      wide(card("Problems", problems)),
+      card("Server", server), card("Trainer", trainer), card("Samplers", samplers),
+      wide(card("Tokens per second, of all owners", rates, chart.node)),
+      wide(card("Queue", queue.node)),
+      card("Replicas", replicas.node), processCard));
+
+  function show(answer) {
+    recovered();
+    badge.textContent = answer.ready ? "ready" : answer.state;
+    badge.className = `badge ${answer.ready ? "good" : "error"}`;
+    problems.replaceChildren(...(answer.problems.length ? answer.problems.map(problem) : [h("li", { class: "good" }, "none")]));
+    server.replaceChildren(served(answer.server));
+    trainer.replaceChildren(training(answer.trainer));
+    samplers.replaceChildren(sampling(answer.samplers));
+    rates.replaceChildren(speeds(answer.rates));
+    queue.fill(answer.queue.map((entry) => [
+      entry.owner, entry.session_id, entry.kind, number(entry.waiting), duration(entry.oldest_age_s), entry.reason ?? "running"]));
+    replicas.fill(answer.replicas.map((replica) => [
+      replica.address, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), replica.weights.join(" ")]));
+    processCard.hidden = answer.processes === null;
+    processes.fill((answer.processes ?? []).map((each) => [
+      each.name, String(each.pid), bytes(each.rss_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));
+    if (answer.rates) {
+      history.push([Date.parse(answer.at) / 1000, answer.rates.trained.over_10_s, answer.rates.sampled.over_10_s]);
+      if (history.length > REMEMBERED) history.shift();
+      chart.draw([0, 1, 2].map((column) => history.map((row) => row[column])));
+    }
+  }
+
+  show(now);
+  const stop = poll(EVERY_MS, async () => show(await get("console/now")), failed);
+  return () => { stop(); chart.close(); };
+}
+
+function problem({ level, subject, text }) {
+  return h("li", { class: level }, h("b", {}, level), h("span", {}, `${subject}: ${text}`));
+}
+
+function served(server) {
+  return facts([
+    ["model", server.base_model],
+    ["context", `${number(server.context_length)} tokens`],
+    ["runs on", `${server.device}, ${server.trainer_ranks} trainer rank(s), ${server.replicas} replica(s), ${server.placement}`],
+    ["started", moment(server.started_at)],
+    ["version", server.version],
+  ]);
+}
+
+function training(trainer) {
+  if (!trainer) return h("p", { class: "quiet" }, "The engine does not answer.");
+  return facts([
+    ["running", trainer.running ? unit(trainer.running) : "nothing: it waits for work"],
+    ["next", trainer.following ? unit(trainer.following) : "nothing"],
+    ["a unit takes", duration(trainer.unit_s)],
+  ]);
+}
+
+function unit({ kind, model_ids, others, tokens, running_s }) {
+  const whose = [...model_ids, ...(others ? [`${others} model(s) of others`] : [])];
+  const more = [tokens ? `${number(tokens)} tokens` : null, running_s === null || running_s === undefined ? null : `for ${duration(running_s)}`];
+  return h("span", {}, h("b", {}, kind), ` ${more.filter(Boolean).join(" ")}`, h("br"), h("span", { class: "small quiet" }, whose.join(", ")));
+}
+
+function sampling(samplers) {
+  if (!samplers) return h("p", { class: "quiet" }, "The engine does not answer.");
+  return facts([
+    ["in flight", number(samplers.in_flight)],
+    ["waiting", number(samplers.waiting)],
+    ["finished", samplers.per_second === null ? "–" : `${number(samplers.per_second)} a second`],
+    ["paused", samplers.paused ?? "no"],
+  ]);
+}
+
+function speeds(rates) {
+  if (!rates) return h("p", { class: "quiet" }, "The engine does not answer.");
+  const line = (name, each) => [name, h("span", {},
+    h("span", { class: "figure" }, number(each.over_10_s)), h("span", { class: "quiet" }, `  ${number(each.over_60_s)} over a minute`))];
+  return facts([line("trained", rates.trained), line("sampled", rates.sampled)]);
+}

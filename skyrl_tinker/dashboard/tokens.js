@@ -1,0 +1,70 @@
+// Tokens: a datum or a sampled sequence as text, coloured by one of its values.
+
+import { card, h, moment, number, table, wide } from "./dom.js";
+import { get, poll } from "./server.js";
+
+const EVERY_MS = 5000;
+const MOST_ROWS = 1000;
+const LOWEST_LOGPROB = -6;
+
+export function showTokens(main, { path, failed, recovered }) {
+  if (path[0]) {
+    showOne(main, path[0], Number(path[1] ?? 0)).then(recovered, failed);
+    return () => {};
+  }
+  const list = table("Finished passes and samples", [["request", "id"], ["kind", ""], ["seq_id", "number"], ["of", "id"], ["accepted", ""]]);
+  main.append(h("h1", {}, "Tokens"), wide(card("Your finished passes and samples", list.node)));
+  let shown = "";
+  return poll(EVERY_MS, async () => {
+    const { requests } = await get("console/requests");
+    recovered();
+    const text = JSON.stringify(requests);
+    if (text === shown) return; // keeps the focus where it is
+    shown = text;
+    list.fill(requests.map((each) => [
+      h("a", { href: `#/tokens/${each.request_id}` }, each.request_id), each.kind, each.seq_id === null ? "–" : String(each.seq_id), each.origin, moment(each.created_at)]));
+  }, failed);
+}
+
+async function showOne(main, request, item) {
+  const answer = await get(`console/requests/${encodeURIComponent(request)}/tokens?item=${item}`);
+  const names = Object.keys(answer.values);
+  const choice = h("select", { onchange: paint }, ...names.map((name) => h("option", { value: name }, name)));
+  const scale = h("p", { class: "quiet small" });
+  const text = h("p", { class: "tokens" });
+  const spans = answer.texts.map((piece, place) => h("span", { title: described(answer, place) }, piece || "·"));
+  text.append(...spans);
+  const values = table("Values of each token", [["position", "number"], ["token", "number"], ["text", ""], ...names.map((name) => [name, "number"])]);
+  values.fill(answer.tokens.slice(0, MOST_ROWS).map((token, place) => [
+    String(place), String(token), JSON.stringify(answer.texts[place]), ...names.map((name) => number(answer.values[name][place]))]));
+  const step = (label, next) => (next < 0 || next >= answer.items ? null : h("a", { href: `#/tokens/${request}/${next}` }, label));
+  main.replaceChildren(
+    h("h1", {}, "Tokens"),
+    h("p", { class: "row" }, h("a", { href: "#/tokens" }, "All requests"), step("Previous", item - 1), step("Next", item + 1),
+      h("span", { class: "quiet" }, `${answer.kind} ${request}, ${item + 1} of ${answer.items}`)),
+    h("div", { class: "grid" },
+      wide(card("Text", h("label", {}, "Coloured by", choice), scale, text)),
+      wide(card("Values", values.node))));
+
+  function paint() {
+    const column = answer.values[choice.value] ?? [];
+    const known = column.filter((value) => value !== null);
+    const logprob = choice.value.endsWith("logprob");
+    const most = logprob ? -LOWEST_LOGPROB : Math.max(1e-12, ...known.map(Math.abs));
+    scale.textContent = logprob ? `the stronger, the less likely; full below ${LOWEST_LOGPROB}`
+      : `green above 0, red below; full at ${number(most)}`;
+    spans.forEach((span, place) => { span.style.backgroundColor = colour(column[place], most, logprob); });
+  }
+  paint();
+}
+
+function colour(value, most, logprob) {
+  if (value === null || value === undefined) return "";
+  const strength = Math.min(1, Math.abs(value) / most) * 0.75;
+  return value > 0 && !logprob ? `rgb(40 160 80 / ${strength})` : `rgb(215 60 50 / ${strength})`;
+}
+
+function described(answer, place) {
+  const values = Object.entries(answer.values).map(([name, column]) => `${name} ${number(column[place])}`);
+  return [`token ${answer.tokens[place]}`, ...values].join("\n");
+}

@@ -1,0 +1,44 @@
+"""Spans of the last work, for traces: bounded, in memory, gone with the engine."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from skyrl_tinker.engine.scheduling.lanes import PASSES, cost
+from skyrl_tinker.protocol.activity import Activity, PublishSpan, SampleSpan, UnitSpan
+from skyrl_tinker.store.futures.queue import QueuedRow
+
+SPANS = 10_000
+"""Spans of each kind that are kept."""
+UNIT_ROWS = 256
+"""Most requests that a unit names."""
+
+
+class ActivityLog:
+    def __init__(self) -> None:
+        self._units: deque[UnitSpan] = deque(maxlen=SPANS)
+        self._samples: deque[SampleSpan] = deque(maxlen=SPANS)
+        self._publishes: deque[PublishSpan] = deque(maxlen=SPANS)
+
+    def unit(self, rows: Sequence[QueuedRow], began_at: float) -> None:
+        """Note a unit that has just ended."""
+        tokens = sum(cost(row) for row in rows if row.kind in PASSES)
+        ids = tuple(row.id for row in rows[:UNIT_ROWS])
+        self._units.append(UnitSpan(rows[0].kind, began_at, time.time(), tokens, ids))
+
+    def sample(self, future_id: int, began_at: float) -> None:
+        """Note a sample that has just ended."""
+        self._samples.append(SampleSpan(future_id, began_at, time.time()))
+
+    def publish(self, weights: str, seconds: float) -> None:
+        """Note weights that have just been published."""
+        now = time.time()
+        self._publishes.append(PublishSpan(weights, now - seconds, now))
+
+    def since(self, at: float) -> Activity:
+        """Return what ended at `at` or later."""
+        return Activity(
+            tuple(span for span in self._units if span.ended_at >= at),
+            tuple(span for span in self._samples if span.ended_at >= at),
+            tuple(span for span in self._publishes if span.ended_at >= at),
+        )

@@ -1,0 +1,224 @@
+"""Points of training curves: sums over each accumulation window, stored in the commit of its step.
+
+A diagnostic: what goes wrong here leaves a point without values, and everything else as it is. The sums are
+computed beside the encoding of answers, which the commit waits for anyway.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from operator import add
+
+import numpy as np
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import ModelKey, RequestKind
+from skyrl_tinker.domain.values import Datum, Failure, Float32, ForwardBackward, Number, PassOutput
+from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.off_loop import off_loop
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.step_points import Measured
+from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.futures.queue import QueuedRow
+
+MOST_WINDOWS = 1024
+"""Most windows that are summed; the oldest is given up: its model was most likely released."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PassSums:
+    """Sums over trained positions; `rewarded` ones have an advantage, `sampled` ones a logprob."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    positions: float = 0.0
+    surprise: float = 0.0
+    advantage_logprob: float = 0.0
+    rewarded: float = 0.0
+    shift: float = 0.0
+    sampled: float = 0.0
+    tokens: float = 0.0
+    datums: float = 0.0
+
+    def __add__(self, other: "PassSums") -> "PassSums":
+        return PassSums(*map(add, *([getattr(each, name) for name in _NAMES] for each in (self, other))))
+
+
+_NAMES = tuple(field.name for field in fields(PassSums))
+
+
+@dataclass(frozen=True, slots=True)
+class TakenStep:
+    """Step that was taken: what it reported, and with which learning rate."""
+
+    row: QueuedRow
+    metrics: Mapping[str, float]
+    learning_rate: float
+
+
+@dataclass(slots=True)
+class _Window:
+    """Requests since the last step. `since`: when the first arrived. `compute_s`: of units, up to now."""
+
+    since: float
+    compute_s: float
+    sums: "asyncio.Future[PassSums]"
+
+
+class StepCurves:
+    def __init__(self) -> None:
+        self._windows: dict[ModelKey, _Window] = {}
+
+    def passed(
+        self,
+        rows: Sequence[QueuedRow],
+        requests: Mapping[int, ForwardBackward],
+        outputs: Sequence[PassOutput | Failure],
+        seconds: float,
+    ) -> None:
+        """Add what a pass of so many seconds trained to the windows of its models. `requests`: by row id."""
+        mine: dict[ModelKey, list[tuple[QueuedRow, PassOutput]]] = {}
+        for row, output in zip(rows, outputs, strict=True):
+            if row.kind is RequestKind.FORWARD_BACKWARD and isinstance(output, PassOutput):
+                mine.setdefault(model_of(row), []).append((row, output))
+        for model, ran in mine.items():
+            window = self._window(model, ran[0][0])
+            window.compute_s += seconds
+            pairs = [(requests[row.id], output) for row, output in ran]
+            window.sums = asyncio.ensure_future(_added(window.sums, pairs))
+
+    def drop(self, model: ModelKey) -> None:
+        """Forget the window of a model whose gradients are gone."""
+        self._windows.pop(model, None)
+
+    def stepped(
+        self, rows: Sequence[QueuedRow], taken: Sequence[TakenStep], seconds: float
+    ) -> "EndedWindows":
+        """End the windows of all `rows`, of which steps were `taken` in so many seconds."""
+        steps = [(step, self._windows.get(model_of(step.row)) or _fresh(step.row)) for step in taken]
+        for row in rows:
+            self.drop(model_of(row))
+        return EndedWindows(steps, seconds, time.time())
+
+    def _window(self, model: ModelKey, row: QueuedRow) -> _Window:
+        window = self._windows.pop(model) if model in self._windows else _fresh(row)
+        self._windows[model] = window
+        if len(self._windows) > MOST_WINDOWS:
+            del self._windows[next(iter(self._windows))]
+        return window
+
+
+@dataclass(frozen=True, slots=True)
+class EndedWindows:
+    """Steps with their windows. `seconds`: what the steps took, up to `at`."""
+
+    steps: Sequence[tuple[TakenStep, _Window]]
+    seconds: float
+    at: float
+
+    async def ops(self) -> tuple[Op[None], ...]:
+        """Return what stores their points."""
+        return tuple([self._op(step, window, await window.sums) for step, window in self.steps])
+
+    def _op(self, step: TakenStep, window: _Window, sums: PassSums) -> Op[None]:
+        def write(conn: Connection) -> None:
+            at = time.time()
+            compute_s, answer_s = window.compute_s + self.seconds, max(0.0, at - self.at)
+            wait_s = max(0.0, at - window.since - compute_s - answer_s)
+            assert step.row.seq_id is not None, "training requests are numbered"
+            measured = _measured(step, sums, (wait_s, compute_s, answer_s))
+            step_points.add(conn, model_of(step.row), step.row.seq_id, at, measured)
+
+        return write
+
+
+def _fresh(row: QueuedRow) -> _Window:
+    sums: asyncio.Future[PassSums] = asyncio.get_running_loop().create_future()
+    sums.set_result(PassSums())
+    return _Window(row.created_at, 0.0, sums)
+
+
+async def _added(
+    earlier: "asyncio.Future[PassSums]", pairs: Sequence[tuple[ForwardBackward, PassOutput]]
+) -> PassSums:
+    size = sum(logprobs.nbytes for _, output in pairs for logprobs in output.logprobs)
+    return await earlier + await off_loop(size, partial(_sums, pairs))
+
+
+def _measured(step: TakenStep, sums: PassSums, seconds: tuple[float, float, float]) -> Measured:
+    return Measured(
+        _mean(sums.loss, sums.weight),
+        _mean(sums.advantage_logprob, sums.rewarded),
+        _mean(sums.surprise, sums.positions),
+        _mean(sums.shift, sums.sampled),
+        _finite(step.metrics.get("sampler_logprob_gap")),
+        _finite(step.metrics.get("grad_norm")),
+        step.learning_rate,
+        int(sums.tokens),
+        int(sums.datums),
+        *seconds,
+    )
+
+
+def _mean(total: float, count: float) -> float | None:
+    return _finite(total / count) if count else None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _sums(pairs: Sequence[tuple[ForwardBackward, PassOutput]]) -> PassSums:
+    try:
+        return sum((sums_of(request, output) for request, output in pairs), PassSums())
+    except Exception:  # a diagnostic must not end the engine
+        _log.exception("a point of a training curve has no values")
+        return PassSums()
+
+
+def sums_of(request: ForwardBackward, output: PassOutput) -> PassSums:
+    """Sum over the trained positions of one request: those with an advantage, else a weight, else all."""
+    logprobs = _flat(output.logprobs)
+    weights, advantages, sampled = (_joined(request, name) for name in ("weights", "advantages", "logprobs"))
+    trained = advantages if advantages is not None else weights
+    chosen = slice(None) if trained is None else trained != 0
+    scored = logprobs[chosen]
+    surprise = scored if sampled is None else sampled[chosen]
+    return PassSums(
+        output.metrics.get("loss:sum", math.nan),
+        float(np.abs(weights).sum(dtype=np.float64))
+        if advantages is None and weights is not None
+        else len(scored),
+        len(scored),
+        -float(surprise.sum(dtype=np.float64)),
+        0.0 if advantages is None else float(advantages[chosen] @ scored),
+        0 if advantages is None else len(scored),
+        0.0 if sampled is None else float((surprise - scored).sum(dtype=np.float64)),
+        0 if sampled is None else len(scored),
+        sum(len(datum.tokens) for datum in request.data),
+        len(request.data),
+    )
+
+
+def _joined(request: ForwardBackward, name: str) -> Float32 | None:
+    """Return one input of all datums, end to end; None unless each has it at each of its targets."""
+    if name not in request.data[0].inputs:
+        return None
+    parts = [datum.inputs.get(name) for datum in request.data]
+    if not all(_fits(part, datum) for part, datum in zip(parts, request.data, strict=True)):
+        return None
+    return _flat([part for part in parts if part is not None])
+
+
+def _fits(part: Number | None, datum: Datum) -> bool:
+    return part is not None and part.shape == datum.target_tokens.shape
+
+
+def _flat(arrays: Sequence[Number]) -> Float32:
+    joined = np.concatenate(arrays, axis=None)
+    return joined.astype(np.float32, copy=False)

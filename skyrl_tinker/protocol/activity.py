@@ -1,0 +1,54 @@
+"""Activity of the engine in the last minutes, as the API gets it for a trace. Times are UTC seconds."""
+
+from dataclasses import dataclass
+
+import orjson
+from pydantic import TypeAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpan:
+    """Unit of work of the trainer; `future_ids`: of the requests that ran in it."""
+
+    kind: str
+    began_at: float
+    ended_at: float
+    tokens: int
+    future_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpan:
+    """Sample, from its turn to its result."""
+
+    future_id: int
+    began_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PublishSpan:
+    """Weights on their way to the samplers, from their capture to the answer of the save."""
+
+    weights: str
+    began_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Spans, each kind in the order of their ends."""
+
+    units: tuple[UnitSpan, ...] = ()
+    samples: tuple[SampleSpan, ...] = ()
+    publishes: tuple[PublishSpan, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        return orjson.dumps(self)
+
+
+_ADAPTER = TypeAdapter(Activity)
+
+
+def activity_from_bytes(data: bytes) -> Activity:
+    return _ADAPTER.validate_json(data)

@@ -1,0 +1,291 @@
+"""Answers for the dashboard. Seconds are durations, times are UTC."""
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import Field
+
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest
+
+MOST_S = 10 * 366 * 86400
+"""Longest duration that a key may be given."""
+
+
+class ServedModel(Message):
+    """Model that is served, and where it runs. `started_at` null: not by `serve`."""
+
+    version: str
+    base_model: str
+    context_length: int
+    device: str
+    placement: str
+    trainer_ranks: int
+    replicas: int
+    started_at: datetime | None
+
+
+class WhoAsks(Message):
+    """Caller. `sees_all`: it has an admin key, or the server has no keys. `keys`: whether there are any."""
+
+    name: str
+    admin: bool
+    keys: bool
+    sees_all: bool
+
+
+class Problem(Message):
+    """Problem, or what waits longest and why."""
+
+    level: Literal["error", "warning", "info"]
+    subject: str
+    text: str
+
+
+class ProcessUse(Message):
+    """Process with its resident memory; `cpu_percent` of one core, since the last look."""
+
+    name: str
+    pid: int
+    rss_bytes: int
+    cpu_percent: float
+    age_s: float
+
+
+class ReplicaNow(Message):
+    """vLLM server. `in_flight` null: the router chose, and only it knows."""
+
+    address: str | None
+    state: Literal["serving", "replaced"]
+    in_flight: int | None
+    weights: list[str]
+
+
+class QueueOfTenant(Message):
+    """Requests of one session that are accepted and not finished. `reason`: why the oldest is not."""
+
+    owner: str
+    session_id: str
+    kind: Literal["training", "sampling"]
+    waiting: int
+    oldest_age_s: float | None
+    reason: str | None
+
+
+class TokensPerSecond(Message):
+    over_10_s: float
+    over_60_s: float
+
+
+class RatesNow(Message):
+    """Rates of all owners together."""
+
+    trained: TokensPerSecond
+    sampled: TokensPerSecond
+
+
+class UnitNow(Message):
+    """Unit of work of the trainer. `model_ids`: those that the caller sees; `others`: how many more."""
+
+    kind: str
+    model_ids: list[str]
+    others: int
+    tokens: int | None = None
+    running_s: float | None = None
+
+
+class TrainerNow(Message):
+    """`running` null: it waits for work. `unit_s`: recent duration of a unit."""
+
+    running: UnitNow | None
+    following: UnitNow | None
+    unit_s: float | None
+
+
+class SamplersNow(Message):
+    """Samples of all owners. `paused`: why none makes progress."""
+
+    in_flight: int
+    waiting: int
+    per_second: float | None
+    paused: str | None
+
+
+class NowResponse(Message):
+    """The server at `at`. Null or empty: the engine does not answer, or the caller may not see it.
+
+    `state`, `detail`, `ready`: as /readyz says.
+    """
+
+    at: datetime
+    server: ServedModel
+    caller: WhoAsks
+    state: str
+    detail: str
+    ready: bool
+    problems: list[Problem]
+    processes: list[ProcessUse] | None
+    replicas: list[ReplicaNow]
+    queue: list[QueueOfTenant]
+    rates: RatesNow | None
+    trainer: TrainerNow | None
+    samplers: SamplersNow | None
+
+
+class StepMeasures(Message):
+    """Measures of one optimizer step; null: not known. See docs/dashboard.md."""
+
+    loss: float | None
+    reward_proxy: float | None
+    entropy_proxy: float | None
+    policy_shift: float | None
+    sampler_gap: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    tokens: int
+    datums: int
+    wait_s: float
+    compute_s: float
+    answer_s: float
+
+
+class RunSummary(Message):
+    """Run with its last step; `lora_rank` 0: full parameters, `steps` 0: none was taken."""
+
+    run_id: str
+    owner: str
+    base_model: str
+    lora_rank: int
+    state: str
+    user_metadata: dict[str, str]
+    created_at: datetime
+    last_request_at: datetime
+    steps: int
+    last: StepMeasures | None
+
+
+class RunsResponse(Message):
+    """Page of runs, the one with the latest request first; `total` counts all pages."""
+
+    runs: list[RunSummary]
+    total: int
+
+
+class PointsQuery(StrictMessage):
+    after: int = Field(0, ge=0, le=MAX_INT64, description="step after which to begin")
+    limit: int = Field(5000, ge=1, le=20000)
+
+
+class PointsResponse(Message):
+    """Columns of equal length, by name: `step`, `at` (UTC seconds), and those of StepMeasures.
+
+    `next`: the value of `after` for the points that follow. `more`: there are some already.
+    """
+
+    columns: dict[str, list[float | None]]
+    next: int
+    more: bool
+
+
+class OwnedNow(Message):
+    """Holdings of one owner, and its tokens of the last 24 hours."""
+
+    sessions: int
+    models: int
+    checkpoints: int
+    stored_bytes: int
+    trained_tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+
+
+Limit = float | None
+"""A limit of a key; null: none."""
+
+
+class KeySummary(Message):
+    """Key, without its secret. `limits`: those of its own. `previous_until`: end of the secret before."""
+
+    id: int
+    name: str
+    admin: bool
+    live: bool
+    created_at: datetime
+    last_used_at: datetime | None
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    previous_until: datetime | None
+    limits: dict[str, Limit]
+    owned: OwnedNow
+
+
+class AdminResponse(Message):
+    """Keys, oldest first, and what was made without one. `limits`: of all keys (settings key_…)."""
+
+    keys: list[KeySummary]
+    without_key: OwnedNow
+    limits: dict[str, Limit]
+
+
+class CreateKeyRequest(StrictRequest):
+    name: str
+    admin: bool = False
+    expires_in_s: float | None = Field(None, gt=0, le=MOST_S)
+
+
+class RotateKeyRequest(StrictRequest):
+    """`overlap_s`: how long the present secret stays valid."""
+
+    overlap_s: float = Field(3600, ge=0, le=MOST_S)
+
+
+class LimitKeyRequest(StrictRequest):
+    """Limits by name: a number, "none", or "default" for that of all keys."""
+
+    limits: dict[str, float | Literal["none", "default"]]
+
+
+class NewSecretResponse(Message):
+    """Secret, shown only this once."""
+
+    key: str
+
+
+class KeyLimitsResponse(Message):
+    """Limits that the key has of its own now."""
+
+    limits: dict[str, Limit]
+
+
+class TraceQuery(StrictMessage):
+    minutes: float = Field(5, gt=0, le=60, description="how far back")
+
+
+class ReadableSummary(Message):
+    """Finished request whose tokens may be read. `origin`: its run, or its sampler."""
+
+    request_id: str
+    kind: str
+    seq_id: int | None
+    origin: str
+    created_at: datetime
+
+
+class ReadableResponse(Message):
+    """Requests, the newest first."""
+
+    requests: list[ReadableSummary]
+
+
+class TokensQuery(StrictMessage):
+    item: int = Field(0, ge=0, le=MAX_INT64, description="datum, or sampled sequence")
+
+
+class TokensResponse(Message):
+    """Targets of a datum, or sampled tokens; `texts` and each of `values` go with `tokens`."""
+
+    kind: str
+    item: int
+    items: int
+    tokens: list[int]
+    texts: list[str]
+    values: dict[str, list[float | None]]

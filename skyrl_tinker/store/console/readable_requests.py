@@ -1,0 +1,69 @@
+"""Passes and samples whose tokens are still stored: results, and with passes their bodies."""
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, func, select
+
+from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
+from skyrl_tinker.store.console.recent_requests import MOST
+from skyrl_tinker.store.database.tables import Future, Model, Request, Result, Session
+from skyrl_tinker.store.owners import owned_by
+
+KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
+SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ReadableRequest:
+    """Finished request. `origin`: its run, or its sampler. `created_at`: UTC seconds."""
+
+    request_id: str
+    kind: RequestKind
+    seq_id: int | None
+    origin: str
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokens:
+    """Result of a request and, of a pass, its body, None once a snapshot holds its effect."""
+
+    kind: RequestKind
+    body: bytes | None
+    result: bytes
+
+
+def readable_requests(conn: Connection, owner: OwnerId | None) -> list[ReadableRequest]:
+    """Return the owner's newest requests of those that are stored, the newest first."""
+    newest = conn.scalar(select(func.max(Future.id))) or 0
+    query = (
+        select(
+            Future.request_id,
+            Future.kind,
+            Future.seq_id,
+            func.coalesce(Model.model_id, Future.sampling_session_id),
+            Future.created_at,
+        )
+        .join(Session, Session.session_id == Future.session_id)
+        .join(Result, Result.future_id == Future.id)
+        .outerjoin(Model, Model.key == Future.model_key)
+        .where(Future.id > newest - MOST, Future.kind.in_(KINDS), Future.status == FutureStatus.DONE)
+        .where(owned_by(owner))
+        .order_by(Future.id.desc())
+        .limit(SHOWN)
+    )
+    return [ReadableRequest(*row) for row in conn.execute(query)]
+
+
+def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:
+    """Return what is stored of an owner's request; None if it is not its own, or purged."""
+    query = (
+        select(Future.kind, Request.body, Result.body)
+        .join(Session, Session.session_id == Future.session_id)
+        .join(Result, Result.future_id == Future.id)
+        .outerjoin(Request, Request.future_id == Future.id)
+        .where(Future.request_id == request_id, Future.kind.in_(KINDS), owned_by(owner))
+        .where(Future.status == FutureStatus.DONE)
+    )
+    row = conn.execute(query).one_or_none()
+    return None if row is None else StoredTokens(*row)

@@ -1,0 +1,109 @@
+"""Tokens as text with their values, for their owner only."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sqlalchemy import delete
+from tinker import types
+from transformers import AutoTokenizer
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.database.tables import Request
+from skyrl_tinker.store.futures import finish
+from tests.api.support.passes import post_pass, protobuf
+from tests.api.support.users import get, new_user, speak_as
+from tests.api.support.world import FACTS, World, pass_output, running, sample, sample_output
+
+TEXT = "2+2=4, né 猫"
+PROTOBUF = "application/x-protobuf"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("served") / "model"
+    make_model(directory)
+    return directory
+
+
+@pytest.fixture
+async def world(settings: Settings, model: Path) -> AsyncIterator[World]:
+    async with running(settings, replace(FACTS, directory=str(model), vocab_size=4096)) as made:
+        yield made
+
+
+async def trained(world: World, tokens: list[int], logprobs: list[float]) -> str:
+    """A pass that ran: as sampled each logprob was -1, each advantage is its position."""
+    count = len(tokens)
+    arrays = {"advantages": np.arange(count), "logprobs": np.full(count, -1.0)}
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(np.asarray(tokens, np.int64)),
+            **{name: types.TensorData.from_numpy(each.astype(np.float32)) for name, each in arrays.items()},
+        },
+    )
+    body = protobuf(await world.model(), 1, datum, loss_fn="importance_sampling")
+    request = str((await post_pass(world, body)).json()["request_id"])
+    future_id, result = await world.id_of(request), pass_output(logprobs)
+
+    def end(conn: object) -> None:
+        finish.succeed_all(conn, {future_id: (PROTOBUF, result, finish.NO_USAGE)}, [future_id])
+
+    await world.store.write(end)
+    return request
+
+
+async def test_a_datum_is_its_targets_with_the_inputs_of_its_loss(world: World, model: Path) -> None:
+    tokens = AutoTokenizer.from_pretrained(model).encode(TEXT)
+    logprobs = [-0.5 * place for place in range(len(tokens))]
+    request = await trained(world, tokens, logprobs)
+    told = await get(world, f"console/requests/{request}/tokens")
+    assert (told["tokens"], "".join(told["texts"])) == (tokens, TEXT)
+    assert len(told["texts"]) == len(tokens)
+    assert told["values"]["logprob"] == pytest.approx(logprobs)
+    assert told["values"]["advantages"] == list(range(len(tokens)))
+    assert told["values"]["difference"][0] is None, "without an advantage it is of the prompt"
+    assert told["values"]["difference"][1:] == pytest.approx([each + 1 for each in logprobs[1:]])
+    listed = (await get(world, "console/requests"))["requests"]
+    assert [(each["request_id"], each["kind"]) for each in listed] == [(request, "forward_backward")]
+
+
+async def test_a_sample_is_one_of_its_sequences(world: World) -> None:
+    request = str((await world.ok("asample", sample(await world.sampler(), 0)))["request_id"])
+    await world.succeed(request, PROTOBUF, sample_output([5, 6], [7, 8, 9]))
+    told = await get(world, f"console/requests/{request}/tokens", item=1)
+    assert (told["items"], told["tokens"], told["values"]) == (2, [7, 8, 9], {"logprob": [-0.5] * 3})
+    answer = await world.http.get(f"console/requests/{request}/tokens?item=2")
+    assert (answer.status_code, answer.json()["detail"]) == (400, "item: found 2, expected a number below 2")
+
+
+async def test_a_dropped_body_is_said_to_be_dropped(world: World) -> None:
+    request = await trained(world, [5, 6], [-1.0, -1.0])
+    await world.store.write(lambda conn: conn.execute(delete(Request)))
+    answer = await world.http.get(f"console/requests/{request}/tokens")
+    assert answer.status_code == 410
+    assert "a snapshot of its model holds its effect" in answer.json()["detail"]
+
+
+async def test_tokens_are_the_owners_only(world: World) -> None:
+    speak_as(world, await new_user(world, "alice"))
+    request = await trained(world, [5, 6], [-1.0, -1.0])
+    assert (await get(world, f"console/requests/{request}/tokens"))["tokens"] == [5, 6]
+    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    for key in (await new_user(world, "bob"), root):
+        speak_as(world, key)
+        assert (await world.http.get(f"console/requests/{request}/tokens")).status_code == 404
+        assert await get(world, "console/requests") == {"requests": []}
+
+
+async def test_a_model_without_a_tokenizer_is_told(settings: Settings) -> None:
+    async with running(settings) as bare:
+        request = await trained(bare, [5, 6], [-1.0, -1.0])
+        answer = await bare.http.get(f"console/requests/{request}/tokens")
+    assert answer.status_code == 404
+    assert "no tokenizer.json" in answer.json()["detail"]

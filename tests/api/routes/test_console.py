@@ -1,0 +1,244 @@
+"""What the dashboard is told, and whom of."""
+
+import csv
+import os
+import time
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+from sqlalchemy import Connection, update
+
+from skyrl_tinker.api.resources import step_curve
+from skyrl_tinker.api.waiting import engine_queues, server_snapshot
+from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.ids import ModelId
+from skyrl_tinker.processes import identities, write_pid_file
+from skyrl_tinker.protocol.queue_views import Incident
+from skyrl_tinker.store import api_keys, model_records, server_state
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.step_points import Measured
+from skyrl_tinker.store.database.tables import Future
+from tests.api.support.passes import datum, post_pass, protobuf
+from tests.api.support.users import get, new_user, speak_as
+from tests.api.support.waiting import Waiting, ready_model, submit, until, waiting
+from tests.api.support.world import Json, World, sample, step
+
+
+@pytest.fixture
+async def busy(settings: Settings) -> AsyncIterator[Waiting]:
+    async with waiting(settings) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep no answer for a second."""
+    monkeypatch.setattr(engine_queues, "EVERY_S", 0.01)
+    monkeypatch.setattr(server_snapshot, "EVERY_S", -1.0)
+
+
+async def now(world: World) -> Json:
+    return await get(world, "console/now")
+
+
+async def test_an_idle_server_says_what_it_serves_and_has_no_problems(busy: Waiting) -> None:
+    told = await now(busy.api)
+    assert told["server"]["base_model"] == "org/tiny"
+    assert told["server"]["context_length"] == 64
+    assert told["caller"] == {"name": "local", "admin": False, "keys": False, "sees_all": True}
+    assert (told["state"], told["ready"], told["problems"]) == ("ready", True, [])
+    assert told["queue"] == []
+    assert told["trainer"]["running"] is None
+    assert told["replicas"] == [
+        {"address": "http://replica", "state": "serving", "in_flight": 0, "weights": []}
+    ]
+
+
+async def test_a_waiting_request_has_the_words_of_its_long_poll(busy: Waiting) -> None:
+    model = await ready_model(busy.api)
+    request = await submit(busy.api, "optim_step", step(model, 2))
+    reason = "waiting for seq 1 of this model (2 has arrived)"
+
+    async def look() -> bool:
+        return [entry["reason"] for entry in (await now(busy.api))["queue"]] == [reason]
+
+    await until(look)
+    polled = await busy.api.retrieve(request)
+    assert polled.json()["queue_state_reason"] == reason
+    (entry,) = (await now(busy.api))["queue"]
+    assert entry["session_id"] == model.partition(":")[0]
+    assert (entry["owner"], entry["kind"], entry["waiting"]) == ("local", "training", 1)
+    assert 0 <= entry["oldest_age_s"] < 30
+
+
+async def test_what_waits_long_is_a_problem_with_its_reason(world: World) -> None:
+    await world.set_engine("restarting", "replaying 3 of 9 units")
+    await world.ok("asample", sample(await world.sampler(), 0))
+    told = await now(world)
+    assert told["problems"][0]["text"] == "the engine is restarting: replaying 3 of 9 units"
+    assert told["queue"][0]["reason"] == "the engine is restarting: replaying 3 of 9 units"
+    await _age(world, 600)
+    waits = (await now(world))["problems"][-1]
+    assert waits["level"] == "warning"
+    assert waits["text"].startswith("1 sampling request of local, the oldest for 10 min: the engine is")
+
+
+async def _age(world: World, seconds: float) -> None:
+    older = update(Future).values(created_at=time.time() - seconds)
+    await world.store.write(lambda conn: conn.execute(older))
+
+
+async def test_the_trainer_says_what_it_runs_and_what_follows(busy: Waiting) -> None:
+    first, second = await ready_model(busy.api), await ready_model(busy.api)
+    busy.trainer.go_on.clear()
+    for model in (first, second):
+        await submit(busy.api, "optim_step", step(model, 1))
+
+    async def look() -> bool:
+        trainer = (await now(busy.api))["trainer"]
+        return trainer["running"] is not None and trainer["following"] is not None
+
+    await until(look)
+    trainer = (await now(busy.api))["trainer"]
+    assert trainer["running"]["kind"] == trainer["following"]["kind"] == "optim_step"
+    assert trainer["running"]["model_ids"] == [first]
+    assert trainer["following"]["model_ids"] == [second]
+    assert trainer["running"]["running_s"] >= 0
+    busy.trainer.go_on.set()
+
+
+async def test_tokens_per_second_are_those_of_the_last_samples(busy: Waiting) -> None:
+    busy.samplers.go_on.set()
+    request = await submit(busy.api, "asample", sample(await busy.api.sampler(), 0))
+    assert (await busy.api.result(request, Accept="application/x-protobuf")).status_code == 200
+    rates = (await now(busy.api))["rates"]
+    assert rates["sampled"]["over_10_s"] == pytest.approx(3 / 10)
+    assert rates["sampled"]["over_60_s"] == pytest.approx(3 / 60)
+    assert rates["trained"]["over_60_s"] == 0
+
+
+async def test_keys_see_their_own_queue_and_only_admins_the_processes(world: World) -> None:
+    keys = {name: await new_user(world, name) for name in ("alice", "bob")}
+    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    world.services.keys.refresh()
+    sessions = {}
+    for name, key in keys.items():
+        speak_as(world, key)
+        await world.ok("asample", sample(await world.sampler(), 0))
+        sessions[name] = (await now(world))["queue"][0]["session_id"]
+    for name, key in keys.items():
+        speak_as(world, key)
+        told = await now(world)
+        assert [entry["owner"] for entry in told["queue"]] == [name]
+        assert told["processes"] is None
+        assert told["caller"] == {"name": name, "admin": False, "keys": True, "sees_all": False}
+    speak_as(world, root)
+    told = await now(world)
+    assert {entry["session_id"] for entry in told["queue"]} == set(sessions.values())
+    assert told["processes"] is not None
+
+
+async def test_a_lost_process_and_a_standing_warning_are_told_to_who_sees_all(busy: Waiting) -> None:
+    await busy.store.write(lambda conn: server_state.put(conn, server_state.WARNING, "they differ by 1e-1"))
+    busy.driver._incidents.append(Incident(time.time() - 30, "the trainer: rank 0 died"))
+    busy.driver._incidents.append(Incident(time.time() - 7200, "the trainer: long ago"))
+    texts = [problem["text"] for problem in (await now(busy.api))["problems"]]
+    assert texts == ["they differ by 1e-1", "replaced 30 s ago: the trainer: rank 0 died"]
+    key = await new_user(busy.api, "alice")
+    speak_as(busy.api, key)
+    assert (await now(busy.api))["problems"] == []
+
+
+async def test_processes_are_those_that_serve_has_written_down(world: World) -> None:
+    own = psutil.Process()
+    directories = Directories(world.settings)
+    directories.run_dir.mkdir(parents=True, exist_ok=True)
+    write_pid_file(directories.pid_file, identities([own]))
+    (row,) = (await now(world))["processes"]
+    assert row["pid"] == os.getpid()
+    assert row["rss_bytes"] > 1e6
+    assert row["age_s"] == pytest.approx(time.time() - own.create_time(), abs=2)
+
+
+async def test_many_who_look_cost_one_look(busy: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_snapshot, "EVERY_S", 60.0)
+    await now(busy.api)
+    looks = busy.looks
+    for _ in range(20):
+        await get(busy.api, "console/now")
+    assert busy.looks == looks
+
+
+async def test_without_an_engine_the_rest_is_told(world: World) -> None:
+    told = await now(world)
+    assert told["trainer"] is None
+    assert told["rates"] is None
+    assert [problem["text"] for problem in told["problems"]] == ["the engine does not answer"]
+
+
+# Runs
+
+
+async def stepped(world: World, model: str, count: int) -> None:
+    with world.store.read() as conn:
+        row = model_records.by_id(conn, ModelId(model))
+
+    def add(conn: Connection) -> None:
+        for number in range(count):
+            step_points.add(conn, row.key, number + 1, 1000.0 + number, measured(loss=float(number)))
+
+    await world.store.write(add)
+
+
+def measured(**changes: float | None) -> Measured:
+    values = dict.fromkeys(step_points.NAMES, 0.5) | {"tokens": 7, "datums": 2, "sampler_gap": None}
+    return Measured(**values | changes)
+
+
+async def test_runs_are_listed_with_their_last_step(world: World) -> None:
+    first, second = await world.model(), await world.model()
+    await stepped(world, first, 3)
+    runs = {run["run_id"]: run for run in (await get(world, "console/runs"))["runs"]}
+    assert (runs[first]["steps"], runs[first]["last"]["loss"]) == (3, 2.0)
+    assert (runs[second]["steps"], runs[second]["last"]) == (0, None)
+    assert (await get(world, "console/runs", limit=1))["total"] == 2
+
+
+async def test_points_come_in_pages_and_go_on_where_they_ended(world: World) -> None:
+    model = await world.model()
+    await stepped(world, model, 5)
+    first = await get(world, f"console/runs/{model}/points", limit=3)
+    assert first["columns"]["step"] == [1, 2, 3]
+    assert first["columns"]["loss"] == [0.0, 1.0, 2.0]
+    assert first["columns"]["sampler_gap"] == [None] * 3
+    assert first["more"]
+    rest = await get(world, f"console/runs/{model}/points", limit=3, after=first["next"])
+    assert rest["columns"]["step"] == [4, 5]
+    assert not rest["more"]
+    assert (await get(world, f"console/runs/{model}/points", after=rest["next"]))["columns"]["step"] == []
+
+
+async def test_a_csv_has_every_point_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_curve, "PAGE", 2)
+    model = await world.model()
+    await stepped(world, model, 4)
+    answer = await world.http.get(f"console/runs/{model}/points.csv")
+    assert answer.headers["content-type"].startswith("text/csv")
+    rows = list(csv.DictReader(answer.text.splitlines()))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert [float(row["loss"]) for row in rows] == [0.0, 1.0, 2.0, 3.0]
+    assert {row["sampler_gap"] for row in rows} == {""}
+
+
+async def test_a_step_that_the_engine_takes_is_a_point(busy: Waiting) -> None:
+    model = await ready_model(busy.api)
+    body = protobuf(model, 1, datum([1, 2, 3], [1.0, 0.0, 1.0]))
+    assert (await post_pass(busy.api, body)).is_success
+    request = await submit(busy.api, "optim_step", step(model, 2, learning_rate=0.25))
+    assert (await busy.api.result(request)).status_code == 200
+    columns = (await get(busy.api, f"console/runs/{model}/points"))["columns"]
+    assert columns["step"] == [1]
+    assert columns["learning_rate"] == [0.25]
+    assert (columns["tokens"], columns["datums"]) == ([3], [1])

@@ -1,0 +1,162 @@
+"""The dashboard in a real browser, while a real loop trains."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tinker.store import api_keys, server_state
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.store import Store
+from tests.api.support.process import launched
+from tests.api.support.world import settings_for, write_facts
+from tests.e2e.support.client import Client, datum, prompt, random_tokens
+from tests.store.support.rows import create, new_session
+from tests.support.browser import Browser, Page, browser, program
+from tests.support.serve import Serve
+
+pytestmark = pytest.mark.skipif(program() is None, reason="no browser: apt-get install chromium")
+STEPS = "Number(document.querySelector('.curves dd')?.innerText ?? 0)"
+"""Number of the last step that the page shows."""
+REWARD = "[...document.querySelectorAll('.curves dt')].find((each) => each.innerText === 'reward proxy')"
+REWARD += ".nextSibling.innerText"
+NAMELESS = "[...document.querySelectorAll('button, input, select, a, [role=region], [role=img]')]"
+NAMELESS += ".filter((each) => !(each.innerText || each.ariaLabel || each.labels?.length)).length"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("chromium") / "profile") as started:
+        yield started
+
+
+@pytest.fixture
+def page(chromium: Browser) -> Iterator[Page]:
+    with chromium.page() as opened:
+        opened.resize(1600, 1000)
+        yield opened
+
+
+@contextmanager
+def loop(client: Client) -> Iterator[tinker.TrainingClient]:
+    """Samples, and steps that reinforce them, until the context ends."""
+    training, ended = client.new_lora(), threading.Event()
+
+    def reinforce() -> None:
+        sampler = training.save_weights_and_get_sampling_client().result()
+        asked = random_tokens(6, seed=3)
+        while not ended.is_set():
+            params = types.SamplingParams(max_tokens=6, seed=1, stop=[])
+            (answer,) = sampler.sample(prompt(asked), 1, params).result().sequences
+            tokens = [*asked, *answer.tokens]
+            silent = [0.0] * (len(asked) - 1)
+            data = datum(
+                tokens,
+                logprobs=[*silent, *answer.logprobs],
+                advantages=[*silent, *[1.0] * len(answer.tokens)],
+            )
+            training.forward_backward([data], "importance_sampling")
+            training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+    thread = threading.Thread(target=reinforce)
+    thread.start()
+    try:
+        yield training
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
+    server: Serve, client: Client, page: Page
+) -> None:
+    with loop(client) as training:
+        page.open(server.url)
+        page.wait("document.querySelector('.badge')?.innerText === 'ready'")
+        assert "tiny" in page.text()
+        assert "trainer rank" in page.text()
+        page.run("location.hash = '#/runs'")
+        link = f"document.querySelector('a[href=\"#/runs/{training.model_id.replace(':', '%3A')}\"]')"
+        page.wait(f"{link} !== null")
+        page.run(f"{link}.click()")
+        first = page.wait(STEPS)
+        page.wait(f"{STEPS} > {first}")
+        assert page.run("document.querySelectorAll('.curves canvas').length") == 9
+        assert page.run(f"{REWARD}.match(/[0-9]/) !== null")
+    assert page.errors == []
+
+
+def test_every_view_fits_a_telephone_and_every_control_has_a_name(server: Serve, page: Page) -> None:
+    page.resize(390, 844)
+    page.open(server.url)
+    for view in page.wait("[...document.querySelectorAll('nav a')].map((link) => link.hash)"):
+        page.run(f"location.hash = '{view}'")
+        page.wait("document.querySelector('nav a[aria-current]')?.hash === location.hash")
+        assert page.run("document.documentElement.scrollWidth") <= 390, view
+        assert page.run(NAMELESS) == 0, view
+    assert page.errors == []
+
+
+def test_the_keyboard_reaches_the_views(server: Serve, page: Page) -> None:
+    page.open(server.url)
+    page.wait("document.querySelector('nav a') !== null")
+    for _ in range(10):
+        page.press("Tab")
+        if page.run("document.activeElement.hash === '#/runs'"):
+            break
+    assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.press("Enter")
+    page.wait("document.querySelector('h1')?.innerText === 'Runs'")
+
+
+def test_a_hidden_page_asks_for_nothing(server: Serve, page: Page) -> None:
+    page.open(server.url)
+    page.wait("document.querySelector('.badge')?.innerText === 'ready'")
+    page.run("Object.defineProperty(document, 'hidden', {get: () => true})")
+    page.run("new Promise((done) => setTimeout(done, 2500))")
+    page.run("performance.clearResourceTimings()")
+    page.run("new Promise((done) => setTimeout(done, 2500))")
+    assert page.run("performance.getEntriesByType('resource').length") == 0
+
+
+def test_a_key_is_asked_for_once_and_shows_its_own_runs_only(chromium: Browser, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
+        migrate(settings.store_url)
+        runs, keys = asyncio.run(_two_owners(settings.store_url))
+        with launched(settings, listener) as api, chromium.page() as page:
+            api.wait_until_up()
+            page.open(f"{api.url}/#/runs")
+            page.wait("document.activeElement.id === 'key'")
+            page.type("tml-wrong")
+            page.press("Enter")
+            page.wait("document.body.innerText.includes('unknown or revoked')")
+            page.type(keys["alice"])
+            page.press("Enter")
+            page.wait("document.querySelector('td.id a') !== null")
+            assert runs["alice"] in page.text()
+            assert runs["bob"] not in page.text()
+            assert "Admin" not in page.text()
+            assert keys["alice"] not in page.run("location.href")
+            page.run("location.reload()")
+            page.wait("document.querySelector('td.id a') !== null")
+            assert page.run("localStorage.length") == 0
+
+
+async def _two_owners(url: str) -> tuple[dict[str, str], dict[str, str]]:
+    store = Store.open(url)
+    await write_facts(store)
+    await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "detail": ""}))
+    runs, keys = {}, {}
+    for name in ("alice", "bob"):
+        keys[name] = await store.write(lambda conn, name=name: api_keys.create(conn, name))
+        runs[name] = (await create(store, await new_session(store))).model_id
+        await store.write(lambda conn, name=name: api_keys.adopt_keyless(conn, name))
+    await store.close()
+    return runs, keys
