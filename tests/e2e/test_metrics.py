@@ -1,5 +1,8 @@
 """/metrics, and the gap between samplers and trainer: in numbers, in a step's metrics, and as a warning."""
 
+import re
+from pathlib import Path
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -7,6 +10,7 @@ from tinker import types
 
 from tests.e2e.support.client import Client, gap_of_next_step, prompt, random_tokens, train
 
+DOCKER = Path(__file__).parents[2] / "docker"
 TOKENS = random_tokens(40, seed=5)
 
 
@@ -55,3 +59,10 @@ def test_each_sync_tells_the_gap_in_the_next_step(client: Client, rank: int) -> 
     gap = gap_of_next_step(training, TOKENS)
     assert 0 <= gap < 1e-3
     assert scraped(client.url)["sampler_logprob_gap_max"] >= gap
+
+
+def test_alerts_and_the_dashboard_of_grafana_ask_for_metrics_that_are_there(client: Client) -> None:
+    asking = [DOCKER / "prometheus" / "alerts.yml", DOCKER / "grafana" / "dashboard.json"]
+    asked = {name for path in asking for name in re.findall(r"\bskyrl_tinker_\w+", path.read_text())}
+    told = set(re.findall(r"# TYPE (\w+)", httpx.get(f"{client.url}/metrics").text))
+    assert {name.removesuffix("_bucket") for name in asked} <= told

@@ -22,11 +22,9 @@ from skyrl_tinker.domain.state_size import expert_slot_rank
 from skyrl_tinker.inference.constants import TOKEN
 from skyrl_tinker.inference.plugin import (
     prompt_adapters,
-    routed_experts,
     score_extraction,
     signed_pickles,
     slot_products,
-    whole_experts,
 )
 from skyrl_tinker.listeners import sealing_new_listeners
 from skyrl_tinker.processes import die_with_parent
@@ -53,10 +51,9 @@ def apply() -> None:
     _load_adapted_experts()
     _divide_rank_among_experts()
     _keep_experts_as_loaded()
-    whole_experts.apply()
     prompt_adapters.apply()
     score_extraction.apply()
-    routed_experts.apply()
+    _know_routes_and_whole_experts()
     if current_platform.is_cpu():
         _fork_workers()
         slot_products.apply()
@@ -239,6 +236,13 @@ def _keep_request_ids() -> None:
         return default or name(raw_request)
 
     ServingTokens._base_request_id = staticmethod(base_request_id)  # type: ignore[method-assign]
+
+
+def _know_routes_and_whole_experts() -> None:
+    from skyrl_tinker.inference.plugin import routed_experts, whole_experts  # seconds of vLLM's imports
+
+    routed_experts.apply()
+    whole_experts.apply()
 
 
 def _adapt_experts() -> None:
