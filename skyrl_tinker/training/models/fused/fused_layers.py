@@ -10,16 +10,19 @@ from typing import Any
 from torch import nn
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
+from transformers.models.olmo3 import modeling_olmo3
 
 from skyrl_tinker.training.models.fused import gated_products, liger, rms_norms, rotary
 
 _ROTARY = "apply_rotary_pos_emb"
+_NORMS = (modeling_llama.LlamaRMSNorm, modeling_olmo3.Olmo3RMSNorm)
+"""Norms weight * x / rms(x), which round before or after they multiply by the weight."""
 _Forward = Callable[..., Any]
 _log = logging.getLogger(__name__)
 
 
 def install(causal_lm: nn.Module) -> Mapping[str, int]:
-    """Wrap what has the code of Llama or Gemma 3, no other; return how many of each kind."""
+    """Wrap what has the code of Llama, Olmo 3 or Gemma 3, no other; return how many of each kind."""
     counts: Counter[str] = Counter()
     for module in causal_lm.modules():
         for kind, fuse in _KINDS.items():
@@ -37,7 +40,7 @@ def log_choice(device: str, counts: Mapping[str, int]) -> None:
 
 
 def _norm(module: nn.Module, plain: Any) -> _Forward | None:
-    if _same(plain, modeling_llama.LlamaRMSNorm.forward):
+    if any(_same(plain, norm.forward) for norm in _NORMS):
         return partial(rms_norms.forward, module, plain)
     if _same(plain, modeling_gemma3.Gemma3RMSNorm.forward):
         return partial(rms_norms.forward_one_plus, module, plain)
