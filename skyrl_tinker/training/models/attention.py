@@ -83,7 +83,7 @@ def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
 
 def choose_for_sinks(device: str, dtype: torch.dtype) -> SinkKernel:
     """Choose a kernel for models with sinks: on CUDA torch's own of FlashAttention-2."""
-    return _flash_with_sinks if device == "cuda" and dtype in _HALF else _segments_with_sinks
+    return _flash_with_sinks if device == "cuda" and dtype in _HALF else _segment_by_segment
 
 
 def _varlen_kernel() -> Kernel | None:
@@ -132,12 +132,12 @@ def _segment_by_segment(
     segments: Segments,
     scaling: float | None,
     window: int | None,
-    attend: Callable[..., torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     sizes = [count * length for count, length in segments.runs]
     q, k, v = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
-    run = attend or _attend_run
-    outputs = [run(*part, scaling, window) for part in zip(q, k, v, segments.runs, strict=True)]
+    attend = _attend_run if sinks is None else partial(_attend_run_with_sinks, sinks)
+    outputs = [attend(*part, scaling, window) for part in zip(q, k, v, segments.runs, strict=True)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -156,19 +156,6 @@ def _attend_run(
         q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2).flatten(0, 1)
-
-
-def _segments_with_sinks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    window: int | None,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
-    attend = partial(_attend_run_with_sinks, sinks)
-    return _segment_by_segment(query, key, value, segments, scaling, window, attend)
 
 
 def _attend_run_with_sinks(
