@@ -70,11 +70,11 @@ def _events(request: Slice, pid: int) -> list[Event]:
     """Return begin and end; a pending request has no end, and Perfetto draws it to the end of the trace."""
     common = {"cat": "request", "id": request.id, "pid": pid, "tid": 0, "name": request.kind}
     args = {"seq_id": request.seq_id, "status": request.status, "request_id": request.request_id}
-    begin = {**common, "ph": "b", "ts": _microseconds(request.created_at), "args": args}
+    begin = {**common, "ph": "b", "ts": microseconds(request.created_at), "args": args}
     if request.finished_at is None:
         return [begin]
-    return [begin, {**common, "ph": "e", "ts": _microseconds(request.finished_at)}]
+    return [begin, {**common, "ph": "e", "ts": microseconds(request.finished_at)}]
 
 
-def _microseconds(seconds: float) -> int:
+def microseconds(seconds: float) -> int:
     return round(seconds * 1e6)

@@ -74,7 +74,7 @@ class NowView:
             device=settings.device,
             placement=settings.placement,
             trainer_ranks=settings.trainer_ranks,
-            replicas=len(settings.sampler_urls) or settings.replicas,
+            replicas=len(settings.external_urls) or settings.replicas,
             started_at=None if started_at is None else utc(started_at),
         )
 

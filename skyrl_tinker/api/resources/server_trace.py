@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from skyrl_tinker.api.resources.chrome_trace import microseconds
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.activity import Activity, PublishSpan, UnitSpan
 from skyrl_tinker.store.console.recent_requests import RecentRequest
@@ -57,7 +58,7 @@ def _name(pid: int, name: str) -> Event:
 def _unit(unit: UnitSpan, seen: set[int]) -> Event:
     mine = [future_id for future_id in unit.future_ids if future_id in seen]
     args = {"requests": len(unit.future_ids), "tokens": unit.tokens, "yours": len(mine)}
-    ts, end = _us(unit.began_at), _us(unit.ended_at)
+    ts, end = microseconds(unit.began_at), microseconds(unit.ended_at)
     return {"ph": "X", "pid": TRAINER, "tid": 0, "name": unit.kind, "ts": ts, "dur": end - ts, "args": args}
 
 
@@ -71,7 +72,7 @@ def _request(request: RecentRequest, pid: int, span: Span | None) -> Iterator[Ev
     common = {"cat": "request", "id": request.id, "pid": pid, "tid": 0}
     args = {"request_id": request.request_id, "seq_id": request.seq_id, "status": request.status}
     whole = {**common, "name": request.kind}
-    yield {**whole, "ph": "b", "ts": _us(request.created_at), "args": args}
+    yield {**whole, "ph": "b", "ts": microseconds(request.created_at), "args": args}
     if span is not None:
         began_at, ended_at = span
         yield from _slice({**common, "name": "wait"}, (request.created_at, began_at), {})
@@ -79,11 +80,11 @@ def _request(request: RecentRequest, pid: int, span: Span | None) -> Iterator[Ev
         if request.finished_at is not None and request.finished_at > ended_at:
             yield from _slice({**common, "name": "answer"}, (ended_at, request.finished_at), {})
     if request.finished_at is not None:
-        yield {**whole, "ph": "e", "ts": _us(request.finished_at)}
+        yield {**whole, "ph": "e", "ts": microseconds(request.finished_at)}
 
 
 def _slice(common: Mapping[str, Any], span: Span, args: Mapping[str, Any]) -> list[Event]:
-    begin, end = map(_us, span)
+    begin, end = map(microseconds, span)
     return [
         {**common, "ph": "b", "ts": begin, "args": args},
         {**common, "ph": "e", "ts": max(begin, end)},
@@ -97,8 +98,4 @@ def _counters(requests: Iterable[RecentRequest]) -> Iterator[Event]:
     now: Counter[str] = Counter(training=0, sampling=0)
     for at, change, kind in sorted(changes, key=lambda item: item[0]):
         now["sampling" if kind is RequestKind.SAMPLE else "training"] += change
-        yield {"ph": "C", "pid": QUEUES, "name": "not finished", "ts": _us(at), "args": dict(now)}
-
-
-def _us(seconds: float) -> int:
-    return round(seconds * 1e6)
+        yield {"ph": "C", "pid": QUEUES, "name": "not finished", "ts": microseconds(at), "args": dict(now)}
