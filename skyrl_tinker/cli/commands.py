@@ -102,12 +102,13 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl")] = Path("demo-out"),
     seed: int = 0,
     steps: Annotated[int, typer.Option(min=8)] = 40,
+    arch: Annotated[str, typer.Option(help=f"Family of the policy: {', '.join(FAMILIES)}")] = "qwen3",
 ) -> None:
     """Start a server, train a policy on it, stop it; exit code 1 if the reward did not rise."""
     from skyrl_tinker.cli.demo import run_demo
 
     with one_line_errors():
-        learned = run_demo(out, seed, steps)
+        learned = run_demo(out, seed, steps, arch)
     if not learned:
         raise typer.Exit(1)
 

@@ -11,11 +11,16 @@ from skyrl_tinker import config
 from skyrl_tinker.background import background_server
 from skyrl_tinker.bundled import bundled
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.server import tiny_model
+from skyrl_tinker.server.base_model import TINY
+from skyrl_tinker.server.tiny_families import find_family
 
 
-def run_demo(out: Path, seed: int, steps: int) -> bool:
+def run_demo(out: Path, seed: int, steps: int, arch: str) -> bool:
     """Return whether the policy learned. After a failure the server's temporary home is kept for its logs."""
+    find_family(arch)  # before there is anything to delete
     home = Path(tempfile.mkdtemp(prefix="skyrl-tinker-demo-"))
+    tiny_model.make_model(Directories(config.load(home=home)).models_dir / TINY, arch=arch)
     print("starting a server (half a minute) …", file=sys.stderr)
     try:
         with background_server(home) as url:

@@ -13,6 +13,8 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import fixed_entries, sliding_windows, tiny_model
 
 DEFAULT_CONTEXT = 4096
+TINY = "tiny"
+"""Base model that is made on first use."""
 ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
@@ -105,8 +107,8 @@ def _check_workers(count: int, facts: BaseModelFacts) -> None:
 def _directory(settings: Settings) -> Path | None:
     """Return the model's directory, None for a name of the hub."""
     given = Path(settings.base_model).expanduser()
-    if settings.base_model == "tiny":
-        tiny = Directories(settings).models_dir / "tiny"
+    if settings.base_model == TINY:
+        tiny = Directories(settings).models_dir / TINY
         if not (tiny / "config.json").is_file():
             tiny_model.make_model(tiny)
         return tiny.resolve()
@@ -177,7 +179,7 @@ def _mlp(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names(settings: Settings, directory: Path) -> tuple[str, ...]:
     """Return the canonical name first, then the directory, without duplicates."""
-    tiny = ("tiny",) if settings.base_model == "tiny" else ()
+    tiny = (TINY,) if settings.base_model == TINY else ()
     names = (settings.model_name or settings.base_model, str(directory), *tiny)
     return tuple(dict.fromkeys(names))
 

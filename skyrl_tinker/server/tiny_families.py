@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.sliding_windows import FULL, SLIDING
 
 WINDOW = 16
@@ -129,3 +130,10 @@ FAMILIES: Mapping[str, Family] = {
         whole_experts=True,
     ),
 }
+
+
+def find_family(arch: str) -> Family:
+    """Return a family by its name. Raises StartupError for an unknown one."""
+    if arch not in FAMILIES:
+        raise StartupError(f"--arch must be one of {', '.join(FAMILIES)}, found {arch}")
+    return FAMILIES[arch]

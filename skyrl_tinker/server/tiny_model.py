@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server.tiny_families import FAMILIES, Family
+from skyrl_tinker.server.tiny_families import Family, find_family
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
@@ -95,9 +95,7 @@ def make_model(
     About 1M parameters by default. config.json comes last, so that a directory that has one is complete.
     Raises StartupError for an unknown family and impossible sizes.
     """
-    if arch not in FAMILIES:
-        raise StartupError(f"--arch must be one of {', '.join(FAMILIES)}, found {arch}")
-    family = FAMILIES[arch]
+    family = find_family(arch)
     shape = Shape(family=family, hidden=hidden, layers=layers, vocab=vocab, tied=tied and not family.untied)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(vocab)

@@ -68,6 +68,15 @@ def test_a_bad_config_file_ends_with_one_line(tmp_path: Path, content: bytes, me
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_demo_of_an_unknown_family_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = CliRunner().invoke(app, ["demo", "--arch", "gpt"])
+    assert "--arch must be one of qwen3, qwen3-moe, " in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_engine_alone_wants_a_settings_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["engine", str(tmp_path / "none.json")])
     assert result.exit_code == 2
