@@ -9,8 +9,8 @@ from pathlib import Path
 
 from skyrl_tinker import processes
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server.announcement import READY
 
-_READY = "skyrl-tinker ready: "
 _STOP_S = 20.0
 
 
@@ -48,8 +48,8 @@ def background_server(home: Path, *options: str) -> Iterator[str]:
 def _wait_for_url(process: "subprocess.Popen[str]") -> str:
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith(_READY):
-            return line.removeprefix(_READY).strip()
+        if line.startswith(READY):
+            return line.removeprefix(READY).strip()
     raise StartupError(f"the server ended while starting (exit code {process.wait()})")
 
 

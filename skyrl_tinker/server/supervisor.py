@@ -24,7 +24,9 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import base_model, log_files, preflight, start_plan
-from skyrl_tinker.store import server_state
+from skyrl_tinker.server.addresses import local_url
+from skyrl_tinker.server.announcement import announcement
+from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 
@@ -42,8 +44,8 @@ Report = Callable[[str], None]
 def serve(settings: Settings, ready: Report, progress: Report, tell: Report, warn: Report) -> None:
     """Run a server until SIGTERM or Ctrl-C.
 
-    `ready` receives the URL once, `progress` messages while starting, `tell` what was planned, and `warn`
-    messages for every user.
+    `ready` receives the announcement once, `progress` messages while starting, `tell` what was planned, and
+    `warn` messages for every user.
 
     Raises StartupError when it cannot start, or when a child keeps dying; no process is left running then.
     """
@@ -166,7 +168,7 @@ class _Supervisor:
             work = [
                 tasks.create_task(self._keep_api()),
                 tasks.create_task(self._keep_engine(store)),
-                tasks.create_task(self._announce_ready()),
+                tasks.create_task(self._announce_ready(store)),
                 tasks.create_task(self._record_processes()),
                 tasks.create_task(self._kill_stopped()),
                 tasks.create_task(self._rotate_logs()),
@@ -212,9 +214,9 @@ class _Supervisor:
         with suppress(OperationalError):  # a full disk: the next engine will report its own state
             await store.write(lambda conn: server_state.put(conn, "engine", value))
 
-    async def _announce_ready(self) -> None:
+    async def _announce_ready(self, store: Store) -> None:
         """Poll /readyz and report once it is 200. Raises StartupError when the engine has failed."""
-        url, reported = _url(self._settings, self._settings.host), ""
+        reported = ""
         # The certificate names the server as its clients know it, not the address used here.
         async with httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False) as client:
             while (status := await _readiness(client, self._settings)) is not None:
@@ -226,7 +228,9 @@ class _Supervisor:
                 reported = detail
                 await asyncio.sleep(_READY_POLL_S)
         self._was_ready = True
-        self._ready(url)
+        with store.read() as conn:
+            keys = api_keys.count_keys(conn) > 0
+        self._ready(announcement(self._settings, self._facts, keys=keys))
 
     async def _record_processes(self) -> None:
         """Keep the pid file current, for the next server if this one is killed, and reap dead orphans."""
@@ -288,20 +292,14 @@ def _warning(store: Store) -> str | None:
 
 async def _readiness(client: httpx.AsyncClient, settings: Settings) -> dict[str, object] | None:
     """Return the status from /readyz; None when it is ready."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     try:
-        response = await client.get(f"{_url(settings, host)}/readyz")
+        response = await client.get(f"{local_url(settings)}/readyz")
     except httpx.TransportError:
         return {"detail": "starting the API"}
     if response.status_code == httpx.codes.OK:
         return None
     content = response.json()
     return content if isinstance(content, dict) else {}
-
-
-def _url(settings: Settings, host: str) -> str:
-    scheme = "http" if settings.tls_cert is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def _ending(code: int) -> str:

@@ -1,0 +1,178 @@
+"""`skyrl-tinker status`, `ps`, `top` and `usage`: facts of a running server, asked over HTTP."""
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server.addresses import local_url
+
+PATIENCE_S = 10.0
+Facts = Mapping[str, Any]
+
+
+class RunningServer:
+    """Server that answers at a URL; by default TINKER_BASE_URL, else that which runs on the home."""
+
+    def __init__(self, settings: Settings, url: str | None = None) -> None:
+        """Find it. Raises StartupError when nothing says where it is."""
+        given = url or os.environ.get("TINKER_BASE_URL")
+        self.url = (given or local_url(_of_home(settings))).rstrip("/")
+        key = os.environ.get("TINKER_API_KEY")
+        # A certificate names the server as its clients know it, not this machine's loopback.
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"X-API-Key": key} if key else {},
+            timeout=PATIENCE_S,
+            trust_env=False,
+            verify=given is not None,
+        )
+
+    def now(self) -> Facts:
+        """Return what the dashboard shows of this moment."""
+        return self._get("/api/v1/console/now")
+
+    def usage(self, hours: int) -> Facts:
+        """Return the usage of the last hours, up to now."""
+        end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
+        between = {"starting_on": end - timedelta(hours=hours), "ending_before": end}
+        return self._get("/api/v1/billing/usage/events", {k: at.isoformat() for k, at in between.items()})
+
+    def _get(self, path: str, params: Mapping[str, str] | None = None) -> Facts:
+        try:
+            answer = self._http.get(path, params=params)
+        except httpx.TransportError as error:
+            raise StartupError(f"no server answers at {self.url}: {error}") from error
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise StartupError(f"{self.url} needs an API key that it knows: set TINKER_API_KEY")
+        if answer.is_error:
+            raise StartupError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:200]}")
+        found: Facts = answer.json()
+        return found
+
+
+def _of_home(settings: Settings) -> Settings:
+    file = Directories(settings).settings_file
+    try:
+        return Settings.model_validate(json.loads(file.read_text()))
+    except FileNotFoundError as error:
+        raise StartupError(
+            f"no server has run with --home {settings.home}: give --url, TINKER_BASE_URL or another --home"
+        ) from error
+
+
+def watch(server: RunningServer, interval_s: float, times: int | None, *, as_json: bool) -> None:
+    """Print the state again and again; without `times` until Ctrl-C."""
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not as_json else ""
+    count = 0
+    while times is None or count < times:
+        time.sleep(interval_s if count else 0.0)
+        now = server.now()
+        text = json.dumps(now) if as_json else "\n".join((*status_lines(now), *process_lines(now)))
+        print(f"{clear}{text}", flush=True)
+        count += 1
+
+
+def status_lines(now: Facts) -> Iterator[str]:
+    """Yield the server's state, problems first, then trainer, samplers and queue."""
+    server = now["server"]
+    yield f"{now['state']:<9} {server['base_model']} on {server['device']}, {server['context_length']} tokens"
+    if now["detail"]:
+        yield f"          {now['detail']}"
+    for problem in now["problems"]:
+        yield f"{problem['level']:<9} {problem['subject']}: {problem['text']}"
+    if trainer := now["trainer"]:
+        yield f"trainer   {_unit(trainer['running']) or 'waits for work'}"
+        if following := _unit(trainer["following"]):
+            yield f"next      {following}"
+    if samplers := now["samplers"]:
+        yield f"samplers  {samplers['in_flight']} in flight, {samplers['waiting']} waiting"
+    for kind, rate in (now["rates"] or {}).items():
+        yield f"{kind:<9} {rate['over_10_s']:.0f} tokens/s, {rate['over_60_s']:.0f} over a minute"
+    yield from _table(
+        ("owner", "session", "kind", "waiting", "oldest", "reason"),
+        [
+            (
+                each["owner"],
+                each["session_id"],
+                each["kind"],
+                each["waiting"],
+                "" if each["oldest_age_s"] is None else f"{each['oldest_age_s']:.1f} s",
+                each["reason"] or "",
+            )
+            for each in now["queue"]
+        ],
+    )
+
+
+def process_lines(now: Facts) -> Iterator[str]:
+    """Yield processes, for those who may see them, and replicas."""
+    processes = [
+        (
+            each["name"],
+            each["pid"],
+            f"{each['rss_bytes'] / MiB:.0f} MiB",
+            f"{each['cpu_percent']:.0f} %",
+            f"{each['age_s']:.0f} s",
+        )
+        for each in now["processes"] or ()
+    ]
+    yield from _table(("process", "pid", "memory", "CPU", "age"), processes)
+    replicas = [
+        (each["address"] or "", each["state"], " ".join(each["weights"]) or "base")
+        for each in now["replicas"]
+    ]
+    yield from _table(("replica", "state", "weights"), replicas)
+
+
+def usage_lines(usage: Facts) -> Iterator[str]:
+    """Yield tokens, checkpoints and storage by owner and kind."""
+    totals: Counter[tuple[str, str]] = Counter()
+    for event in usage["data"]:
+        kind, amount = _amount(event["event_info"])
+        totals[event["user_name"], kind] += amount
+    rows = [(owner, kind, f"{amount:,.6g}") for (owner, kind), amount in sorted(totals.items())]
+    yield from _table(("owner", "kind", "amount"), rows) if rows else ("nothing was used",)
+
+
+def _amount(event: Facts) -> tuple[str, Any]:
+    match event["type"]:
+        case "training":
+            return "trained tokens", event["token_count"]
+        case "sampling_prefill":
+            return f"prompt tokens{', cached' if event['cached'] else ''}", event["token_count"]
+        case "sampling_sample":
+            return "sampled tokens", event["token_count"]
+        case "checkpoint":
+            return "checkpoints", event["count"]
+        case kind:
+            return f"{kind}, GB hours", event["gigabyte_hours"]
+
+
+def _unit(unit: Facts | None) -> str | None:
+    if unit is None:
+        return None
+    models = len(unit["model_ids"]) + unit["others"]
+    since = "" if unit["running_s"] is None else f" for {unit['running_s']:.1f} s"
+    return f"{unit['kind']} of {models} model{'' if models == 1 else 's'}{since}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Yield a table with its heads, nothing without rows."""
+    if not rows:
+        return
+    cells = [list(map(str, row)) for row in (heads, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    yield ""
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

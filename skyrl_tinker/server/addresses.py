@@ -1,0 +1,22 @@
+"""Addresses of a server: for clients, and from its own machine."""
+
+import socket
+
+from skyrl_tinker.config import Settings
+
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def client_url(settings: Settings) -> str:
+    """Return a URL that clients can use: by the machine's name where the server listens at all addresses."""
+    return _url(settings, socket.gethostname() if settings.host in _LOOPBACK else settings.host)
+
+
+def local_url(settings: Settings) -> str:
+    """Return a URL for this machine."""
+    return _url(settings, _LOOPBACK.get(settings.host, settings.host))
+
+
+def _url(settings: Settings, host: str) -> str:
+    scheme = "http" if settings.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"

@@ -1,0 +1,40 @@
+"""What `serve` prints once it is ready: what is served, where its files are, and how clients reach it."""
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.server.addresses import client_url
+
+READY = "skyrl-tinker ready: "
+"""Beginning of the first line; the URL follows."""
+
+
+def announcement(settings: Settings, facts: BaseModelFacts, *, keys: bool) -> str:
+    """Return the lines. `keys`: whether clients need an API key."""
+    url = client_url(settings)
+    facts_of_it = {
+        "model": f"{facts.name}, {facts.context_length} tokens of context, adapters up to rank "
+        f"{settings.max_lora_rank}",
+        "runs on": _devices(settings),
+        "home": f"{settings.root}, logs in {Directories(settings).log_dir}",
+        "API keys": _keys(settings, keys),
+        "dashboard": f"{url}/",
+        "clients": f"export TINKER_BASE_URL={url} TINKER_API_KEY={'tml-…' if keys else 'tml-local'}",
+    }
+    return "\n".join([READY + url, *(f"  {name:<10} {value}" for name, value in facts_of_it.items())])
+
+
+def _devices(settings: Settings) -> str:
+    samplers = len(settings.external_urls) or settings.replicas
+    placement = "in turns on the same devices" if settings.colocated else "side by side"
+    return (
+        f"{settings.device} in {settings.trainer_dtype}: trainer ranks {settings.trainer_ranks}, "
+        f"samplers {samplers}, {placement}"
+    )
+
+
+def _keys(settings: Settings, keys: bool) -> str:
+    if keys:
+        return "required (skyrl-tinker keys)"
+    reach = "is on this machine" if settings.host in ("127.0.0.1", "::1", "localhost") else "reaches it"
+    return f"none, so whoever {reach} may use it and sees all; skyrl-tinker keys create makes the first"
