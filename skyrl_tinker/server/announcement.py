@@ -1,4 +1,4 @@
-"""What `serve` prints once it is ready: what is served, where its files are, and how clients reach it."""
+"""Lines that `serve` prints once it is ready: the model, where its files are, and how clients reach it."""
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
