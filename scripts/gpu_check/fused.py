@@ -60,8 +60,8 @@ def _cases(setting: Setting) -> dict[str, Case]:
         "norm of Gemma": Case(
             partial(rms_norms.rms_norm_one_plus, eps=EPS), partial(_norm, Gemma3RMSNorm), normed
         ),
-        "SwiGLU": Case(partial(gated_products.gated, ACT2FN["silu"]), partial(_product, "silu"), pair),
-        "GeGLU": Case(partial(gated_products.gated, ACT2FN[GELU]), partial(_product, GELU), pair),
+        "SwiGLU": Case(partial(_gated, "silu"), partial(_product, "silu"), pair),
+        "GeGLU": Case(partial(_gated, GELU), partial(_product, GELU), pair),
         "rotary embedding": Case(
             partial(_rotate, partial(rotary.apply, apply_rotary_pos_emb), angles),
             partial(_rotate, apply_rotary_pos_emb, angles),
@@ -74,6 +74,11 @@ def _norm(kind: type[torch.nn.Module], x: torch.Tensor, weight: torch.Tensor) ->
     module = kind(len(weight), eps=EPS)  # type: ignore[call-arg]
     out: torch.Tensor = torch.func.functional_call(module, {"weight": weight}, (x,))
     return out
+
+
+def _gated(act: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Multiply copies of the leaves: the kernel writes their gradients over them."""
+    return gated_products.gated(ACT2FN[act], gate * 1, up * 1)
 
 
 def _product(act: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
