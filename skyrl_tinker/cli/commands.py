@@ -79,15 +79,9 @@ def serve(config_file: Config = None, **settings: Any) -> None:
         supervisor.serve(
             config.load(config_file, **settings),
             ready=lambda text: print(text, flush=True),
-            progress=_print_progress,
-            tell=lambda text: print(text, file=sys.stderr, flush=True),
+            progress=lambda text: print(f"skyrl-tinker: {text}", file=sys.stderr, flush=True),
             warn=lambda text: print(f"skyrl-tinker: warning: {text}", file=sys.stderr, flush=True),
         )
-
-
-def _print_progress(message: str) -> None:
-    if sys.stderr.isatty():
-        print(message, file=sys.stderr, flush=True)
 
 
 @app.command()

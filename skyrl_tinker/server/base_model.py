@@ -1,7 +1,7 @@
-"""Base model: find, make or download it and read its facts. Imports no transformers."""
+"""Base model: find or make it and read its facts. Imports no transformers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server import fixed_entries, sliding_windows, tiny_model
+from skyrl_tinker.server import fixed_entries, hub, sliding_windows, tiny_model
 
 DEFAULT_CONTEXT = 4096
 TINY = "tiny"
@@ -34,12 +34,13 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def resolve(settings: Settings) -> BaseModelFacts:
-    """Find (or make, or download) the base model and read its facts.
+    """Find (or make) the base model, of a hub's its description, and read its facts.
 
     Raises StartupError, with what to change, when there is no such model or it cannot be served.
     """
-    _, facts = _read(settings, "*.json", "*.safetensors", "*.txt", "*.jinja")
-    _check_weights(Path(facts.directory))
+    _, facts = read_config(settings)
+    if facts.hub_name is None:
+        check_weights(Path(facts.directory))
     _check_workers(settings.tensor_parallel_size, facts)
     if facts.experts and settings.vllm_args.get("data-parallel-size", 1) != 1:
         raise StartupError(
@@ -71,7 +72,8 @@ def _check_router_replay(settings: Settings, facts: BaseModelFacts) -> None:
         raise StartupError("vllm_args: speculative-config: expected none with router_replay")
 
 
-def _check_weights(directory: Path) -> None:
+def check_weights(directory: Path) -> None:
+    """Refuse an index that is damaged or names files that are not there, with StartupError."""
     try:
         weight_files(directory)
     except ValueError as error:
@@ -80,13 +82,8 @@ def _check_weights(directory: Path) -> None:
 
 def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
     """Read config.json, of a hub's model without its weights, and the facts; raises as `resolve` does."""
-    return _read(settings, "*.json")
-
-
-def _read(settings: Settings, *patterns: str) -> tuple[Mapping[str, Any], BaseModelFacts]:
-    """Read config.json and the facts; `patterns`: the files that are needed of a model on the hub."""
     local = _directory(settings)
-    directory = _download(settings.base_model, patterns) if local is None else local
+    directory = hub.fetch_description(settings.base_model) if local is None else local
     config = _read_json(directory / "config.json")
     facts = _facts(settings, directory, config, None if local else settings.base_model)
     fixed_entries.require_served(facts.architecture, config)
@@ -117,24 +114,6 @@ def _directory(settings: Settings) -> Path | None:
     if given.is_absolute() or given.exists() or settings.base_model.startswith("."):
         raise StartupError(f"--base-model {settings.base_model}: no config.json in that directory")
     return None
-
-
-def _download(name: str, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download  # only a hub name needs it
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        path = snapshot_download(
-            name,
-            allow_patterns=list(patterns),
-            ignore_patterns=["consolidated*"],  # the same weights once more, in Mistral's own format
-        )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise StartupError(
-            f"--base-model {name}: not a model directory, and the hub download failed "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from error
-    return Path(path).resolve()
 
 
 def _facts(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -41,17 +42,17 @@ _MOST_DEATHS, _DEATHS_WITHIN_S = 5, 120.0
 Report = Callable[[str], None]
 
 
-def serve(settings: Settings, ready: Report, progress: Report, tell: Report, warn: Report) -> None:
+def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> None:
     """Run a server until SIGTERM or Ctrl-C.
 
-    `ready` receives the announcement once, `progress` messages while starting, `tell` what was planned, and
-    `warn` messages for every user.
+    `ready` receives the announcement once, `progress` what the server does until then, and later what it
+    does about parts that died, `warn` messages for every user.
 
     Raises StartupError when it cannot start, or when a child keeps dying; no process is left running then.
     """
     preflight.check_settings(settings)
     preflight.check_room(settings.root)
-    settings = start_plan.place(settings, tell)
+    settings = start_plan.place(settings, progress)
     preflight.check_placement(settings)
     directories = Directories(settings)
     directories.make()
@@ -134,8 +135,10 @@ class _Supervisor:
         self._ready = ready
         self._progress = progress
         self._warn = warn
+        self._download = _Child("download", "skyrl_tinker.server.weights_download", directories)
         self._api = _Child("api", "skyrl_tinker.api.api_process", directories, listener)
         self._engine = _Child("engine", "skyrl_tinker.engine.engine_process", directories)
+        self._children = (self._download, self._api, self._engine)
         self._was_ready = False
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
@@ -172,7 +175,7 @@ class _Supervisor:
                 tasks.create_task(self._record_processes()),
                 tasks.create_task(self._kill_stopped()),
                 tasks.create_task(self._rotate_logs()),
-                tasks.create_task(self._report_warnings(store)),
+                tasks.create_task(self._report_changes(store)),
             ]
             await self._stop.wait()
             for task in work:
@@ -190,20 +193,31 @@ class _Supervisor:
                 await asyncio.sleep(_BACK_OFF_S)
 
     async def _keep_engine(self, store: Store) -> None:
+        if self._facts.hub_name is not None:
+            await self._fetch_weights(store)
         while True:
             code = await self._engine.run()
             await self._set_engine_state(store, "restarting", f"the engine ended ({_ending(code)})")
             await asyncio.to_thread(processes.end_processes, self._engine_leftovers(), _KILL_GRACE_S)
             self._report_death(self._engine, code)
 
+    async def _fetch_weights(self, store: Store) -> None:
+        """Fetch them while the API listens; what an interrupted download left goes on."""
+        while code := await self._download.run():
+            self._report_death(self._download, code)
+            await asyncio.sleep(_BACK_OFF_S)
+        base_model.check_weights(Path(self._facts.directory))
+        await self._set_engine_state(store, "starting", "starting the engine")
+
     def _report_death(self, child: _Child, code: int) -> None:
         """Report that a child died. Raises StartupError when it keeps dying."""
-        self._progress(f"the {child.name} ended ({_ending(code)}), starting it again; see {child.log}")
+        said = f"last line of its log: {log_files.last_line(child.log)} (see {child.log})"
         if child.dies_too_often():
             raise StartupError(
                 f"the {child.name} died {_MOST_DEATHS} times within {_DEATHS_WITHIN_S:.0f} s, giving up; "
-                f"last line of its log: {log_files.last_line(child.log)} (see {child.log})"
+                + said
             )
+        self._progress(f"the {child.name} ended ({_ending(code)}), starting it again; {said}")
 
     def _engine_leftovers(self) -> list[psutil.Process]:
         """Return all descendants but the API: those of a dead engine are now ours, the subreaper's."""
@@ -236,7 +250,7 @@ class _Supervisor:
         """Keep the pid file current, for the next server if this one is killed, and reap dead orphans."""
         recorded: set[processes.Identity] = set()
         while True:
-            processes.reap_orphans(known=(self._api.pid or 0, self._engine.pid or 0))
+            processes.reap_orphans(known=[child.pid or 0 for child in self._children])
             running = processes.identities(processes.descendants())
             if running != recorded:
                 with suppress(OSError):  # a full disk: tried again
@@ -262,19 +276,21 @@ class _Supervisor:
                 await asyncio.to_thread(log_files.rotate, self._directories.log_dir, limit)
             await asyncio.sleep(_RECORD_S)
 
-    async def _report_warnings(self, store: Store) -> None:
-        """Report the engine's standing warning each time that it changes."""
-        reported = _warning(store)
+    async def _report_changes(self, store: Store) -> None:
+        """Report the standing warning and, after the first start, the state, each time that they change."""
+        warned, stated = _warning(store), ""
         while True:
             await asyncio.sleep(_RECORD_S)
             with suppress(OperationalError):  # the database may fail for a short time
-                warning = _warning(store)
-                if warning is not None and warning != reported:
+                warning, state = _warning(store), _engine_state(store)
+                if warning is not None and warning != warned:
                     self._warn(warning)
-                reported = warning
+                if self._was_ready and stated and state != stated:
+                    self._progress(state)
+                warned, stated = warning, state if self._was_ready else ""
 
     async def _end_children(self) -> None:
-        running = [child.process for child in (self._api, self._engine) if child.process and child.pid]
+        running = [child.process for child in self._children if child.process and child.pid]
         for process in running:
             process.send_signal(signal.SIGTERM)
         ends = asyncio.gather(*(process.wait() for process in running))
@@ -288,6 +304,12 @@ class _Supervisor:
 def _warning(store: Store) -> str | None:
     with store.read() as conn:
         return server_state.get(conn, server_state.WARNING)
+
+
+def _engine_state(store: Store) -> str:
+    with store.read() as conn:
+        state: Any = server_state.get(conn, "engine")
+    return "the engine is ready again" if state["state"] == "ready" else str(state["detail"])
 
 
 async def _readiness(client: httpx.AsyncClient, settings: Settings) -> dict[str, object] | None:

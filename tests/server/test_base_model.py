@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub.utils import filter_repo_objects
 
 from skyrl_tinker import config
 from skyrl_tinker.errors import StartupError
@@ -223,26 +222,7 @@ def test_a_model_from_the_hub_keeps_its_name_there(model: Path, monkeypatch: pyt
     assert base_model.resolve(config.load(base_model=str(model))).hub_name is None
 
 
-def test_weights_in_another_format_are_not_downloaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    offered = ("config.json", "consolidated.safetensors", "model-00001-of-00002.safetensors", "model.bin")
-    taken: list[str] = []
-
-    def download(name: str, **patterns: Any) -> str:
-        taken.extend(filter_repo_objects(offered, **patterns))
-        return str(model)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    base_model.resolve(config.load(base_model="some/model"))
-    assert taken == ["config.json", "model-00001-of-00002.safetensors"]
-
-
 def test_a_model_with_a_missing_shard_is_refused(model: Path) -> None:
     _, second = write_index(model, ["a", "b"])
     with pytest.raises(StartupError, match=second.name):
         base_model.resolve(config.load(base_model=str(model)))
-
-
-def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(StartupError, match="not a model directory, and the hub download failed"):
-        base_model.resolve(config.load(base_model="nobody/nothing"))

@@ -1,0 +1,56 @@
+"""Process that fetches the base model's weights from the hub, and says how far it is in place of the engine.
+
+A process, because a thread cannot be stopped in the middle of a file.
+"""
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.units import GB
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.redaction import log_to_stderr
+from skyrl_tinker.server import hub
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.store import write_once
+
+_REPORT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def run(settings_file: Path) -> int:
+    """Run to the end. Returns the exit code; the log's last line says why it is 1."""
+    log_to_stderr()
+    settings = Settings.model_validate_json(settings_file.read_text())
+    facts: Any = write_once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
+    try:
+        hub.fetch_weights(facts["hub_name"], Path(facts["directory"]), _Report(settings))
+    except StartupError as error:
+        _log.error("ended: %s", error)
+        return 1
+    return 0
+
+
+class _Report:
+    """Writes to the store how far it is."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._next = 0.0
+
+    def __call__(self, done: int, size: int) -> None:
+        now = time.time()
+        if now < self._next:
+            return
+        self._next = now + _REPORT_S
+        detail = f"downloading {self._settings.base_model}: {done / GB:.2f} of {size / GB:.2f} GB"
+        state = {"state": "starting", "detail": detail, "since": now}
+        write_once(self._settings.store_url, lambda conn: server_state.put(conn, "engine", state))
+
+
+if __name__ == "__main__":
+    sys.exit(run(Path(sys.argv[1])))

@@ -1,0 +1,120 @@
+"""Base models of the hub: the description first, weights while the API listens."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from skyrl_tinker import config
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server import base_model, tiny_model
+from tests.support.hub import COMMIT, NAME, Hub
+from tests.support.serve import Serve, wait_until
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hub") / "model"
+    tiny_model.make_model(directory)
+    (directory / "consolidated.safetensors").write_bytes(b"the same weights")
+    (directory / "pytorch_model.bin").write_bytes(b"the same weights")
+    return directory
+
+
+def _environment(served: Hub, cache: Path) -> dict[str, str]:
+    return {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+
+
+FETCH = """
+import sys
+from pathlib import Path
+from skyrl_tinker import config
+from skyrl_tinker.server import base_model, hub
+facts = base_model.resolve(config.load(base_model=sys.argv[1]))
+print(facts.directory)
+hub.fetch_weights(facts.hub_name, Path(facts.directory), lambda done, size: print(done, size))
+base_model.check_weights(Path(facts.directory))
+"""
+
+
+def _fetch(environment: dict[str, str]) -> list[str]:
+    command = [sys.executable, "-c", FETCH, NAME]
+    return subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.splitlines()
+
+
+def test_weights_come_after_the_description_and_only_once(model: Path, tmp_path: Path) -> None:
+    with Hub(model).serve() as served:
+        served.give_weights()
+        environment = _environment(served, tmp_path)
+        directory, *reports = _fetch(environment)
+        assert Path(directory).name == COMMIT
+        assert served.fetched[-1] == "model.safetensors"
+        assert "tokenizer.json" in served.fetched
+        assert not {"consolidated.safetensors", "pytorch_model.bin"} & {*served.fetched}
+        size = (model / "model.safetensors").stat().st_size
+        assert reports[-1] == f"{size} {size}"
+        assert (Path(directory) / "model.safetensors").read_bytes() == (
+            model / "model.safetensors"
+        ).read_bytes()
+        known = len(served.fetched)
+        assert _fetch(environment) == [directory]
+        assert len(served.fetched) == known
+    assert _fetch({**environment, "HF_HUB_OFFLINE": "1"}) == [directory]
+
+
+@pytest.mark.timeout(120)
+def test_the_api_listens_while_the_model_is_downloaded_and_ctrl_c_breaks_it_off(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Hub(model).serve() as served:
+        for name, value in _environment(served, tmp_path / "cache").items():
+            monkeypatch.setenv(name, value)
+        home = tmp_path / "home"
+        server = Serve(home, "--base-model", NAME)
+        assert served.half_sent.wait(60)
+        settings = config.load(home=home)
+        written = config.Settings.model_validate_json(Directories(settings).settings_file.read_text())
+        url = f"http://127.0.0.1:{written.port}"
+        waiting = f"downloading {NAME}: 0.00 of 0.00 GB"
+        assert wait_until(lambda: _readiness(url) == (503, waiting), 30)
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert server.find("engine") is None
+        server.stop()
+        assert server.process.stderr is not None
+        said = server.process.stderr.read()
+        assert f"skyrl-tinker: {waiting}\n" in said
+
+
+def _readiness(url: str) -> tuple[int, str]:
+    try:
+        answer = httpx.get(f"{url}/readyz")
+    except httpx.TransportError:
+        return 0, ""
+    return answer.status_code, str(answer.json().get("detail"))
+
+
+def test_a_model_that_is_not_served_is_refused_before_its_weights_come(model: Path, tmp_path: Path) -> None:
+    with Hub(model).serve() as served:
+        served.files["config.json"] = b'{"architectures": ["NoSuchForCausalLM"]}'
+        refused = subprocess.run(
+            [sys.executable, "-m", "skyrl_tinker", "serve", "--home", str(tmp_path), "--base-model", NAME],
+            env=_environment(served, tmp_path / "cache"),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert refused.returncode == 1
+        assert "architecture NoSuchForCausalLM is not supported" in refused.stderr
+        assert "model.safetensors" not in served.fetched
+
+
+def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(StartupError, match="not a model directory, and the hub download failed"):
+        base_model.resolve(config.load(base_model="nobody/nothing"))
