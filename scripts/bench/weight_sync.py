@@ -32,8 +32,8 @@ from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
-from skyrl_tinker.server.base_model import resolve
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models.base_model import resolve
+from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import TransportName, make_transport
 from skyrl_tinker.weight_sync.sync import sync_weights

@@ -14,7 +14,7 @@ from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys
 from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
 from skyrl_tinker.domain.units import GB
-from skyrl_tinker.server.tiny_families import FAMILIES
+from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 
 # no markup: it would take "[default: 8000]" for a style and drop it
 app = typer.Typer(
@@ -39,8 +39,7 @@ def main(
     """Serve the Tinker API on your own machines."""
 
 
-@app.command()
-@with_options(
+_SERVED = (
     "base_model",
     "model_name",
     "host",
@@ -71,13 +70,29 @@ def main(
     "context_length",
     "ray_address",
 )
-def serve(config_file: Config = None, **settings: Any) -> None:
+"""Settings that are options of the command line."""
+
+
+@app.command()
+@with_options(*_SERVED)
+def serve(
+    config_file: Config = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print all settings as a file for --config, and end")
+    ] = False,
+    **given: Any,
+) -> None:
     """Run a server until Ctrl-C. Every setting also as SKYRL_TINKER_… and in --config FILE.toml."""
-    from skyrl_tinker.server import supervisor  # the other commands need none of its imports
+    from skyrl_tinker.cli import settings_output  # the other commands need none of these imports
+    from skyrl_tinker.server import supervisor
 
     with one_line_errors():
+        settings = config.load(config_file, **given)
+        if show_config:
+            print(settings_output.as_toml(settings))
+            return
         supervisor.serve(
-            config.load(config_file, **settings),
+            settings,
             ready=lambda text: print(text, flush=True),
             progress=lambda text: print(f"skyrl-tinker: {text}", file=sys.stderr, flush=True),
             warn=lambda text: print(f"skyrl-tinker: warning: {text}", file=sys.stderr, flush=True),
@@ -97,8 +112,8 @@ def engine(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl")] = Path("demo-out"),
-    seed: int = 0,
-    steps: Annotated[int, typer.Option(min=8)] = 40,
+    seed: Annotated[int, typer.Option(help="Of the adapter and the samples")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer", min=8)] = 40,
     arch: Annotated[str, typer.Option(help=f"Family of the policy: {', '.join(FAMILIES)}")] = "qwen3",
 ) -> None:
     """Start a server, train a policy on it, stop it; exit code 1 if the reward did not rise."""
@@ -112,22 +127,24 @@ def demo(
 
 @app.command()
 def make_model(
-    directory: Path,
-    arch: Annotated[str, typer.Option(help=f"one of {', '.join(FAMILIES)}")] = "qwen3",
-    hidden: Annotated[int, typer.Option(help="a multiple of 64")] = 192,
-    layers: int = 2,
-    vocab: Annotated[int, typer.Option(help="at least 259")] = 512,
+    directory: Annotated[
+        Path, typer.Argument(help="Where config, weights and tokenizer go; made if need be")
+    ],
+    arch: Annotated[str, typer.Option(help=f"Family, one of {', '.join(FAMILIES)}")] = "qwen3",
+    hidden: Annotated[int, typer.Option(help="Width of the layers, a multiple of 64")] = 192,
+    layers: Annotated[int, typer.Option(help="Number of decoder layers")] = 2,
+    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary, at least 259")] = 512,
     untied: Annotated[
-        bool, typer.Option("--untied", help="with a separate lm_head, as a gpt-oss always")
+        bool, typer.Option("--untied", help="With a separate lm_head, as a gpt-oss always")
     ] = False,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Of the random weights")] = 0,
 ) -> None:
     """Write a small untrained model with its own tokenizer and chat template to DIRECTORY.
 
     A qwen2 and a mistral have a sliding window of 16 tokens in all layers, a gemma3 and a gpt-oss in every
     other.
     """
-    from skyrl_tinker.server import tiny_model
+    from skyrl_tinker.server.base_models import tiny_model
 
     with one_line_errors():
         tiny_model.make_model(
@@ -286,11 +303,12 @@ def logs(
 
 
 @app.command()
-def doctor(home: Home = None, port: int | None = None) -> None:
-    """Check versions, memory, shared memory and ports; exit code 1 if something will not work."""
+@with_options(*_SERVED)
+def doctor(config_file: Config = None, **given: Any) -> None:
+    """Check whether `serve` with these options would work here, and name what to mend; exit code 1 if not."""
     from skyrl_tinker.cli import doctor as checks
 
     with one_line_errors():
-        healthy = checks.report(config.load(home=home, port=port))
+        healthy = checks.report(config.load(config_file, **given))
     if not healthy:
         raise typer.Exit(1)

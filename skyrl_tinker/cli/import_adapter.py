@@ -14,7 +14,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelState, OwnerId
 from skyrl_tinker.domain.tinker_path import TinkerPath, validate_checkpoint_name
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError, UserError
-from skyrl_tinker.server import base_model, hub
+from skyrl_tinker.server.base_models import base_model, hub
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, server_state, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database import sqlite

@@ -1,5 +1,6 @@
 """Options that commands share, made from the settings' fields, and the end of a command by an error."""
 
+import difflib
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -63,12 +64,19 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        _fail(f"settings: {'; '.join(problems)}")
+        _fail(f"settings: {'; '.join(map(_problem, error.errors()))}")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         _fail(f"--config: not a TOML file: {error}")
     except SkyrlTinkerError as error:
         _fail(str(error))
+
+
+def _problem(found: Any) -> str:
+    name = ".".join(map(str, found["loc"]))
+    if found["type"] != "extra_forbidden":
+        return f"{name}: {found['msg']}"
+    near = difflib.get_close_matches(name, Settings.model_fields, 1)
+    return f"{name}: there is no such setting{f', did you mean {near[0]}?' if near else ''}"
 
 
 def _fail(message: str) -> None:

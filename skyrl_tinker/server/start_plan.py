@@ -14,7 +14,7 @@ from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.servers.vllm_arguments import workers
-from skyrl_tinker.server import base_model
+from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.server.capacity_plan import MOST_TOKENS, CapacityPlan, make_plan
 from skyrl_tinker.server.gpu_division import divide
 from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand

@@ -24,9 +24,10 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
-from skyrl_tinker.server import base_model, log_files, preflight, start_plan
+from skyrl_tinker.server import log_files, preflight, start_plan
 from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import announcement
+from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
@@ -135,7 +136,7 @@ class _Supervisor:
         self._ready = ready
         self._progress = progress
         self._warn = warn
-        self._download = _Child("download", "skyrl_tinker.server.weights_download", directories)
+        self._download = _Child("download", "skyrl_tinker.server.base_models.weights_download", directories)
         self._api = _Child("api", "skyrl_tinker.api.api_process", directories, listener)
         self._engine = _Child("engine", "skyrl_tinker.engine.engine_process", directories)
         self._children = (self._download, self._api, self._engine)

@@ -18,7 +18,7 @@ def test_help_names_the_defaults() -> None:
 
 def test_every_option_of_serve_is_a_setting_with_its_description() -> None:
     options = {option.name: option for option in get_command(app).commands["serve"].params}
-    assert options.keys() - config.Settings.model_fields.keys() == {"config_file"}
+    assert options.keys() - config.Settings.model_fields.keys() == {"config_file", "show_config"}
     for name, field in config.Settings.model_fields.items():
         assert field.description
         if name in options:
@@ -55,7 +55,8 @@ def test_it_tells_its_version() -> None:
     [
         (b"port = = 1\n", "--config: not a TOML file: Invalid value (at line 1, column 8)"),
         (b"\xff\xfe", "--config: not a TOML file: "),
-        (b"prot = 1\n", "settings: prot: "),
+        (b"prot = 1\n", "settings: prot: there is no such setting, did you mean port?\n"),
+        (b"fine_tuning = 1\n", "settings: fine_tuning: there is no such setting\n"),
         (b"port = -1\n", "settings: port: "),
     ],
 )
@@ -66,6 +67,26 @@ def test_a_bad_config_file_ends_with_one_line(tmp_path: Path, content: bytes, me
     assert result.exit_code == 1
     assert result.stderr.startswith(f"skyrl-tinker: {message}")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_shown_settings_are_a_file_that_gives_them_again(tmp_path: Path) -> None:
+    given = ["--port", "3", "--vllm-args", 'speculative-config={"a": [1, true]}', "--placement", "separate"]
+    shown = CliRunner().invoke(app, ["serve", "--show-config", *given, "--sampler-urls", "http://a:1"]).stdout
+    file = tmp_path / "settings.toml"
+    file.write_text(shown)
+    loaded = config.load(file)
+    assert loaded.model_fields_set == {"port", "vllm_args", "placement", "sampler_urls"}
+    assert loaded.vllm_args == {"speculative-config": {"a": [1, True]}}
+    assert (loaded.port, loaded.sampler_urls) == (3, ("http://a:1",))
+    assert "\n# token_budget = 2048\n" in shown
+    assert {line.removeprefix("# ").split()[0] for line in shown.splitlines()[1:]} == {
+        *config.Settings.model_fields
+    }
+
+
+def test_all_of_make_model_has_help() -> None:
+    for parameter in get_command(app).commands["make-model"].params:
+        assert parameter.help
 
 
 def test_a_demo_of_an_unknown_family_leaves_nothing_behind(

@@ -18,7 +18,7 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.server import base_model, tiny_model
+from skyrl_tinker.server.base_models import base_model, tiny_model
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, server_state, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.migrate import migrate

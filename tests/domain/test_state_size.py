@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_tinker import config
 from skyrl_tinker.domain.state_size import parameters
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.server import base_model
-from skyrl_tinker.server.tiny_families import FAMILIES
+from skyrl_tinker.server.base_models import base_model
+from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 from skyrl_tinker.training.checkpoints.peft_import import base_targets
 from skyrl_tinker.training.models.lora import LoraModel
 from tests.support.tiny_models import write_tiny

@@ -13,7 +13,7 @@ import torch
 from tinker import types
 from tokenizers import Tokenizer
 
-from skyrl_tinker.server.tiny_model import make_model, make_tokenizer
+from skyrl_tinker.server.base_models.tiny_model import make_model, make_tokenizer
 from tests.e2e.support.client import (
     Client,
     datum,

@@ -22,7 +22,7 @@ import ray.core.generated
 import tinker
 
 from skyrl_tinker.inference.constants import TOKEN
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models.tiny_model import make_model
 from tests.e2e.support.client import Client, random_tokens, train
 from tests.support import serve
 from tests.support.processes import title

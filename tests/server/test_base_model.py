@@ -6,9 +6,9 @@ import pytest
 
 from skyrl_tinker import config
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server import base_model
-from skyrl_tinker.server.tiny_families import FAMILIES
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models import base_model
+from skyrl_tinker.server.base_models.tiny_families import FAMILIES
+from skyrl_tinker.server.base_models.tiny_model import make_model
 from tests.support.shards import write_index
 
 

@@ -11,7 +11,7 @@ import pytest
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server import base_model, tiny_model
+from skyrl_tinker.server.base_models import base_model, tiny_model
 from tests.support.hub import COMMIT, NAME, Hub
 from tests.support.serve import Serve, wait_until
 
@@ -33,7 +33,7 @@ FETCH = """
 import sys
 from pathlib import Path
 from skyrl_tinker import config
-from skyrl_tinker.server import base_model, hub
+from skyrl_tinker.server.base_models import base_model, hub
 facts = base_model.resolve(config.load(base_model=sys.argv[1]))
 print(facts.directory)
 hub.fetch_weights(facts.hub_name, Path(facts.directory), lambda done, size: print(done, size))

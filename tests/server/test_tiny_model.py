@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server.tiny_families import FAMILIES
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models.tiny_families import FAMILIES
+from skyrl_tinker.server.base_models.tiny_model import make_model
 
 CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
 
@@ -71,7 +71,7 @@ def test_impossible_shapes_are_refused_by_name(tmp_path: Path, argument: str, va
 def test_make_model_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = """
 import pathlib, sys
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models.tiny_model import make_model
 make_model(pathlib.Path(sys.argv[1]))
 assert not {"torch", "transformers"} & set(sys.modules)
 """

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models.tiny_model import make_model
 
 
 def write_tiny(

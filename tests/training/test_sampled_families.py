@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, SampleOutput
 from skyrl_tinker.inference.servers.server_group import ServerGroup
-from skyrl_tinker.server.tiny_families import FAMILIES
+from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 from skyrl_tinker.training.worker import Worker
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.sync import sync_weights

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.gloo import GlooSender
 

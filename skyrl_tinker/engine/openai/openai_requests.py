@@ -138,7 +138,9 @@ def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int
         limit = COMPLETION_MAX_TOKENS
     if prompt_tokens + limit > context:
         field = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-        message = f"{prompt_tokens} prompt tokens + {limit} max_tokens > {context}, the context length"
+        message = (
+            f"{prompt_tokens} prompt tokens + {limit} max_tokens > {context}, the server's context_length"
+        )
         raise FieldError(message, field, "context_length_exceeded")
     return limit
 

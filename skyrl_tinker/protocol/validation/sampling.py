@@ -122,6 +122,8 @@ def _check_length(sample: SampleRequest, context: int) -> None:
     generated = 1 if max_tokens is None else max_tokens
     spare = 1 if scores_prompt(sample) and max_tokens == 1 else 0
     if length + generated > context + spare:
-        raise UserError(f"{length} prompt tokens + {generated} max_tokens > {context} (the context length)")
+        raise UserError(
+            f"{length} prompt tokens + {generated} max_tokens > {context} (the setting context_length)"
+        )
     if sample.topk_sample_logprobs:
         check_sampled_cells(sample, context - length if max_tokens is None else generated)

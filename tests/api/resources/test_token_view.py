@@ -11,7 +11,7 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.tables import Request
 from skyrl_tinker.store.futures import finish

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from skyrl_tinker.api.resources.tokenizer_files import TOKENIZER_FILES
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models.tiny_model import make_model
 from tests.api.support.world import FACTS, World, running
 
 

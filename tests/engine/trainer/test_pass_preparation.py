@@ -14,7 +14,7 @@ from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem, PassOutput, 
 from skyrl_tinker.engine.outbox import FutureResult
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass
-from skyrl_tinker.server.tiny_model import make_model
+from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store.database.tables import StabilityRecord
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord

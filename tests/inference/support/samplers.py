@@ -33,7 +33,7 @@ from skyrl_tinker.engine.sampler.sample_call import SampleCall
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
-from skyrl_tinker.server.base_model import resolve
+from skyrl_tinker.server.base_models.base_model import resolve
 from tests.support.tiny_models import write_tiny
 
 CONTEXT = 256

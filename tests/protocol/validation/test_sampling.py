@@ -84,7 +84,10 @@ def test_seeds_are_reduced_to_63_bits(seed: int | None, stored: int | None) -> N
         ({"seq_id": -1}, "seq_id: .*found -1"),
         ({"seq_id": 2**63}, "seq_id: "),
         ({"params": {"max_tokens": 0}}, "max_tokens is 0, expected at least 1"),
-        ({"params": {"max_tokens": 6}}, r"^3 prompt tokens \+ 6 max_tokens > 8 \(the context length\)$"),
+        (
+            {"params": {"max_tokens": 6}},
+            r"6 max_tokens > 8 \(the setting context_length\)$",
+        ),
         ({"prompt": [{"tokens": [1] * 8}]}, r"^8 prompt tokens \+ 1 max_tokens > 8"),
         ({"params": {"temperature": -0.1}}, r"temperature is -0.1, expected a number in \[0, 2.0\]"),
         ({"params": {"temperature": 2.1}}, r"temperature is 2.1, expected a number in \[0, 2.0\]"),

@@ -13,7 +13,7 @@ from peft import PeftModel
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.server.tiny_families import FAMILIES, WINDOW
+from skyrl_tinker.server.base_models.tiny_families import FAMILIES, WINDOW
 from skyrl_tinker.training.checkpoints import checkpoint_save
 from skyrl_tinker.training.checkpoints.peft_import import convert, read_foreign
 from skyrl_tinker.training.models.mixtures import find_mixtures, layout_of

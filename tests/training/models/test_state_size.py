@@ -8,7 +8,7 @@ import torch
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain import state_size
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
-from skyrl_tinker.server import base_model
+from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.training.checkpoints.peft_import import base_targets
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.trainable_model import MOMENTS

@@ -11,7 +11,7 @@ import torch
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.server.tiny_families import FAMILIES
+from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 from skyrl_tinker.training.models.fused import fused_layers, liger
 from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.worker import Worker

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server.sliding_windows import FULL, SLIDING
+from skyrl_tinker.server.base_models.sliding_windows import FULL, SLIDING
 
 WINDOW = 16
 """Tokens of a sliding window, where a family has one: fewer than in most prompts."""

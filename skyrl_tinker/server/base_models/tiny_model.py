@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server.tiny_families import Family, find_family
+from skyrl_tinker.server.base_models.tiny_families import Family, find_family
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)

@@ -10,7 +10,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server import fixed_entries, hub, sliding_windows, tiny_model
+from skyrl_tinker.server.base_models import fixed_entries, hub, sliding_windows, tiny_model
 
 DEFAULT_CONTEXT = 4096
 TINY = "tiny"

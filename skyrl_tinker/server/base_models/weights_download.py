@@ -13,7 +13,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.redaction import log_to_stderr
-from skyrl_tinker.server import hub
+from skyrl_tinker.server.base_models import hub
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import write_once
 

@@ -1,0 +1,36 @@
+"""`skyrl-tinker serve --show-config`: the settings as a file that --config takes."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from tomlkit.items import Item
+
+from skyrl_tinker.config import Settings
+
+
+def as_toml(settings: Settings) -> str:
+    """Return a line for each setting; those that were not given are comments."""
+    return "\n".join(("# Commented lines are defaults.", *_lines(settings)))
+
+
+def _lines(settings: Settings) -> Iterator[str]:
+    for name in Settings.model_fields:
+        value = getattr(settings, name)
+        given = "" if name in settings.model_fields_set else "# "
+        yield f"{given}{name} = {_item(value).as_string()}" if value is not None else f"# {name} is not set"
+
+
+def _item(value: Any) -> Item:
+    """Return the value in TOML, on one line."""
+    if isinstance(value, Mapping):
+        table = tomlkit.inline_table()
+        for name, each in value.items():
+            table.append(name, _item(each))
+        return table
+    if isinstance(value, list | tuple):
+        array = tomlkit.array()
+        array.extend(map(_item, value))
+        return array
+    return tomlkit.item(str(value) if isinstance(value, Path) else value)

