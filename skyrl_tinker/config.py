@@ -279,6 +279,11 @@ class Settings(BaseSettings):
         86400.0, gt=0, description="Time that the record of a sample is kept after its last use"
     )
     log_mb: int = Field(64, ge=1, description="Largest size of a log file; two older ones are kept of each")
+    otlp_endpoint: str | None = Field(
+        None,
+        description="OpenTelemetry collector, as http://localhost:4318, that gets a trace of each request by "
+        "OTLP over HTTP; needs the extra otlp [default: none]",
+    )
     key_models: int | None = Field(
         None, ge=0, description="Models in training that one API key may have [default: any number]"
     )

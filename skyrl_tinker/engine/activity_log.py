@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from skyrl_tinker.engine.scheduling.lanes import PASSES, cost
 from skyrl_tinker.protocol.activity import Activity, PublishSpan, SampleSpan, UnitSpan
@@ -13,27 +14,35 @@ SPANS = 10_000
 UNIT_ROWS = 256
 """Most requests that a unit names."""
 
+AnySpan = UnitSpan | SampleSpan | PublishSpan
+S = TypeVar("S", UnitSpan, SampleSpan, PublishSpan)
+
 
 class ActivityLog:
     def __init__(self) -> None:
         self._units: deque[UnitSpan] = deque(maxlen=SPANS)
         self._samples: deque[SampleSpan] = deque(maxlen=SPANS)
         self._publishes: deque[PublishSpan] = deque(maxlen=SPANS)
+        self._followers: list[Callable[[AnySpan], None]] = []
+
+    def follow(self, follower: Callable[[AnySpan], None]) -> None:
+        """Call `follower` with each span from now on; it must return at once."""
+        self._followers.append(follower)
 
     def unit(self, rows: Sequence[QueuedRow], began_at: float) -> None:
         """Note a unit that has just ended."""
         tokens = sum(cost(row) for row in rows if row.kind in PASSES)
         ids = tuple(row.id for row in rows[:UNIT_ROWS])
-        self._units.append(UnitSpan(rows[0].kind, began_at, time.time(), tokens, ids))
+        self._note(self._units, UnitSpan(rows[0].kind, began_at, time.time(), tokens, ids))
 
     def sample(self, future_id: int, began_at: float) -> None:
         """Note a sample that has just ended."""
-        self._samples.append(SampleSpan(future_id, began_at, time.time()))
+        self._note(self._samples, SampleSpan(future_id, began_at, time.time()))
 
-    def publish(self, weights: str, seconds: float) -> None:
+    def publish(self, weights: str, future_id: int, seconds: float) -> None:
         """Note weights that have just been published."""
         now = time.time()
-        self._publishes.append(PublishSpan(weights, now - seconds, now))
+        self._note(self._publishes, PublishSpan(weights, future_id, now - seconds, now))
 
     def since(self, at: float) -> Activity:
         """Return what ended at `at` or later."""
@@ -42,3 +51,8 @@ class ActivityLog:
             tuple(span for span in self._samples if span.ended_at >= at),
             tuple(span for span in self._publishes if span.ended_at >= at),
         )
+
+    def _note(self, spans: deque[S], span: S) -> None:
+        spans.append(span)
+        for follower in self._followers:
+            follower(span)

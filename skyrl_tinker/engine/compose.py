@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -35,6 +36,9 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport
+
+if TYPE_CHECKING:
+    from skyrl_tinker.engine.otlp_export import SpanExport
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class Parts:
     cleanup: Cleanup
     deadlines: Deadlines
     http_server: EngineHttpServer
+    span_export: "SpanExport | None"
 
 
 def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Parts:
@@ -113,7 +118,16 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
             lambda: QueuesView(driver.view(), sampler_driver.view()),
             settings.json_body_mb * MiB,
         ),
+        make_span_export(settings, store, metrics),
     )
+
+
+def make_span_export(settings: Settings, store: Store, metrics: Metrics) -> "SpanExport | None":
+    if settings.otlp_endpoint is None:
+        return None
+    from skyrl_tinker.engine.otlp_export import SpanExport  # needs the extra otlp
+
+    return SpanExport(store, metrics.activity, settings.otlp_endpoint, settings.root)
 
 
 def make_samplers(settings: Settings, facts: BaseModelFacts, trainer: TrainerGroup, fleet: Fleet) -> Samplers:

@@ -62,6 +62,9 @@ class Engine:
         cursor = await parts.trainer_driver.resume()
         backends.samplers.await_replay()
         async with asyncio.TaskGroup() as tasks:
+            if parts.span_export is not None:
+                self._shutdowns.append(parts.span_export.close)
+                tasks.create_task(parts.span_export.run())
             tasks.create_task(parts.trainer_driver.run(partial(self._report_rebuild, backends.samplers)))
             tasks.create_task(parts.sampler_driver.run())
             tasks.create_task(parts.intake.run(cursor))

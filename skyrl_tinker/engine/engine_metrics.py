@@ -107,9 +107,10 @@ class Metrics:
         self._sampled.inc(count)
         self.sampled_meter.add(count)
 
-    def published(self, weights: Literal["lora", "full"], seconds: float) -> None:
+    def published(self, weights: Literal["lora", "full"], future_id: int, seconds: float) -> None:
+        """Count weights that have come to the samplers; `future_id`: of the save."""
         self._publish.labels(weights).observe(seconds)
-        self.activity.publish(weights, seconds)
+        self.activity.publish(weights, future_id, seconds)
 
     def compared(self, gap: float) -> None:
         self._gap.set(gap)

@@ -28,9 +28,10 @@ class SampleSpan:
 
 @dataclass(frozen=True, slots=True)
 class PublishSpan:
-    """Weights on their way to the samplers, from their capture to the answer of the save."""
+    """Weights on their way to the samplers, from their capture to the answer of the save, `future_id`."""
 
     weights: str
+    future_id: int
     began_at: float
     ended_at: float
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import ssl
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,6 +28,7 @@ def check_settings(settings: Settings) -> None:
     _check_samplers(settings)
     _check_tls(settings)
     _check_dtype(settings)
+    _check_otlp(settings)
     if settings.ray_address is not None:
         raise StartupError("--ray-address: joining a Ray cluster is not supported yet; leave it out")
 
@@ -67,6 +69,26 @@ def _check_dtype(settings: Settings) -> None:
             "--trainer-dtype float32 with --device cuda: vLLM serves adapters on GPUs in 16-bit types only; "
             "leave it out, or set bfloat16"
         )
+
+
+def _check_otlp(settings: Settings) -> None:
+    """Refuse a collector that the engine could not speak to: it would fail again and again."""
+    endpoint = settings.otlp_endpoint
+    if endpoint is None:
+        return
+    if not _is_http(endpoint):
+        raise StartupError(f"otlp_endpoint: found {endpoint!r}, expected http://host:port")
+    if not all(map(_is_installed, ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))):
+        raise StartupError(
+            "otlp_endpoint: the OpenTelemetry packages are not installed; pip install 'skyrl-tinker[otlp]'"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that it lies in
+        return False
 
 
 def _check_tls(settings: Settings) -> None:

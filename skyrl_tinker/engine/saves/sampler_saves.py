@@ -146,7 +146,7 @@ class Publisher(SaveFlow[SamplerSave]):
             started = time.monotonic()
             succeeded = await super()._answer(save)
             if succeeded:
-                self._metrics.published(save.version.kind, time.monotonic() - started)
+                self._metrics.published(save.version.kind, save.row.id, time.monotonic() - started)
         if succeeded:
             await self._announce(save)
         return succeeded

@@ -63,7 +63,7 @@ def test_the_log_is_bounded_and_gives_what_ended_since(monkeypatch: pytest.Monke
     log = ActivityLog()
     for number in range(5):
         log.sample(number, 0.0)
-    log.publish("lora", 1.5)
+    log.publish("lora", 9, 1.5)
     log.unit([queued(9, 1, 1, tokens=10)], 0.0)  # type: ignore[arg-type]
     told = log.since(0.0)
     assert [span.future_id for span in told.samples] == [2, 3, 4]

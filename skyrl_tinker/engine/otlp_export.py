@@ -1,0 +1,279 @@
+"""Traces of finished requests and of the trainer's units to an OpenTelemetry collector, by OTLP over HTTP.
+
+Requests come from the journal, and what ran when from the activity log: the facts of the trace page. The
+trace id of a request is its request id. The journal is the queue, too: its cursor stays while no collector
+answers. The collector is spoken to in a thread of its own.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import count, islice, takewhile
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+from uuid import NAMESPACE_URL, uuid5
+
+from opentelemetry.exporter.otlp.proto.http import trace_exporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from skyrl_tinker import __version__
+from skyrl_tinker.engine.activity_log import ActivityLog, AnySpan
+from skyrl_tinker.engine.outbox import read_persistently
+from skyrl_tinker.protocol.activity import PublishSpan, UnitSpan
+from skyrl_tinker.store.console.finished_requests import FinishedRequest, finished_requests
+from skyrl_tinker.store.futures.outcomes import last_result_id
+from skyrl_tinker.store.store import Store
+
+ROUND_S = 2.0
+SETTLE_S = 5.0
+"""Time from a request's end to its export: a unit is noted only after what it answered is committed."""
+TIMEOUT_S = 5.0  # of one export, with its repetitions
+LAST_S = 2.0  # for what is left when the engine ends
+KEEP_S = 600.0
+"""Age from which finished requests are not kept for a collector that does not answer."""
+PAGE = 256
+"""Most requests, and most units, in one export."""
+MOST = 50_000
+"""Requests whose parts, and units, that wait for their export."""
+_PATH = "/v1/traces"
+_SCOPE = InstrumentationScope("skyrl_tinker", __version__)
+_IDS = RandomIdGenerator()
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class _Part(NamedTuple):
+    """Something that ran for a request, in the unit `unit` if the trainer did it."""
+
+    span: AnySpan
+    unit: SpanContext | None = None
+
+
+class SpanExport:
+    def __init__(self, store: Store, activity: ActivityLog, endpoint: str, home: Path) -> None:
+        """`endpoint`: of the collector, to which the path of traces is added; `home` names this server."""
+        self._store = store
+        self._collector = urlsplit(endpoint).netloc.rpartition("@")[2]
+        url = endpoint.rstrip("/").removesuffix(_PATH) + _PATH
+        self._exporter = trace_exporter.OTLPSpanExporter(url, timeout=TIMEOUT_S)
+        self._thread = ThreadPoolExecutor(1, "otlp")
+        self._reasons = _Reasons()
+        self._resource = Resource.create(
+            {
+                "service.name": "skyrl-tinker",
+                "service.version": __version__,
+                "service.instance.id": str(uuid5(NAMESPACE_URL, f"file://{socket.gethostname()}{home}")),
+            }
+        )
+        self._cursor: int | None = None  # behind the last request exported
+        self._parts: dict[int, list[_Part]] = {}  # by future id
+        self._units: dict[SpanContext, UnitSpan] = {}
+        self._problem: str | None = None
+        activity.follow(self._note)
+
+    def _note(self, span: AnySpan) -> None:
+        if isinstance(span, UnitSpan):
+            unit = _context(_IDS.generate_trace_id(), _IDS.generate_span_id())
+            self._units[unit] = span
+            for future_id in span.future_ids:
+                self._parts.setdefault(future_id, []).append(_Part(span, unit))
+        else:
+            self._parts.setdefault(span.future_id, []).append(_Part(span))
+        _bound(self._units)
+        _bound(self._parts)
+
+    async def run(self) -> None:
+        """Export what finishes from now on, indefinitely."""
+        self._cursor = await read_persistently(self._store, last_result_id)
+        logging.getLogger(trace_exporter.__name__).addFilter(self._reasons)
+        while True:
+            await asyncio.sleep(ROUND_S)
+            await self._export(SETTLE_S)
+
+    async def close(self) -> None:
+        """Export what has finished so far, if the collector is quick, and end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_S):
+                await self._export(0.0)
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        logging.getLogger(trace_exporter.__name__).removeFilter(self._reasons)
+
+    async def _export(self, settle_s: float) -> None:
+        try:
+            while self._cursor is not None and await self._export_page(self._cursor, settle_s):
+                pass
+        except Exception as error:  # a diagnostic must not end the engine
+            self._report(repr(error))
+
+    async def _export_page(self, cursor: int, settle_s: float) -> bool:
+        """Export units and requests that finished `settle_s` ago; return whether there may be more."""
+        page = await self._store.fetch(partial(finished_requests, after=cursor, limit=PAGE))
+        now = time.time()
+        settled = list(takewhile(lambda each: not 0 <= now - each.finished_at < settle_s, page))
+        units = dict(islice(self._units.items(), PAGE))
+        if not settled and not units:
+            return False
+        parts = {each.id: tuple(self._parts.get(each.id, ())) for each in settled}
+        loop = asyncio.get_running_loop()
+        problem = await loop.run_in_executor(self._thread, self._send, settled, parts, units)
+        self._report(problem)
+        if problem is not None and not (settled and now - settled[-1].finished_at > KEEP_S):
+            return False
+        if settled:
+            self._cursor = settled[-1].result_id
+        for each in settled:
+            self._parts.pop(each.id, None)
+        for unit in units:
+            self._units.pop(unit, None)
+        return problem is None and PAGE in (len(settled), len(units))
+
+    def _send(
+        self,
+        requests: Sequence[FinishedRequest],
+        parts: Mapping[int, Sequence[_Part]],
+        units: Mapping[SpanContext, UnitSpan],
+    ) -> str | None:
+        """Send spans; return why the collector did not take them, None if it did."""
+        spans = [_unit_span(context, unit, self._resource) for context, unit in units.items()]
+        for request in requests:
+            spans.extend(_request_spans(request, parts[request.id], self._resource))
+        self._reasons.first = None
+        if self._exporter.export(spans) is SpanExportResult.SUCCESS:
+            return None
+        return self._reasons.first or "no reason given"
+
+    def _report(self, problem: str | None) -> None:
+        """Log when exports begin to fail, and when they succeed again."""
+        if problem is not None and self._problem is None:
+            _log.warning("no traces reach the collector %s, and work goes on: %s", self._collector, problem)
+        if problem is None and self._problem is not None:
+            _log.info("traces reach the collector %s again", self._collector)
+        self._problem = problem
+
+
+class _Reasons(logging.Filter):
+    """Keeper of the first message of an export: the exporter tells why it failed to its log only."""
+
+    first: str | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep the message and drop the record."""
+        self.first = self.first or record.getMessage()
+        return False
+
+
+def _unit_span(context: SpanContext, unit: UnitSpan, resource: Resource) -> ReadableSpan:
+    return ReadableSpan(
+        f"unit {unit.kind}",
+        context,
+        resource=resource,
+        attributes=_named({"kind": unit.kind, "requests": len(unit.future_ids), "tokens": unit.tokens}),
+        start_time=_nanoseconds(unit.began_at),
+        end_time=_nanoseconds(unit.ended_at),
+        instrumentation_scope=_SCOPE,
+    )
+
+
+def _request_spans(
+    request: FinishedRequest, parts: Sequence[_Part], resource: Resource
+) -> Iterator[ReadableSpan]:
+    """Yield a request's span, then those below it: its wait, what ran, and the way of its answer."""
+    root = _context(int(request.request_id, 16), int(request.request_id[16:], 16))
+    failed = request.category is not None
+    yield ReadableSpan(
+        request.kind,
+        root,
+        resource=resource,
+        attributes=_request_attributes(request),
+        kind=SpanKind.SERVER,
+        status=Status(StatusCode.ERROR, request.error) if failed else Status(StatusCode.OK),
+        start_time=_nanoseconds(request.created_at),
+        end_time=_nanoseconds(max(request.created_at, request.finished_at)),
+        instrumentation_scope=_SCOPE,
+    )
+    numbers = count(1)
+    for name, began_at, ended_at, part in _slices(request, parts):
+        yield ReadableSpan(
+            name,
+            _context(root.trace_id, root.span_id ^ next(numbers)),  # the same each time it is sent
+            root,
+            resource=resource,
+            attributes=_part_attributes(part),
+            links=[Link(part.unit)] if part and part.unit else (),
+            start_time=_nanoseconds(began_at),
+            end_time=_nanoseconds(max(began_at, ended_at)),
+            instrumentation_scope=_SCOPE,
+        )
+
+
+def _slices(
+    request: FinishedRequest, parts: Sequence[_Part]
+) -> Iterator[tuple[str, float, float, _Part | None]]:
+    """Yield names and times. A unit and a publication end a little after the answer: here with it."""
+    for part in parts:
+        name = "publish" if isinstance(part.span, PublishSpan) else "run"
+        yield name, part.span.began_at, min(part.span.ended_at, request.finished_at), part
+    runs = [part.span for part in parts if not isinstance(part.span, PublishSpan)]
+    if runs:
+        yield "wait", request.created_at, runs[0].began_at, None
+        if request.finished_at > runs[-1].ended_at:
+            yield "answer", runs[-1].ended_at, request.finished_at, None
+
+
+def _request_attributes(request: FinishedRequest) -> dict[str, str | int]:
+    return _named(
+        {
+            "kind": request.kind,
+            "outcome": request.category or "ok",
+            "request_id": request.request_id,
+            "future_id": request.id,
+            "seq_id": request.seq_id,
+            "session": request.session,
+            "owner": request.owner,
+            "model": request.run,
+            "sampler": request.sampler,
+            "input_tokens": request.input_tokens,
+            "cached_tokens": request.cached_tokens,
+            "output_tokens": request.output_tokens,
+        }
+    )
+
+
+def _part_attributes(part: _Part | None) -> dict[str, str | int]:
+    match part:
+        case _Part(UnitSpan(kind=kind)):
+            return _named({"unit": kind})
+        case _Part(PublishSpan(weights=weights)):
+            return _named({"weights": weights})
+    return {}
+
+
+def _named(attributes: Mapping[str, str | int | None]) -> dict[str, str | int]:
+    """Return those that are known, under our prefix."""
+    return {f"skyrl_tinker.{name}": value for name, value in attributes.items() if value is not None}
+
+
+def _bound(waiting: dict[T, Any]) -> None:
+    """Drop the oldest beyond MOST."""
+    while len(waiting) > MOST:
+        del waiting[next(iter(waiting))]
+
+
+def _context(trace_id: int, span_id: int) -> SpanContext:
+    return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
