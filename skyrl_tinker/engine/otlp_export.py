@@ -53,11 +53,16 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class _Part(NamedTuple):
-    """Something that ran for a request, in the unit `unit` if the trainer did it."""
+class _TracePart(NamedTuple):
+    """Span of a request; `unit`: the trace of the unit, if the trainer did it."""
 
     span: AnySpan
     unit: SpanContext | None = None
+
+
+class _UnitTrace(NamedTuple):
+    span: UnitSpan
+    context: SpanContext
 
 
 class SpanExport:
@@ -77,19 +82,19 @@ class SpanExport:
             }
         )
         self._cursor: int | None = None  # behind the last request exported
-        self._parts: dict[int, list[_Part]] = {}  # by future id
-        self._units: dict[SpanContext, UnitSpan] = {}
+        self._parts: dict[int, list[_TracePart]] = {}  # by future id
+        self._units: dict[int, _UnitTrace] = {}  # by span id
         self._problem: str | None = None
         activity.follow(self._note)
 
     def _note(self, span: AnySpan) -> None:
         if isinstance(span, UnitSpan):
-            unit = _context(_IDS.generate_trace_id(), _IDS.generate_span_id())
-            self._units[unit] = span
+            context = _context(_IDS.generate_trace_id(), _IDS.generate_span_id())
+            self._units[context.span_id] = _UnitTrace(span, context)
             for future_id in span.future_ids:
-                self._parts.setdefault(future_id, []).append(_Part(span, unit))
+                self._parts.setdefault(future_id, []).append(_TracePart(span, context))
         else:
-            self._parts.setdefault(span.future_id, []).append(_Part(span))
+            self._parts.setdefault(span.future_id, []).append(_TracePart(span))
         _bound(self._units)
         _bound(self._parts)
 
@@ -122,7 +127,7 @@ class SpanExport:
         page = await self._store.fetch(partial(finished_requests, after=cursor, limit=PAGE))
         now = time.time()
         settled = list(takewhile(lambda each: not 0 <= now - each.finished_at < settle_s, page))
-        units = dict(islice(self._units.items(), PAGE))
+        units = list(islice(self._units.values(), PAGE))
         if not settled and not units:
             return False
         parts = {each.id: tuple(self._parts.get(each.id, ())) for each in settled}
@@ -136,17 +141,17 @@ class SpanExport:
         for each in settled:
             self._parts.pop(each.id, None)
         for unit in units:
-            self._units.pop(unit, None)
+            self._units.pop(unit.context.span_id, None)
         return problem is None and PAGE in (len(settled), len(units))
 
     def _send(
         self,
         requests: Sequence[FinishedRequest],
-        parts: Mapping[int, Sequence[_Part]],
-        units: Mapping[SpanContext, UnitSpan],
+        parts: Mapping[int, Sequence[_TracePart]],
+        units: Sequence[_UnitTrace],
     ) -> str | None:
         """Send spans; return why the collector did not take them, None if it did."""
-        spans = [_unit_span(context, unit, self._resource) for context, unit in units.items()]
+        spans = [_unit_span(*unit, self._resource) for unit in units]
         for request in requests:
             spans.extend(_request_spans(request, parts[request.id], self._resource))
         self._reasons.first = None
@@ -174,12 +179,14 @@ class _Reasons(logging.Filter):
         return False
 
 
-def _unit_span(context: SpanContext, unit: UnitSpan, resource: Resource) -> ReadableSpan:
+def _unit_span(unit: UnitSpan, context: SpanContext, resource: Resource) -> ReadableSpan:
     return ReadableSpan(
         f"unit {unit.kind}",
         context,
         resource=resource,
-        attributes=_named({"kind": unit.kind, "requests": len(unit.future_ids), "tokens": unit.tokens}),
+        attributes=_named(
+            {"kind": unit.kind, "requests": len(unit.future_ids), "estimated_tokens": unit.tokens}
+        ),
         start_time=_nanoseconds(unit.began_at),
         end_time=_nanoseconds(unit.ended_at),
         instrumentation_scope=_SCOPE,
@@ -187,7 +194,7 @@ def _unit_span(context: SpanContext, unit: UnitSpan, resource: Resource) -> Read
 
 
 def _request_spans(
-    request: FinishedRequest, parts: Sequence[_Part], resource: Resource
+    request: FinishedRequest, parts: Sequence[_TracePart], resource: Resource
 ) -> Iterator[ReadableSpan]:
     """Yield a request's span, then those below it: its wait, what ran, and the way of its answer."""
     root = _context(int(request.request_id, 16), int(request.request_id[16:], 16))
@@ -219,9 +226,10 @@ def _request_spans(
 
 
 def _slices(
-    request: FinishedRequest, parts: Sequence[_Part]
-) -> Iterator[tuple[str, float, float, _Part | None]]:
-    """Yield names and times. A unit and a publication end a little after the answer: here with it."""
+    request: FinishedRequest, parts: Sequence[_TracePart]
+) -> Iterator[tuple[str, float, float, _TracePart | None]]:
+    """Yield names and times until the answer: a unit and a publication are noted a little after it."""
+    parts = [part for part in parts if part.span.began_at < request.finished_at]
     for part in parts:
         name = "publish" if isinstance(part.span, PublishSpan) else "run"
         yield name, part.span.began_at, min(part.span.ended_at, request.finished_at), part
@@ -251,11 +259,11 @@ def _request_attributes(request: FinishedRequest) -> dict[str, str | int]:
     )
 
 
-def _part_attributes(part: _Part | None) -> dict[str, str | int]:
+def _part_attributes(part: _TracePart | None) -> dict[str, str | int]:
     match part:
-        case _Part(UnitSpan(kind=kind)):
+        case _TracePart(UnitSpan(kind=kind)):
             return _named({"unit": kind})
-        case _Part(PublishSpan(weights=weights)):
+        case _TracePart(PublishSpan(weights=weights)):
             return _named({"weights": weights})
     return {}
 

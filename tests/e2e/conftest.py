@@ -6,6 +6,7 @@ import pytest
 import tinker
 
 from tests.e2e.support.client import Client
+from tests.support.collector import Collector, collecting
 from tests.support.serve import Serve, serving
 
 
@@ -17,8 +18,16 @@ def api_key() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    with serving(tmp_path_factory.mktemp("shared") / "home") as shared:
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Serve]:
+    directory = tmp_path_factory.mktemp("shared")
+    (config := directory / "config.toml").write_text(f'otlp_endpoint = "{collector.url}"\n')
+    with serving(directory / "home", "--config", str(config)) as shared:
         yield shared
 
 

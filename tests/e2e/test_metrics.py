@@ -1,14 +1,17 @@
 """/metrics, and the gap between samplers and trainer: in numbers, in a step's metrics, and as a warning."""
 
 import re
+import time
 from pathlib import Path
 
 import httpx
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
 from tests.e2e.support.client import Client, gap_of_next_step, prompt, random_tokens, train
+from tests.support.collector import Collector, values
 
 DOCKER = Path(__file__).parents[2] / "docker"
 TOKENS = random_tokens(40, seed=5)
@@ -49,6 +52,24 @@ def test_requests_tokens_and_the_busy_fraction_are_counted(client: Client) -> No
     assert after["ready"] == 1
     assert {after["requests_pending/sample"], after["samples_in_flight"], after["samples_queued"]} == {0}
     assert after["training_backlog_tokens"] == 0
+
+
+def test_a_collector_gets_each_request_with_what_ran_for_it(client: Client, collector: Collector) -> None:
+    training = client.new_lora()
+    train(training, TOKENS)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    sampler.sample(prompt(TOKENS), 1, types.SamplingParams(max_tokens=8, stop=[])).result()
+    model = training.get_info().model_id
+    wanted = {"create_model", "forward_backward", "optim_step", "save_weights_for_sampler"}
+    found: dict[str, Span] = {}
+    deadline = time.monotonic() + 30
+    while not wanted <= found.keys():
+        assert time.monotonic() < deadline, found.keys()
+        time.sleep(0.5)
+        roots = [span for span in collector.spans if not span.parent_span_id]
+        found = {span.name: span for span in roots if values(span.attributes).get("model") == model}
+    assert {"wait", "run"} <= collector.trace(found["forward_backward"].trace_id.hex()).keys()
+    assert "publish" in collector.trace(found["save_weights_for_sampler"].trace_id.hex())
 
 
 @pytest.mark.parametrize("rank", [8, 0])

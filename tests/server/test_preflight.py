@@ -1,6 +1,8 @@
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ from tests.support.certificates import write_certificate
             r"1 trainer ranks share their GPUs with 2 sampler GPUs \(1 replicas x 2\)",
         ),
         ({"ray_address": "auto"}, "--ray-address"),
+        ({"otlp_endpoint": "localhost:4318"}, "otlp_endpoint: found 'localhost:4318', expected http://"),
         ({"device": "cuda", "trainer_dtype": "float32"}, "--trainer-dtype float32 with --device cuda"),
     ],
 )
@@ -66,6 +69,37 @@ def test_what_is_not_built_or_not_safe_is_refused_with_what_to_change(
 ) -> None:
     with pytest.raises(StartupError, match=message):
         _check(config.load(**setting))
+
+
+NO_OPENTELEMETRY = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "opentelemetry":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Blocker())
+from skyrl_tinker.cli.commands import app
+app(["serve", "--home", sys.argv[1], "--port", "0"])
+"""
+
+
+def test_a_collector_without_the_opentelemetry_packages_is_refused_with_the_extra(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    refused = subprocess.run(
+        [sys.executable, "-c", NO_OPENTELEMETRY, str(home)],
+        env=os.environ | {"SKYRL_TINKER_OTLP_ENDPOINT": "http://localhost:4318"},
+        capture_output=True,
+        text=True,
+    )
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == (
+        "skyrl-tinker: otlp_endpoint: the OpenTelemetry packages are not installed; "
+        "pip install 'skyrl-tinker[otlp]'\n"
+    )
+    assert not home.exists()
+    preflight.check_settings(config.load(otlp_endpoint="http://localhost:4318"))
 
 
 def _check(settings: Settings) -> None:

@@ -67,7 +67,7 @@ class Waiting:
     def __post_init__(self) -> None:
         self.bell = Doorbell.bind(self.settings.root, "engine")
         store, trainer, samplers = self.store, cast(Any, self.trainer), cast(Any, self.samplers)
-        metrics = Metrics()
+        metrics = self.metrics = Metrics()
         outbox = Outbox(store, self.bell, metrics)
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency or 8, metrics)
         spill = make_tmpfs_spill(Directories(self.settings))

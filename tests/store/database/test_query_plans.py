@@ -16,6 +16,7 @@ from skyrl_tinker.store import (
     usage_records,
 )
 from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.finished_requests import finished_requests
 from skyrl_tinker.store.console.pending import pending_groups
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.tables import Base
@@ -34,6 +35,7 @@ Query = Callable[[Connection], Any]
 
 QUERIES: dict[str, Query] = {
     "new requests": lambda conn: queue.queued_after(conn, 1),
+    "finished requests for traces": lambda conn: finished_requests(conn, 1, 10),
     "new results": lambda conn: outcomes.finished_after(conn, 1),
     "the end of a request": lambda conn: finish.fail(conn, 1, Failure("no", "server")),
     "outcome": lambda conn: outcomes.find(conn, RequestId("r")),
