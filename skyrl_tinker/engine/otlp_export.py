@@ -134,14 +134,13 @@ class SpanExport:
         loop = asyncio.get_running_loop()
         problem = await loop.run_in_executor(self._thread, self._send, settled, parts, units)
         self._report(problem)
-        if problem is not None and not (settled and now - settled[-1].finished_at > KEEP_S):
-            return False
-        if settled:
+        if problem is None:
+            for unit in units:
+                self._units.pop(unit.context.span_id, None)
+        if settled and (problem is None or now - settled[-1].finished_at > KEEP_S):
             self._cursor = settled[-1].result_id
-        for each in settled:
-            self._parts.pop(each.id, None)
-        for unit in units:
-            self._units.pop(unit.context.span_id, None)
+            for each in settled:
+                self._parts.pop(each.id, None)
         return problem is None and PAGE in (len(settled), len(units))
 
     def _send(
