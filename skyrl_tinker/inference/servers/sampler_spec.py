@@ -128,7 +128,6 @@ def _defaults(spec: SamplerSpec) -> Arguments:
     common: Arguments = {
         "max-num-seqs": MAX_SEQUENCES + RESERVED_SEQUENCES,
         "disable-uvicorn-access-log": True,
-        "disable-log-stats": True,
         # A dead engine core fails all requests with one exception; its traceback grows by each that logs it.
         "log-error-stack": False,
     }
