@@ -319,6 +319,10 @@ class Settings(BaseSettings):
         False,
         description="Make download URLs from X-Forwarded-Proto, -Host and -Prefix, where a proxy sets them",
     )
+    metrics_key: bool = Field(
+        False,
+        description="Have /metrics ask for an admin key, and then also count requests and tokens by owner",
+    )
     max_connections: int = Field(
         10_000, ge=1, description="Connections at once; beyond it new ones get 503 and are closed"
     )

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from skyrl_tinker import __version__
 from skyrl_tinker.api import error_responses
+from skyrl_tinker.api.api_metrics import ApiMetrics
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
 from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
@@ -16,6 +17,7 @@ from skyrl_tinker.api.middleware.disk_room import DiskRoom, DiskRoomMiddleware
 from skyrl_tinker.api.middleware.fast_routes import FastPaths
 from skyrl_tinker.api.middleware.own_hosts import OwnHostsMiddleware
 from skyrl_tinker.api.middleware.parse_gate import Gate
+from skyrl_tinker.api.middleware.request_metrics import RequestMetricsMiddleware
 from skyrl_tinker.api.middleware.request_rate import RequestRateMiddleware, RequestRates
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
 from skyrl_tinker.api.process_table import ProcessTable
@@ -58,6 +60,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
+from skyrl_tinker.api.waiting.metrics_page import MetricsPage
 from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -113,6 +116,7 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
     engine = EngineClient(directories.engine_socket)
     queues = EngineQueues(engine)
     signing = SigningSecrets(settings.root)
+    metrics = ApiMetrics()
     return Services(
         settings,
         store,
@@ -121,7 +125,9 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         FutureWaiter(store, bell),
         limits_of(settings, facts),
         engine,
-        LoopWatch(),
+        metrics,
+        MetricsPage(store, engine, metrics),
+        LoopWatch(metrics.blocked),
         Gate(LARGE_AT_ONCE),
         KeyRing(store, signing, settings.key_limits),
         Signer(signing, settings.trust_forwarded),
@@ -156,8 +162,9 @@ def make_app(settings: Settings) -> FastAPI:
     )
     app.add_middleware(DiskRoomMiddleware)
     app.add_middleware(RequestRateMiddleware)
-    app.add_middleware(AuthMiddleware)
+    app.add_middleware(AuthMiddleware, metrics_key=settings.metrics_key)
     app.add_middleware(OwnHostsMiddleware, host=settings.host, allowed=settings.allowed_hosts)
+    app.add_middleware(RequestMetricsMiddleware, routes=app.routes)
     # added last, runs first
     error_responses.install(app)
     app.mount(docs.ASSETS_URL, docs.assets())

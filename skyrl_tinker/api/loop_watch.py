@@ -1,16 +1,18 @@
-"""Longest block of this process's event loop."""
+"""Watch over blocks of this process's event loop."""
 
 import asyncio
 import time
+from collections.abc import Callable
 
 BEAT_S = 0.01
 
 
 class LoopWatch:
-    """Task that wakes every BEAT_S and records the longest delay."""
+    """Task that wakes every BEAT_S and reports how late it was: a block, less at most BEAT_S."""
 
-    def __init__(self) -> None:
-        self._longest = 0.0
+    def __init__(self, report: Callable[[float], None]) -> None:
+        """`report`: called with the seconds at each beat."""
+        self._report = report
 
     async def run(self) -> None:
         """Measure until cancelled."""
@@ -18,10 +20,5 @@ class LoopWatch:
         while True:
             await asyncio.sleep(BEAT_S)
             now = time.monotonic()
-            self._longest = max(self._longest, now - before)
+            self._report(max(0.0, now - before - BEAT_S))
             before = now
-
-    def longest_s(self) -> float:
-        """Return the longest time between two beats since the last call: the block, plus at most BEAT_S."""
-        longest, self._longest = self._longest, 0.0
-        return longest

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from skyrl_tinker.api.api_metrics import ApiMetrics
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.disk_room import DiskRoom
 from skyrl_tinker.api.middleware.parse_gate import Gate
@@ -18,6 +19,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
+from skyrl_tinker.api.waiting.metrics_page import MetricsPage
 from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId, Reach
@@ -38,6 +40,8 @@ class Services:
     waiter: FutureWaiter
     limits: Limits
     engine: EngineClient
+    metrics: ApiMetrics
+    page: MetricsPage
     watch: LoopWatch
     gate: Gate
     keys: KeyRing

@@ -6,8 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sqlalchemy.exc import OperationalError
+
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.state_size import LORA_RANKS
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
@@ -30,8 +33,10 @@ from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
+from skyrl_tinker.inference.client.replica_metrics import replica_metrics
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
+from skyrl_tinker.store import owners
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
@@ -51,6 +56,7 @@ class Environment:
     store: Store
     bell: Doorbell
     status: EngineStatus
+    metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class Parts:
 
 def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Parts:
     settings, store, directories, samplers = env.settings, env.store, env.directories, backends.samplers
-    metrics = Metrics()
+    metrics, fleet = env.metrics, backends.fleet
     outbox = Outbox(store, env.bell, metrics)
     sampler_driver = SamplerDriver(
         store,
@@ -95,7 +101,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
     )
     driver = training.driver
     abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser)
-    openai = OpenAIServer(store, samplers, backends.fleet, facts, abilities, sampler_driver, metrics)
+    openai = OpenAIServer(store, samplers, fleet, facts, abilities, sampler_driver, metrics)
     _register_gauges(metrics, backends, sampler_driver)
     return Parts(
         training.drift_monitor,
@@ -115,6 +121,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
             directories.engine_socket,
             openai,
             metrics,
+            lambda: replica_metrics(fleet.client.control.http, fleet.members),
             lambda: QueuesView(driver.view(), sampler_driver.view()),
             settings.json_body_mb * MiB,
         ),
@@ -130,9 +137,16 @@ def make_span_export(settings: Settings, store: Store, metrics: Metrics) -> "Spa
     return SpanExport(store, metrics.activity, settings.otlp_endpoint, settings.root)
 
 
-def make_samplers(settings: Settings, facts: BaseModelFacts, trainer: TrainerGroup, fleet: Fleet) -> Samplers:
+def make_metrics(settings: Settings, store: Store) -> Metrics:
+    """Build the metrics, with those by owner where reading them asks for a key."""
+    return Metrics(partial(_owner_name, store) if settings.metrics_key else None)
+
+
+def make_samplers(
+    settings: Settings, facts: BaseModelFacts, trainer: TrainerGroup, fleet: Fleet, metrics: Metrics
+) -> Samplers:
     transport = make_transport(_transport_name(settings), trainer, settings.weight_chunk_mb * MiB)
-    return Samplers(fleet, transport, facts, settings.max_cpu_loras)
+    return Samplers(fleet, transport, facts, settings.max_cpu_loras, metrics)
 
 
 def make_tmpfs_spill(directories: Directories) -> TmpfsSpill:
@@ -178,6 +192,14 @@ def sampler_spec(
         token=secrets.token_hex(32),
         vllm_args=settings.vllm_args,
     )
+
+
+def _owner_name(store: Store, owner: OwnerId | None) -> str | None:
+    try:
+        with store.read() as conn:
+            return owners.name_of(conn, owner)
+    except OperationalError:  # asked again with the next request
+        return None
 
 
 def _transport_name(settings: Settings) -> TransportName:

@@ -10,9 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from skyrl_tinker.domain.ids import FutureStatus, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput, SampleOutput
 from skyrl_tinker.engine.activity_log import ActivityLog
+from skyrl_tinker.engine.owner_metrics import OwnerMetrics, OwnerName
+from skyrl_tinker.engine.scheduling.lanes import PASSES
 from skyrl_tinker.engine.scheduling.throughput import TokenMeter
 from skyrl_tinker.store.futures.queue import QueuedRow
 
@@ -20,18 +22,35 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "skyrl_tinker"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(float(2**power) for power in range(4, 21, 2))
+_GAPS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5, 1)
+PASS = "pass"
+OPENAI = "openai"
 OutcomeLabel = Literal["ok", "user", "server", "unknown", "cancelled"]
 
 
 class Metrics:
-    """Counters, gauges and histograms. Labels are bounded: kinds and outcomes only, never models or users."""
+    """Counters, gauges and histograms. Labels are bounded: kinds, outcomes and a few owners, never models."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner_name: OwnerName | None = None) -> None:
+        """`owner_name`: for counters by owner; without it there are none."""
         self._registry = CollectorRegistry()
         self._pending: dict[int, QueuedRow] = {}  # by future id
+        self._begun: set[int] = set()  # of these
         self._requests = self._counter("requests", "Requests answered", "kind", "outcome")
         self._latency = self._histogram(
             "request_seconds", "From a request's acceptance to its answer", _SECONDS, "kind"
+        )
+        self._waits = self._histogram(
+            "queue_wait_seconds",
+            "From a request's acceptance to the start of its work; of kind openai: to its turn",
+            _SECONDS,
+            "kind",
+        )
+        self._unit_seconds = self._histogram(
+            "unit_seconds",
+            "Time of a unit of the trainer's work: a pass, the optim_steps of one or several models, a save",
+            _SECONDS,
+            "kind",
         )
         self._unit_rows = self._histogram(
             "unit_requests", "Requests in one training pass", (1, 2, 4, 8, 16, 32, 64)
@@ -42,15 +61,25 @@ class Metrics:
         self._publish = self._histogram(
             "publish_seconds", "From a captured save to its answer; one sync each", _SECONDS, "weights"
         )
+        self._sync = self._histogram(
+            "weight_sync_seconds", "Time of one sync of full parameters to the samplers", _SECONDS
+        )
+        self._pause = self._histogram(
+            "weight_sync_pause_seconds", "Part of a sync in which the samplers' requests are paused", _SECONDS
+        )
         self._gap = self._gauge(
             "sampler_logprob_gap", "Largest |sampler - trainer| logprob on the probe of the last sync"
         )
         self._largest_gap = 0.0
         self._gap_max = self._gauge("sampler_logprob_gap_max", "The largest since the engine started")
+        self._gaps = self._histogram(
+            "sampler_logprob_gap_nats", "The same gap, of all syncs whose gap is a number", _GAPS
+        )
         self.trainer = Occupancy(
             self._counter("trainer_busy_seconds", "Time in which the workers worked"),
             self._counter("trainer_waiting_seconds", "Time in which there was work and the workers did not"),
         )
+        self._owners = OwnerMetrics(self._registry, owner_name)
         self.trained_meter, self.sampled_meter = TokenMeter(), TokenMeter()
         self.activity = ActivityLog()
         self._registry.register(_Pending(self._pending))
@@ -71,23 +100,41 @@ class Metrics:
             if row.status is FutureStatus.PENDING:
                 self._pending[row.id] = row
             else:
-                self.counted(row.kind, "user")  # refused by the API
+                self.counted(row.kind, "user", row.owner_id)  # refused by the API
 
     def answered(self, future_id: int, outcome: OutcomeLabel) -> None:
         row = self._pending.pop(future_id, None)
+        self._begun.discard(future_id)
         if row is not None:
-            self.counted(row.kind, outcome)
+            self.counted(row.kind, outcome, row.owner_id)
             self._latency.labels(row.kind).observe(max(0.0, time.time() - row.created_at))
 
     def pending(self) -> Iterator[QueuedRow]:
         """Iterate over the requests without a result, the oldest first."""
         return iter(self._pending.values())
 
-    def counted(self, kind: str, outcome: OutcomeLabel) -> None:
+    def counted(self, kind: str, outcome: OutcomeLabel, owner: OwnerId | None) -> None:
         """Count one request, also of those that do not go through the journal."""
         self._requests.labels(kind, outcome).inc()
+        self._owners.answered(owner, kind)
 
     # Work
+
+    def began(self, rows: Iterable[QueuedRow], at: float) -> None:
+        """Note the start of work at a time (UTC seconds). Work that is repeated began the first time."""
+        for row in rows:
+            if row.id in self._pending and row.id not in self._begun:
+                self._begun.add(row.id)
+                self.waited(row.kind, at - row.created_at)
+
+    def waited(self, kind: str, seconds: float) -> None:
+        self._waits.labels(kind).observe(max(0.0, seconds))
+
+    def unit(self, rows: Sequence[QueuedRow], began_at: float, worked_s: float) -> None:
+        """Note a unit that has just ended, on which the trainer worked for `worked_s`."""
+        kind = PASS if rows[0].kind in PASSES else rows[0].kind
+        self._unit_seconds.labels(kind).observe(worked_s)
+        self.activity.unit(rows, began_at)
 
     def passed(self, rows: Sequence[QueuedRow], outputs: Sequence[PassOutput | Failure]) -> None:
         """Count one pass of the trainer."""
@@ -99,13 +146,20 @@ class Metrics:
         self.trained_meter.add(sum(sizes))
         for row, size in zip(rows, sizes, strict=True):
             self._trained.labels(row.kind).inc(size)
+            self._owners.trained(row.owner_id, size)
 
-    def sampled(self, output: SampleOutput) -> None:
-        self.sampled_tokens(sum(len(sequence.tokens) for sequence in output.sequences))
+    def sampled(self, output: SampleOutput, owner: OwnerId | None) -> None:
+        self.sampled_tokens(sum(len(sequence.tokens) for sequence in output.sequences), owner)
 
-    def sampled_tokens(self, count: int) -> None:
+    def sampled_tokens(self, count: int, owner: OwnerId | None) -> None:
         self._sampled.inc(count)
         self.sampled_meter.add(count)
+        self._owners.sampled(owner, count)
+
+    def synced(self, seconds: float, paused_s: float) -> None:
+        """Count one sync of full parameters."""
+        self._sync.observe(seconds)
+        self._pause.observe(paused_s)
 
     def published(self, weights: Literal["lora", "full"], future_id: int, seconds: float) -> None:
         """Count weights that have come to the samplers; `future_id`: of the save."""
@@ -114,6 +168,8 @@ class Metrics:
 
     def compared(self, gap: float) -> None:
         self._gap.set(gap)
+        if not math.isnan(gap):  # or the sum would never be a number again
+            self._gaps.observe(gap)
         if math.isnan(gap) or gap > self._largest_gap:
             self._largest_gap = gap
             self._gap_max.set(gap)

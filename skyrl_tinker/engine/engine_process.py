@@ -95,7 +95,7 @@ def _run(settings: Settings, directories: Directories) -> str | None:
 
 
 async def _main(settings: Settings, directories: Directories, ray: "RayCluster") -> str | None:
-    from skyrl_tinker.engine.compose import Environment
+    from skyrl_tinker.engine.compose import Environment, make_metrics
     from skyrl_tinker.engine.engine import Engine
     from skyrl_tinker.engine.status import EngineStatus
 
@@ -106,7 +106,8 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     bell = Doorbell.bind(directories.home, "engine")
     try:
         status = EngineStatus(store, bell)
-        return await Engine(Environment(settings, directories, ray, store, bell, status)).run(stop)
+        metrics = make_metrics(settings, store)
+        return await Engine(Environment(settings, directories, ray, store, bell, status, metrics)).run(stop)
     finally:
         bell.close()
         await store.close()

@@ -1,7 +1,7 @@
 """HTTP server on a private socket, for what the API cannot get through the journal: streams and metrics."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
@@ -21,11 +21,13 @@ class EngineHttpServer:
         socket: Path,
         openai: OpenAIServer,
         metrics: Metrics,
+        replica_metrics: Callable[[], Awaitable[bytes]],
         queues: Callable[[], QueuesView],
         body_bytes: int,
     ) -> None:
         self._socket = socket
         self._metrics = metrics
+        self._replica_metrics = replica_metrics
         self._queues = queues
         app = web.Application(client_max_size=body_bytes)
         reports = [
@@ -50,7 +52,8 @@ class EngineHttpServer:
         self._socket.unlink(missing_ok=True)
 
     async def _metrics_text(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        text = await self._replica_metrics() + self._metrics.text()
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _queues_json(self, _: web.Request) -> web.Response:
         return web.Response(body=self._queues().to_bytes(), content_type="application/json")

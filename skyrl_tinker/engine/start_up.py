@@ -71,7 +71,7 @@ class StartUp:
             servers = launch_servers(settings, spec, self._shutdowns)
             tasks.create_task(self._await_ready("sampler", servers.ready()))
         fleet = await assemble(settings, servers, placement, directories.log_dir, self._shutdowns)
-        samplers = make_samplers(settings, facts, trainer, fleet)
+        samplers = make_samplers(settings, facts, trainer, fleet, self._env.metrics)
         if settings.external_urls:
             await fleet.adopt(samplers.equip)
         if (probed := probe.result()) is not None:

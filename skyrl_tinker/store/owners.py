@@ -14,6 +14,11 @@ OWNER_NAME: ColumnElement[str] = func.coalesce(ApiKey.name, LOCAL_OWNER)
 """Name of the owner, in a query that outer-joins ApiKey to Session.owner_id."""
 
 
+def name_of(conn: Connection, owner: OwnerId | None) -> str:
+    """Return the name of the owner's key, also of one that has ended."""
+    return conn.scalar(select(ApiKey.name).where(ApiKey.id == owner)) or LOCAL_OWNER
+
+
 def owned_by(owner: OwnerId | None) -> ColumnElement[bool]:
     """Return SQL: the joined session is this owner's."""
     return Session.owner_id.is_not_distinct_from(owner)

@@ -26,7 +26,9 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Serve]:
     directory = tmp_path_factory.mktemp("shared")
-    (config := directory / "config.toml").write_text(f'otlp_endpoint = "{collector.url}"\n')
+    (config := directory / "config.toml").write_text(
+        f'otlp_endpoint = "{collector.url}"\n[vllm_args]\ndisable-log-stats = false\n'
+    )
     with serving(directory / "home", "--config", str(config)) as shared:
         yield shared
 

@@ -10,6 +10,8 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl_tinker import config
+from skyrl_tinker.directories import Directories
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
 from tests.support.processes import vllm_servers
 from tests.support.serve import Serve, serving
@@ -33,16 +35,18 @@ def colocated(running: Serve) -> Iterator[Client]:
         yield Client(running.url, service)
 
 
-def turns(client: Client) -> dict[str, float]:
-    """How often each state was left, and after how many seconds in all."""
-    text = httpx.get(f"{client.url}/metrics", timeout=10).text
+def turns(server: Serve) -> dict[str, float]:
+    """How often each state was left, and after how many seconds in all: what the engine says at once."""
+    socket = Directories(config.load(home=server.home)).engine_socket
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://engine") as engine:
+        text = engine.get("/metrics", timeout=10).text
     lines = (line.split() for line in text.splitlines() if line.startswith("skyrl_tinker_turn"))
     return {name.removeprefix("skyrl_tinker_"): float(value) for name, value in lines}
 
 
-def samplers_awake(client: Client) -> bool:
+def samplers_awake(server: Serve) -> bool:
     """No turn of the trainer has begun that has not ended."""
-    counts = turns(client)
+    counts = turns(server)
     return counts["turns_to_training"] == counts["turns_to_sampling"]
 
 
@@ -51,9 +55,9 @@ def generate(sampler: tinker.SamplingClient, tokens: int, seed: int = 5):  # typ
     return sampler.sample(prompt(TOKENS[:10]), 1, params, include_prompt_logprobs=True)
 
 
-def test_two_tenants_train_sample_and_wait_for_their_saves(colocated: Client) -> None:
+def test_two_tenants_train_sample_and_wait_for_their_saves(running: Serve, colocated: Client) -> None:
     tenants = [colocated.new_lora(seed=1), colocated.new_lora(seed=2, rank=4)]
-    before = turns(colocated)
+    before = turns(running)
     for _ in range(2):
         samplers = [tenant.save_weights_and_get_sampling_client().result() for tenant in tenants]
         for tenant, sampler in zip(tenants, samplers, strict=True):
@@ -61,7 +65,7 @@ def test_two_tenants_train_sample_and_wait_for_their_saves(colocated: Client) ->
             scored = sampler.compute_logprobs(prompt(TOKENS)).result()
             np.testing.assert_allclose(scored[1:], logprobs_of(tenant, TOKENS), atol=1e-3)
             train(tenant, [*TOKENS[:10], *rollout.tokens])
-    after = turns(colocated)
+    after = turns(running)
     for state in ("training", "sampling", "to_training", "to_sampling"):
         assert after[f"turns_{state}"] - before[f"turns_{state}"] > 1
 
@@ -74,14 +78,16 @@ def test_full_parameters_take_their_turns_too(colocated: Client) -> None:
     np.testing.assert_allclose(scored[1:], logprobs_of(full, TOKENS), atol=1e-3)
 
 
-def test_long_generations_span_turns_and_come_out_the_same(colocated: Client, client: Client) -> None:
+def test_long_generations_span_turns_and_come_out_the_same(
+    running: Serve, colocated: Client, client: Client
+) -> None:
     """The same tokens with the same logprobs as where nothing ever stands still."""
     training = colocated.new_lora()
-    before = turns(colocated)
+    before = turns(running)
     pending = [generate(colocated.base_sampler(), LONG, seed) for seed in range(8)]
     while not all(each.future().done() for each in pending):
         training.forward_backward([datum(TOKENS)], "cross_entropy").result()
-    assert turns(colocated)["turns_sampling"] - before["turns_sampling"] > 1
+    assert turns(running)["turns_sampling"] - before["turns_sampling"] > 1
     undisturbed = [generate(client.base_sampler(), LONG, seed) for seed in range(8)]
     for one, other in zip(pending, undisturbed, strict=True):
         found, expected = one.result(), other.result()
@@ -90,7 +96,7 @@ def test_long_generations_span_turns_and_come_out_the_same(colocated: Client, cl
         np.testing.assert_allclose(found.sequences[0].logprobs, expected.sequences[0].logprobs, atol=1e-4)
 
 
-def test_a_flood_of_samples_and_training_share_the_time(colocated: Client) -> None:
+def test_a_flood_of_samples_and_training_share_the_time(running: Serve, colocated: Client) -> None:
     training, sampler = colocated.new_lora(), colocated.base_sampler()
     over = threading.Event()
     sampled: list[int] = []
@@ -102,13 +108,13 @@ def test_a_flood_of_samples_and_training_share_the_time(colocated: Client) -> No
 
     thread = threading.Thread(target=flood)
     thread.start()
-    began, steps, before = time.monotonic(), 0, turns(colocated)
+    began, steps, before = time.monotonic(), 0, turns(running)
     while time.monotonic() - began < 4:
         train(training, TOKENS)
         steps += 1
     over.set()
     thread.join()
-    after = turns(colocated)
+    after = turns(running)
     assert steps >= 3
     assert len(sampled) >= 16
     assert after["turns_training"] - before["turns_training"] > 1
@@ -120,7 +126,7 @@ def test_a_sampler_that_dies_asleep_is_replaced_and_its_requests_come_back(
     training, sampler = colocated.new_lora(), colocated.base_sampler()
     pending = generate(sampler, LONG)
     heavy = training.forward_backward([datum(random_tokens(500, seed=i)) for i in range(60)], "cross_entropy")
-    while samplers_awake(colocated):
+    while samplers_awake(running):
         time.sleep(0.02)
     vllm_servers(running.process.pid)[0].kill()
     heavy.result()

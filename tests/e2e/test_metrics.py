@@ -2,15 +2,15 @@
 
 import re
 import time
+from collections import defaultdict
 from pathlib import Path
 
-import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
-from tests.e2e.support.client import Client, gap_of_next_step, prompt, random_tokens, train
+from tests.e2e.support.client import Client, gap_of_next_step, metrics_of, prompt, random_tokens, train
 from tests.support.collector import Collector, values
 
 DOCKER = Path(__file__).parents[2] / "docker"
@@ -19,7 +19,7 @@ TOKENS = random_tokens(40, seed=5)
 
 def scraped(url: str) -> dict[str, float]:
     """Samples without labels by name; labelled ones as name/value/value."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    families = text_string_to_metric_families(metrics_of(url))
     return {
         "/".join((sample.name.removeprefix("skyrl_tinker_"), *sample.labels.values())): sample.value
         for family in families
@@ -45,6 +45,11 @@ def test_requests_tokens_and_the_busy_fraction_are_counted(client: Client) -> No
     assert grown("sampled_tokens_total") >= 16
     assert grown("publish_seconds_count/lora") == 1
     assert grown("unit_tokens_count") == 1
+    assert grown("queue_wait_seconds_count/sample") == 1
+    assert grown("unit_seconds_count/pass") == grown("unit_seconds_count/optim_step") == 1
+    assert 0 < grown("unit_seconds_sum/pass") < grown("request_seconds_sum/forward_backward")
+    assert grown("http_request_seconds_count/POST//api/v1/forward_backward/2xx") == 1
+    assert grown("http_request_seconds_count/POST//api/v1/optim_step/2xx") == 1
     assert grown("trainer_busy_seconds_total") > 0
     assert grown("trainer_waiting_seconds_total") > 0
     assert after["replicas"] == 1
@@ -79,11 +84,43 @@ def test_each_sync_tells_the_gap_in_the_next_step(client: Client, rank: int) -> 
     training.save_weights_for_sampler("compared").result()
     gap = gap_of_next_step(training, TOKENS)
     assert 0 <= gap < 1e-3
-    assert scraped(client.url)["sampler_logprob_gap_max"] >= gap
+    after = scraped(client.url)
+    assert after["sampler_logprob_gap_max"] >= gap
+    assert after["sampler_logprob_gap_nats_count"] >= 1
+    if not rank:
+        assert after["weight_sync_seconds_sum"] > after["weight_sync_pause_seconds_sum"] > 0
+
+
+def by_replica(url: str, name: str) -> dict[str, float]:
+    """Sums of one of vLLM's metrics."""
+    sums: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(metrics_of(url)):
+        for sample in family.samples:
+            if sample.name == f"vllm:{name}":
+                sums[sample.labels["replica"]] += sample.value
+    return dict(sums)
+
+
+def test_vllm_s_own_metrics_come_with_the_number_of_their_replica(client: Client) -> None:
+    before = by_replica(client.url, "generation_tokens_total")
+    sampler = client.base_sampler()
+    sampler.sample(prompt(TOKENS), 1, types.SamplingParams(max_tokens=8, stop=[])).result()
+    after = by_replica(client.url, "generation_tokens_total")
+    assert before.keys() == after.keys() == {"0"}
+    assert after["0"] - before["0"] >= 8
+    assert by_replica(client.url, "e2e_request_latency_seconds_count")["0"] >= 1
+
+
+def test_each_metric_is_told_once(client: Client) -> None:
+    told = re.findall(r"# TYPE (\S+)", metrics_of(client.url))
+    assert len(told) == len(set(told))
+    assert not [name for name in told if name.startswith("vllm:") and name.endswith("_created")]
 
 
 def test_alerts_and_the_dashboard_of_grafana_ask_for_metrics_that_are_there(client: Client) -> None:
     asking = [DOCKER / "prometheus" / "alerts.yml", DOCKER / "grafana" / "dashboard.json"]
-    asked = {name for path in asking for name in re.findall(r"\bskyrl_tinker_\w+", path.read_text())}
-    told = set(re.findall(r"# TYPE (\w+)", httpx.get(f"{client.url}/metrics").text))
-    assert {name.removesuffix("_bucket") for name in asked} <= told
+    asked = {
+        name for path in asking for name in re.findall(r"\b(?:skyrl_tinker_|vllm:)\w+", path.read_text())
+    }
+    told = set(re.findall(r"# TYPE (\S+)", metrics_of(client.url)))
+    assert {re.sub("_(bucket|count|sum)$", "", name) for name in asked} <= told

@@ -15,7 +15,7 @@ from tinker import types
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER
-from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
+from tests.e2e.support.client import Client, logprobs_of, metrics_of, prompt, random_tokens, train
 from tests.support.serve import Serve, wait_until
 
 PROMPT = random_tokens(12, seed=21)
@@ -44,7 +44,7 @@ def trained(request: pytest.FixtureRequest, client: Client) -> tuple[str, np.nda
 
 
 def counted(client: Client, kind: str, outcome: str) -> float:
-    text = httpx.get(f"{client.url}/metrics").text
+    text = metrics_of(client.url)
     name = f'skyrl_tinker_requests_total{{kind="{kind}",outcome="{outcome}"}} '
     return next((float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name)), 0.0)
 

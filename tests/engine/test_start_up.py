@@ -12,6 +12,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.compose import Environment
+from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
@@ -28,7 +29,8 @@ def start_up(store: Store, bell: Doorbell, home: Path) -> tuple[StartUp, Directo
     (home / "model").mkdir(parents=True)
     (home / "model" / "config.json").write_text("{}")
     facts = BaseModelFacts(str(home / "model"), *[getattr(FACTS, name) for name in FACTS.__slots__[1:]])
-    env = Environment(settings, directories, cast(Any, None), store, bell, EngineStatus(store, bell))
+    status = EngineStatus(store, bell)
+    env = Environment(settings, directories, cast(Any, None), store, bell, status, Metrics())
     return StartUp(env, facts, []), directories
 
 

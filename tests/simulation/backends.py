@@ -250,7 +250,13 @@ class QueuesOnly:
     """The engine's HTTP server, without HTTP: the API reads the queues."""
 
     def __init__(
-        self, socket: Path, openai: object, metrics: object, queues: Callable[[], QueuesView], size: int
+        self,
+        socket: Path,
+        openai: object,
+        metrics: object,
+        replica_metrics: object,
+        queues: Callable[[], QueuesView],
+        size: int,
     ) -> None:
         self._queues = queues
 

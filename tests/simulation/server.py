@@ -19,6 +19,7 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.compose import Backends, Environment, compose, make_samplers
 from skyrl_tinker.engine.engine import Engine
+from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
@@ -167,12 +168,12 @@ class Server:
         self.ranks, self.replicas = Ranks(), Replicas()
         trainer = cast(TrainerGroup, self.ranks)
         status = EngineStatus(store, bell)
-        env = Environment(self._settings, self._directories, cast(Any, None), store, bell, status)
+        env = Environment(self._settings, self._directories, cast(Any, None), store, bell, status, Metrics())
         for directory in (self._directories.ephemeral_dir, self._directories.checkpoint_root):
             directory.mkdir(exist_ok=True)
         await StartUp(env, self._facts, []).tidy_up()
         fleet = Fleet(self.replicas, RemoteInferenceClient(self.replicas.url, (self.replicas.url,)))
-        samplers = make_samplers(self._settings, self._facts, trainer, fleet)
+        samplers = make_samplers(self._settings, self._facts, trainer, fleet, env.metrics)
         backends = Backends(trainer, fleet, samplers, SEPARATE)
         await Engine(env)._serve(compose(env, self._facts, backends), backends)
 

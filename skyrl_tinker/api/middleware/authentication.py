@@ -11,12 +11,13 @@ from skyrl_tinker.errors import UnauthenticatedError
 from skyrl_tinker.protocol.schemas.openai import error_body
 from skyrl_tinker.redaction import redact
 
+METRICS = "/metrics"
 OPEN = frozenset(
     {
         "/",
         "/healthz",
         "/readyz",
-        "/metrics",
+        METRICS,
         "/docs",
         "/api/v1/healthz",
         "/api/v1/openapi.json",
@@ -36,11 +37,13 @@ class AuthMiddleware:
     Open paths are read only: no stranger's body is received.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, metrics_key: bool = False) -> None:
+        """`metrics_key`: METRICS is not open."""
         self._app = app
+        self._open = OPEN - {METRICS} if metrics_key else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_open(scope["path"]):
+        if scope["type"] == "http" and self._is_open(scope["path"]):
             if scope["method"] not in _READING:
                 await _not_allowed(scope)(scope, receive, send)
                 return
@@ -54,9 +57,8 @@ class AuthMiddleware:
             scope["caller"], scope["owner"] = caller, caller.owner
         await self._app(scope, receive, send)
 
-
-def _is_open(path: str) -> bool:
-    return path in OPEN or path.startswith(OPEN_BELOW)
+    def _is_open(self, path: str) -> bool:
+        return path in self._open or path.startswith(OPEN_BELOW)
 
 
 def _not_allowed(scope: Scope) -> JSONResponse:

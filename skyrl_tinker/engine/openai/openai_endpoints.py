@@ -113,18 +113,19 @@ class OpenAIServer:
         return await self._respond(http, ChatCompletionRequest, "chat_completion")
 
     async def _respond(self, http: web.Request, model: type[OpenAIRequest], kind: str) -> web.StreamResponse:
+        owner = _owner(http)
         try:
             data = await http.read()
             request = await off_loop(len(data), lambda: parse_openai(model, orjson.loads(data)))
-            call = await self._prepare(request, len(data), _owner(http))
+            call = await self._prepare(request, len(data), owner)
             response = await (self._stream(http, call) if call.request.stream else self._complete(call))
         except SkyrlTinkerError as error:
-            self._metrics.counted(kind, error.category)
+            self._metrics.counted(kind, error.category, owner)
             return web.json_response(error_body(error), status=error.status)
         except (asyncio.CancelledError, ConnectionResetError):  # the client is gone
-            self._metrics.counted(kind, "cancelled")
+            self._metrics.counted(kind, "cancelled", owner)
             raise
-        self._metrics.counted(kind, "ok")
+        self._metrics.counted(kind, "ok", owner)
         return response
 
     # From the client's request to vLLM's
@@ -248,7 +249,7 @@ class OpenAIServer:
         """Count the tokens of an answer, as those of asample are; no client waits for it, or loses by it."""
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         used = Usage(usage["prompt_tokens"], cached, usage.get("completion_tokens") or 0)
-        self._metrics.sampled_tokens(used.output_tokens)
+        self._metrics.sampled_tokens(used.output_tokens, call.owner)
         name = self._facts.name
         add = partial(usage_records.add_openai, owner=call.owner, base_model=name, usage=used)
         task = asyncio.create_task(persistently(lambda: self._store.write(add)))

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -79,6 +79,11 @@ class Fleet:
     def size(self) -> int:
         """Number of replicas that serve now."""
         return len(self._members)
+
+    @property
+    def members(self) -> Mapping[int, str]:
+        """URLs of the replicas that serve now, by number."""
+        return self._members
 
     @property
     def cores(self) -> int:

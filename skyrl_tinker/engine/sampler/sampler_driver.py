@@ -21,7 +21,7 @@ from skyrl_tinker.domain.ids import (
     sequence_ids,
 )
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
-from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.engine_metrics import OPENAI, Metrics
 from skyrl_tinker.engine.outbox import (
     FutureOutcome,
     FutureResult,
@@ -117,8 +117,10 @@ class SamplerDriver:
         guest = _Guest(next(self._guests), owner, openai_session(owner), tokens, sequences, come)
         self._queued.add([guest])
         self._changed.set()
+        began = time.monotonic()
         try:
             await come
+            self._metrics.waited(OPENAI, time.monotonic() - began)
             yield
         finally:
             if come.cancelled():
@@ -208,6 +210,7 @@ class SamplerDriver:
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         began_at = time.time()
+        self._metrics.began([row], began_at)
         outcome = await self._outcome(row, body)
         self._metrics.activity.sample(row.id, began_at)
         await self._outbox.send([(row.id, outcome)])
@@ -218,7 +221,7 @@ class SamplerDriver:
             source = self._source(row.sampling_session_id)
             request = self._read(body)
             output = await self._samplers.sample(source, request)
-            self._metrics.sampled(output)
+            self._metrics.sampled(output, row.owner_id)
             records = _records(row, request, output) if request.record_stability_info else ()
             sampled = sum(len(sequence.tokens) for sequence in output.sequences)
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
+from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
 from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.engine.sampler.fleet import Fleet
@@ -30,12 +31,17 @@ _log = logging.getLogger(__name__)
 
 class Samplers:
     def __init__(
-        self, fleet: Fleet, transport: WeightTransport, facts: BaseModelFacts, adapters: int
+        self,
+        fleet: Fleet,
+        transport: WeightTransport,
+        facts: BaseModelFacts,
+        adapters: int,
+        metrics: Metrics | None = None,
     ) -> None:
         """`adapters`: how many are loaded at once."""
         self._fleet = fleet
         self._facts = facts
-        self._swaps = WeightSwaps(fleet, transport, facts)
+        self._swaps = WeightSwaps(fleet, transport, facts, metrics)
         self._full_weights = FullWeights(self._swaps)
         self._adapters = AdapterCache(fleet, adapters)
         self.affinity = Affinity(lambda: self.replicas)

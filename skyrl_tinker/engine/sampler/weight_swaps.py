@@ -9,6 +9,7 @@ from pathlib import Path
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
+from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.version_files import has_files, require_files
 from skyrl_tinker.errors import SamplerError, TrainerError
@@ -23,8 +24,15 @@ _log = logging.getLogger(__name__)
 class WeightSwaps:
     """Swaps of the weights that the fleet serves. A version None stands for the base weights."""
 
-    def __init__(self, fleet: Fleet, transport: WeightTransport, facts: BaseModelFacts) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        transport: WeightTransport,
+        facts: BaseModelFacts,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._fleet = fleet
+        self._metrics = metrics
         self._transport = transport
         self._base = Path(facts.directory), BASE_MODEL
         self._lent: dict[VersionId, CapturedWeights] = {}
@@ -88,6 +96,8 @@ class WeightSwaps:
             source, name = self._source(version)
             synced = await sync_weights(client.control, self._transport, source, name)
         origin = "files" if isinstance(source, Path) else "the ranks"
+        if self._metrics is not None:
+            self._metrics.synced(synced.seconds, synced.paused_s)
         figures = synced.size / 1e6, synced.seconds, 1000 * synced.paused_s
         _log.info("%s came from %s: %.0f MB in %.2f s, paused for %.0f ms", name, origin, *figures)
         return synced

@@ -180,9 +180,10 @@ class TrainerDriver:
             while True:
                 unit = await self._next_unit(report)
                 self._worked_s, began_at = 0.0, time.time()
+                self._metrics.began(unit.rows, began_at)
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
-                self._metrics.activity.unit(unit.rows, began_at)
+                self._metrics.unit(unit.rows, began_at, self._worked_s)
                 own_s = self._execution.take_own_seconds()
                 self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
                 self._trainer.note_work()

@@ -64,6 +64,17 @@ class JsonHttp:
                 await asyncio.sleep(delay)
         raise AssertionError("the last try returns or raises")
 
+    async def text(self, url: str) -> str:
+        """GET a text, in one try. SamplerError when the connection fails, HttpStatusError from status 400."""
+        try:
+            async with self._pool().get(url) as response:
+                content = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise SamplerError(f"GET {url} failed: {error!r}") from error
+        if response.status >= 400:
+            raise HttpStatusError(response.status, _message(content))
+        return content.decode(errors="replace")
+
     @asynccontextmanager
     async def stream(
         self, url: str, *, json: Mapping[str, Any], headers: Mapping[str, str] | None = None

@@ -40,6 +40,8 @@ OURS = frozenset(
     }
 )
 """Arguments on which skyrl-tinker relies."""
+ONE_WAY = frozenset({"disable-log-stats"})
+"""Switches that are off by default, and for which vLLM has no opposite."""
 _NAME = re.compile(r"[a-z][a-z0-9-]*(\.[\w.-]+)?")
 
 
@@ -56,8 +58,9 @@ def check(given: Arguments) -> None:
 
 def merged(ours: Arguments, given: Arguments) -> dict[str, Any]:
     """Return ours, replaced by those given; a switch of ours that is given as false is left out."""
+    one_way = {*ONE_WAY, *(name for name, value in ours.items() if value is True)}
     both = {**ours, **given}
-    return {name: value for name, value in both.items() if not (ours.get(name) is True and value is False)}
+    return {name: value for name, value in both.items() if not (name in one_way and value is False)}
 
 
 def as_flags(arguments: Arguments) -> list[str]:

@@ -1,14 +1,13 @@
-"""The OpenAI routes and /metrics, with the test in the engine's place: a server on its private socket."""
+"""The OpenAI routes, with the test in the engine's place: a server on its private socket."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 from aiohttp import web
 
-from skyrl_tinker.directories import Directories
+from tests.api.support.engine_socket import engine
 from tests.api.support.world import BASE, World
 
 COMPLETION = {"model": BASE, "prompt": "a"}
@@ -20,19 +19,6 @@ async def http(world: World) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(world.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://api") as made:
         yield made
-
-
-@asynccontextmanager
-async def engine(world: World, *routes: web.RouteDef) -> AsyncIterator[None]:
-    socket = Directories(world.settings).engine_socket
-    socket.parent.mkdir(parents=True, exist_ok=True)
-    app = web.Application()
-    app.add_routes(routes)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
-    await runner.setup()
-    await web.UnixSite(runner, str(socket)).start()
-    yield
-    await runner.cleanup()
 
 
 async def test_models_need_no_engine(http: httpx.AsyncClient) -> None:
@@ -125,18 +111,3 @@ async def test_an_answer_that_nobody_waits_for_is_given_up(world: World) -> None
     async with engine(world, web.post("/oai/api/v1/completions", handler)):
         await world.app(scope, receive, send)
         await asyncio.wait_for(left.wait(), 10)
-
-
-async def test_metrics_say_whether_the_engine_is_up(world: World, http: httpx.AsyncClient) -> None:
-    await world.set_engine("restarting")
-    assert {"skyrl_tinker_engine_up 0", "skyrl_tinker_ready 0"} <= set(
-        (await http.get("/metrics")).text.splitlines()
-    )
-
-    async def handler(_: web.Request) -> web.Response:
-        return web.Response(text="something 1\n")
-
-    await world.set_engine("ready")
-    async with engine(world, web.get("/metrics", handler)):
-        lines = (await http.get("/metrics")).text.splitlines()
-    assert {"skyrl_tinker_engine_up 1", "skyrl_tinker_ready 1", "something 1"} <= set(lines)

@@ -52,6 +52,10 @@ class SlowSamplers(Samplers):
         return output
 
 
+async def _no_replicas() -> bytes:
+    return b""
+
+
 @dataclass
 class Waiting:
     """`api`: the first of the API processes. `looks`: how often an API asked the engine what waits."""
@@ -89,7 +93,7 @@ class Waiting:
             store, samplers, cast(Any, None), FACTS, ChatAbilities(frozenset()), self.sampler, metrics
         )
         self.gateway = EngineHttpServer(
-            Directories(self.settings).engine_socket, openai, metrics, self._view, MiB
+            Directories(self.settings).engine_socket, openai, metrics, _no_replicas, self._view, MiB
         )
 
     @property

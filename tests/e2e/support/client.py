@@ -38,6 +38,12 @@ class Client:
         )
 
 
+def metrics_of(url: str) -> str:
+    """The metrics as they are now, not as another scraper got them within the last second."""
+    time.sleep(1.0)
+    return httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
+
+
 def datum(tokens: Sequence[int], **inputs: Sequence[float] | Array) -> types.Datum:
     """Tokens t[0..N]: the model reads t[:-1] and predicts t[1:]; other inputs default to weights of 1."""
     targets = np.asarray(tokens[1:], dtype=np.int64)

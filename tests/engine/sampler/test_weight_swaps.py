@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, WeightVersion
+from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
@@ -157,7 +158,8 @@ async def test_a_version_comes_from_the_ranks_while_they_lend_it_and_from_its_fi
 ) -> None:
     transport, captured = Taking(facts), Lent()
     client = SimpleNamespace(proxy_url="", server_urls=(URL,), control=Calls())
-    swaps = WeightSwaps(Fleet(cast(Any, None), cast(Any, client)), transport, facts)
+    metrics = Metrics()
+    swaps = WeightSwaps(Fleet(cast(Any, None), cast(Any, client)), transport, facts, metrics)
     version = WeightVersion(VersionId(1), "full", str(tmp_path / "v1"))
     assert not swaps.has(version)
     swaps.lend(version, captured)
@@ -173,5 +175,8 @@ async def test_a_version_comes_from_the_ranks_while_they_lend_it_and_from_its_fi
         await swaps.swap(version)
     weights(tmp_path, 1)
     await swaps.swap(version)
+    counted = metrics.text().decode().splitlines()
+    assert "skyrl_tinker_weight_sync_seconds_count 2.0" in counted
+    assert "skyrl_tinker_weight_sync_pause_seconds_count 2.0" in counted
     await swaps.end_loan(version)
     assert transport.sources == [captured, tmp_path / "v1"]

@@ -57,7 +57,8 @@ def test_arguments_are_switches_lists_or_json() -> None:
     arguments = {
         "enable-expert-parallel": True,
         "enable-prefix-caching": False,
-        "disable-log-stats": False,  # a switch of ours, for which vLLM has no opposite
+        "disable-log-stats": False,  # vLLM has no opposite of it
+        "disable-uvicorn-access-log": False,  # a switch of ours
         "kv-offloading-size": 1.5,
         "kv-cache-dtype-skip-layers": ["0", "1"],
         "compilation-config": {"mode": 3},
@@ -65,7 +66,7 @@ def test_arguments_are_switches_lists_or_json() -> None:
     given = flags(replace(ON_GPU, vllm_args=arguments), 1)
     assert "--enable-expert-parallel" in given
     assert "--no-enable-prefix-caching" in given
-    assert not any("log-stats" in flag for flag in given)
+    assert not any("log-stats" in flag or "access-log" in flag for flag in given)
     assert value_of(given, "--kv-offloading-size") == "1.5"
     assert value_of(given, "--compilation-config") == '{"mode": 3}'
     skipped = given.index("--kv-cache-dtype-skip-layers")
@@ -75,8 +76,8 @@ def test_arguments_are_switches_lists_or_json() -> None:
 
 def test_what_every_server_needs_cannot_be_given() -> None:
     """However vLLM lets it be written."""
-    defaults = {"max-num-seqs", "disable-uvicorn-access-log", "disable-log-stats", "no-log-error-stack"}
-    defaults |= {"enforce-eager", "kv-cache-memory-bytes"}
+    defaults = {"max-num-seqs", "disable-uvicorn-access-log", "no-log-error-stack"}
+    defaults |= {"enforce-eager", "kv-cache-memory-bytes", "disable-log-stats"}
     shared = replace(ON_GPU, shared_gpus=(Gpu("node", "0"),), token="t", reasoning_parser="qwen3")
     for spec in (SPEC, shared):
         ours = {flag.removeprefix("--") for flag in flags(spec, 1) if flag.startswith("--")} - defaults

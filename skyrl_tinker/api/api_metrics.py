@@ -1,0 +1,54 @@
+"""Metrics of one API process for Prometheus, built with its services."""
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_BLOCK_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
+_Labels = tuple[str, str, str]
+
+
+class ApiMetrics:
+    """Reading changes none of them, so that any number of scrapers see the same."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Histogram(
+            "skyrl_tinker_http_request_seconds",
+            "From a request's head to the end of its answer, by route and class of the status. Of long polls "
+            "(retrieve_future, retrieve_futures) it is the wait for a result",
+            ("method", "route", "status"),
+            buckets=_REQUEST_S,
+            registry=self._registry,
+        )
+        self._by_labels: dict[_Labels, Histogram] = {}  # `labels` itself checks, formats and locks
+        self._blocks = Histogram(
+            "skyrl_tinker_api_loop_block_seconds",
+            "Lateness of a task that sleeps for 10 ms each time: how long the API's event loop was "
+            "blocked, underestimated by at most 10 ms",
+            buckets=_BLOCK_S,
+            registry=self._registry,
+        )
+        self._engine_up = self._gauge("engine_up", "Whether the engine answers")
+        self._ready = self._gauge("ready", "Whether the engine processes requests")
+
+    def requested(self, method: str, route: str, status: str, seconds: float) -> None:
+        """Count a request. Labels must come from closed sets."""
+        labels = method, route, status
+        histogram = self._by_labels.get(labels)
+        if histogram is None:
+            histogram = self._by_labels[labels] = self._requests.labels(*labels)
+        histogram.observe(seconds)
+
+    def blocked(self, seconds: float) -> None:
+        """Count a wake-up of the event loop that was so late."""
+        self._blocks.observe(seconds)
+
+    def text(self, *, engine_up: bool, ready: bool) -> bytes:
+        """Return the exposition format; its content type is CONTENT_TYPE."""
+        self._engine_up.set(engine_up)
+        self._ready.set(ready)
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(f"skyrl_tinker_{name}", help_text, registry=self._registry)

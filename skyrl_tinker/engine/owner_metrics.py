@@ -1,0 +1,60 @@
+"""Requests and tokens by owner, for a few owners by name."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter
+
+from skyrl_tinker.domain.ids import OwnerId
+
+MOST = 20
+OTHERS = "(other)"
+"""Label of owners beyond the first MOST; no key has such a name."""
+OwnerName = Callable[[OwnerId | None], str | None]
+"""Function that returns the name of an owner, None while the store cannot say."""
+
+
+class OwnerMetrics:
+    """Counters with the names of keys as labels, of the first MOST owners since the engine started.
+
+    Each owner costs a series per kind of request, and Prometheus keeps those of keys that are long gone.
+    """
+
+    def __init__(self, registry: CollectorRegistry, name: OwnerName | None) -> None:
+        """Count nothing without `name`: names and activities of owners are not for everybody."""
+        self._name = name
+        self._labels: dict[OwnerId | None, str] = {}
+        self._requests = Counter(
+            "skyrl_tinker_owner_requests",
+            "Requests answered, by the key's name (setting metrics_key)",
+            ("owner", "kind"),
+            registry=registry,
+        )
+        self._trained = Counter(
+            "skyrl_tinker_owner_trained_tokens",
+            "Tokens through the trainer, by the key's name (setting metrics_key)",
+            ("owner",),
+            registry=registry,
+        )
+        self._sampled = Counter(
+            "skyrl_tinker_owner_sampled_tokens",
+            "Tokens generated, by the key's name (setting metrics_key)",
+            ("owner",),
+            registry=registry,
+        )
+
+    def answered(self, owner: OwnerId | None, kind: str) -> None:
+        if self._name is not None:
+            self._requests.labels(self._label(owner, self._name), kind).inc()
+
+    def trained(self, owner: OwnerId | None, tokens: int) -> None:
+        if self._name is not None:
+            self._trained.labels(self._label(owner, self._name)).inc(tokens)
+
+    def sampled(self, owner: OwnerId | None, tokens: int) -> None:
+        if self._name is not None:
+            self._sampled.labels(self._label(owner, self._name)).inc(tokens)
+
+    def _label(self, owner: OwnerId | None, name: OwnerName) -> str:
+        if owner not in self._labels and len(self._labels) < MOST and (found := name(owner)) is not None:
+            self._labels[owner] = found
+        return self._labels.get(owner, OTHERS)

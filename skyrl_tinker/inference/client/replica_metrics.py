@@ -1,0 +1,70 @@
+"""vLLM's own metrics, of all replicas as one text."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
+
+WITHIN_S = 1.0
+REPLICA = "replica"
+_PREFIX = "vllm:"
+"""Beginning of vLLM's own names; others are of its process and of its web server."""
+_UNBOUNDED = frozenset({"vllm:lora_requests_info"})
+"""Metrics with the names of adapters as labels, which are new with each version."""
+
+
+async def replica_metrics(http: JsonHttp, urls: Mapping[int, str]) -> bytes:
+    """Return the exposition format. A replica that does not answer within WITHIN_S is left out."""
+    texts = await asyncio.gather(*(_read(http, url) for url in urls.values()))
+    return await asyncio.to_thread(joined, dict(zip(urls, texts, strict=True)))
+
+
+def joined(texts: Mapping[int, str]) -> bytes:
+    """Join the texts of replicas, by number, which becomes a label of each sample."""
+    families: dict[str, Metric] = {}
+    for number, text in texts.items():
+        for family in _families(text):
+            shared = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            if shared.type != family.type:  # of another version of vLLM
+                continue
+            for sample in family.samples:
+                shared.add_sample(sample.name, {**sample.labels, REPLICA: str(number)}, sample.value)
+    return generate_latest(_Families(families.values()))
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _families(text: str) -> list[Metric]:
+    """Read vLLM's families, without the times at which series began; none of a text that is malformed."""
+    try:
+        found = list(text_string_to_metric_families(text))
+    except ValueError:
+        return []
+    return [
+        family
+        for family in found
+        if family.name.startswith(_PREFIX)
+        and not family.name.endswith("_created")
+        and family.name not in _UNBOUNDED
+    ]
+
+
+async def _read(http: JsonHttp, url: str) -> str:
+    """Return the text of a replica; nothing when it does not answer."""
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            return await http.text(f"{url}/metrics")
+    except (SamplerError, HttpStatusError, TimeoutError):
+        return ""

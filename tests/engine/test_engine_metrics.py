@@ -1,0 +1,113 @@
+"""What the engine counts, read back as Prometheus reads it."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestId, RequestKind
+from skyrl_tinker.domain.values import PassOutput, SampledSequence, SampleOutput
+from skyrl_tinker.engine.compose import make_metrics
+from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.owner_metrics import MOST, OTHERS
+from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.store import Store
+from tests.engine.support.rows import queued
+
+MODEL = ModelKey(1)
+FOUR = SampleOutput((SampledSequence((1, 2, 3, 4), (0.0,) * 4, "length"),))
+
+
+def read(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """Samples by their labels' values."""
+    families = text_string_to_metric_families(metrics.text().decode())
+    found = (each for family in families for each in family.samples)
+    return {tuple(each.labels.values()): each.value for each in found if each.name == f"skyrl_tinker_{name}"}
+
+
+def test_a_request_waits_until_its_work_first_begins() -> None:
+    metrics = Metrics()
+    row = queued(1, MODEL, 1)
+    metrics.arrived([row])
+    metrics.began([row], at=row.created_at + 3)
+    metrics.began([row], at=row.created_at + 9)  # once more, as after an exhausted pass
+    metrics.answered(row.id, "ok")
+    metrics.began([row], at=row.created_at + 20)  # a replay
+    assert read(metrics, "queue_wait_seconds_sum") == {("forward_backward",): 3}
+    assert read(metrics, "queue_wait_seconds_count") == {("forward_backward",): 1}
+
+
+def test_units_are_timed_by_what_they_do() -> None:
+    metrics = Metrics()
+    forward = queued(1, MODEL, 1, RequestKind.FORWARD)
+    metrics.unit([forward, queued(2, MODEL, 2)], time.time(), 0.5)
+    metrics.unit([queued(3, MODEL, 3, RequestKind.OPTIM_STEP)], time.time(), 0.25)
+    assert read(metrics, "unit_seconds_sum") == {("pass",): 0.5, ("optim_step",): 0.25}
+    assert len(metrics.activity.since(0).units) == 2
+
+
+def test_gaps_have_a_history_that_not_a_number_does_not_end() -> None:
+    metrics = Metrics()
+    for gap in (0.5, float("nan"), 0.125):
+        metrics.compared(gap)
+    assert read(metrics, "sampler_logprob_gap_nats_sum") == {(): 0.625}
+    assert read(metrics, "sampler_logprob_gap_nats_count") == {(): 2}
+
+
+def worked_for(metrics: Metrics, owner: OwnerId | None) -> None:
+    row = queued(1, MODEL, 1, owner=owner)
+    metrics.arrived([row])
+    metrics.passed([row], [PassOutput(RequestId("1"), (np.zeros(7, np.float32),), {})])
+    metrics.answered(row.id, "ok")
+    metrics.sampled(FOUR, owner)
+    metrics.counted("completion", "ok", owner)
+
+
+async def test_owners_are_counted_by_name_where_a_key_guards_the_metrics(store: Store) -> None:
+    await store.write(lambda conn: api_keys.create(conn, "alice"))
+    metrics = make_metrics(Settings(metrics_key=True), store)
+    worked_for(metrics, OwnerId(1))
+    worked_for(metrics, None)
+    assert read(metrics, "owner_trained_tokens_total") == {("alice",): 7, ("local",): 7}
+    assert read(metrics, "owner_sampled_tokens_total") == {("alice",): 4, ("local",): 4}
+    assert read(metrics, "owner_requests_total") == {
+        (kind, owner): 1 for owner in ("alice", "local") for kind in ("forward_backward", "completion")
+    }
+
+
+async def test_owners_are_nobody_s_business_where_the_metrics_are_open(store: Store) -> None:
+    await store.write(lambda conn: api_keys.create(conn, "alice"))
+    metrics = make_metrics(Settings(), store)
+    worked_for(metrics, OwnerId(1))
+    assert b"alice" not in metrics.text()
+    assert read(metrics, "owner_requests_total") == {}
+    assert read(metrics, "sampled_tokens_total") == {(): 4}
+
+
+def test_only_so_many_owners_get_a_label() -> None:
+    metrics = Metrics(lambda owner: f"key{owner}")
+    for owner in range(MOST + 5):
+        worked_for(metrics, OwnerId(owner))
+    counted = read(metrics, "owner_sampled_tokens_total")
+    assert len(counted) == MOST + 1
+    assert counted[OTHERS,] == 5 * 4
+
+
+def test_an_owner_without_a_name_yet_gets_it_later() -> None:
+    names: list[str | None] = ["alice", None]
+    metrics = Metrics(lambda _: names.pop())
+    for _ in range(3):
+        metrics.sampled(FOUR, OwnerId(1))
+    assert read(metrics, "owner_sampled_tokens_total") == {(OTHERS,): 4, ("alice",): 8}
+
+
+@pytest.mark.parametrize("early", [0.0, 5.0])
+def test_clocks_that_differ_make_no_negative_waits(early: float) -> None:
+    metrics = Metrics()
+    row = replace(queued(1, MODEL, 1), created_at=10.0)
+    metrics.arrived([row])
+    metrics.began([row], at=10.0 - early)
+    assert read(metrics, "queue_wait_seconds_sum") == {("forward_backward",): 0}
