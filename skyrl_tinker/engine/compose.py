@@ -16,7 +16,6 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.deadlines import Deadlines
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import chat_abilities
@@ -30,6 +29,7 @@ from skyrl_tinker.engine.sampler.sampler_driver import CONCURRENCY, SamplerDrive
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
@@ -43,7 +43,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport
 
 if TYPE_CHECKING:
-    from skyrl_tinker.engine.otlp_export import SpanExport
+    from skyrl_tinker.engine.telemetry.otlp_export import SpanExport
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
 def make_span_export(settings: Settings, store: Store, metrics: Metrics) -> "SpanExport | None":
     if settings.otlp_endpoint is None:
         return None
-    from skyrl_tinker.engine.otlp_export import SpanExport  # needs the extra otlp
+    from skyrl_tinker.engine.telemetry.otlp_export import SpanExport  # needs the extra otlp
 
     return SpanExport(store, metrics.activity, settings.otlp_endpoint, settings.root)
 

@@ -7,10 +7,10 @@ from itertools import takewhile
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.scheduling.lanes import LaneStatus
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.futures.queue import QueuedRow
 

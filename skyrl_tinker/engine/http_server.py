@@ -6,8 +6,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from skyrl_tinker.engine.engine_metrics import CONTENT_TYPE, Metrics
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.telemetry.engine_metrics import CONTENT_TYPE, Metrics
 from skyrl_tinker.protocol.queue_views import QueuesView
 
 SHUTDOWN_S = 1.0

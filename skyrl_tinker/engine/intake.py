@@ -7,8 +7,8 @@ from dataclasses import replace
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.doorbell import Doorbell

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.values import Failure, Usage
-from skyrl_tinker.engine.engine_metrics import Metrics
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError
 from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op, T

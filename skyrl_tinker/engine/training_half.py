@@ -9,7 +9,6 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import allowed_gap
@@ -22,6 +21,7 @@ from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle

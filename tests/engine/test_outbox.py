@@ -8,8 +8,8 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox, json_answer
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import finish as future_finish
 from skyrl_tinker.store.futures import queue

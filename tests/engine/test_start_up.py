@@ -12,10 +12,10 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.compose import Environment
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store

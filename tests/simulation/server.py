@@ -19,10 +19,10 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.compose import Backends, Environment, compose, make_samplers
 from skyrl_tinker.engine.engine import Engine
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.doorbell import Doorbell, Role

@@ -14,7 +14,6 @@ from aiohttp import web
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
 from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
@@ -28,6 +27,7 @@ from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.off_loop import off_loop

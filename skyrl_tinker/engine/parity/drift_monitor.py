@@ -9,7 +9,6 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, Float32, WeightVersion
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.parity.probe import (
     largest_difference,
@@ -18,6 +17,7 @@ from skyrl_tinker.engine.parity.probe import (
     trainer_logprobs,
 )
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store

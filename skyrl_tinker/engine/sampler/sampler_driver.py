@@ -21,7 +21,6 @@ from skyrl_tinker.domain.ids import (
     sequence_ids,
 )
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
-from skyrl_tinker.engine.engine_metrics import OPENAI, Metrics
 from skyrl_tinker.engine.outbox import (
     FutureOutcome,
     FutureResult,
@@ -36,6 +35,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
+from skyrl_tinker.engine.telemetry.engine_metrics import OPENAI, Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError
 from skyrl_tinker.inference.constants import MAX_SEQUENCES
 from skyrl_tinker.off_loop import OFF_LOOP_BYTES

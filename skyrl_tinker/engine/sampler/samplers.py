@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
 from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.engine.sampler.fleet import Fleet
@@ -21,6 +20,7 @@ from skyrl_tinker.engine.sampler.lease import Leases
 from skyrl_tinker.engine.sampler.sample_call import SampleCall
 from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.queue_views import SamplingView

@@ -22,12 +22,12 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import CheckpointKind, ModelKey
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure, WeightVersion
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently, when_there_is_room
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread

@@ -11,12 +11,12 @@ from typing import Any
 
 from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import RETRY_S, FutureOutcome, read_persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers, Write
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.engine import activity_log
-from skyrl_tinker.engine.activity_log import ActivityLog
+from skyrl_tinker.engine.telemetry import activity_log
+from skyrl_tinker.engine.telemetry.activity_log import ActivityLog
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import World, sample, step

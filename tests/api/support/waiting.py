@@ -14,7 +14,6 @@ from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.deadlines import Deadlines
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
@@ -22,6 +21,7 @@ from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.protocol.queue_views import QueuesView, ReplicaView, SamplingView
 from skyrl_tinker.store.doorbell import Doorbell

@@ -18,9 +18,9 @@ from skyrl_tinker.domain.values import (
     VersionSpan,
     WeightVersion,
 )
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError, StateLostError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store

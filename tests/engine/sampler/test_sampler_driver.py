@@ -9,11 +9,11 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, SampleRequest, SamplingParams
 from skyrl_tinker.engine import intake
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions

@@ -9,9 +9,9 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec, WeightVersion
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import StateLostError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody

@@ -25,7 +25,6 @@ from skyrl_tinker.domain.values import (
     WeightVersion,
 )
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
 from skyrl_tinker.engine.sampler.inflight_targets import (
@@ -35,6 +34,7 @@ from skyrl_tinker.engine.sampler.inflight_targets import (
     newest,
 )
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SamplerError, StorageError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody

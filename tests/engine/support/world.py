@@ -27,12 +27,12 @@ from skyrl_tinker.domain.values import (
     StepOutput,
 )
 from skyrl_tinker.engine.compose import make_tmpfs_spill
-from skyrl_tinker.engine.engine_metrics import Metrics
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.store.doorbell import Doorbell

@@ -28,8 +28,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from skyrl_tinker import __version__
-from skyrl_tinker.engine.activity_log import ActivityLog, AnySpan
 from skyrl_tinker.engine.outbox import read_persistently
+from skyrl_tinker.engine.telemetry.activity_log import ActivityLog, AnySpan
 from skyrl_tinker.protocol.activity import PublishSpan, UnitSpan
 from skyrl_tinker.store.console.finished_requests import FinishedRequest, finished_requests
 from skyrl_tinker.store.futures.outcomes import last_result_id

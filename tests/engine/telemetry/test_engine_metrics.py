@@ -11,8 +11,8 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestId, RequestKind
 from skyrl_tinker.domain.values import PassOutput, SampledSequence, SampleOutput
 from skyrl_tinker.engine.compose import make_metrics
-from skyrl_tinker.engine.engine_metrics import Metrics
-from skyrl_tinker.engine.owner_metrics import MOST, OTHERS
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.engine.telemetry.owner_metrics import MOST, OTHERS
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import Store
 from tests.engine.support.rows import queued

@@ -12,8 +12,8 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from skyrl_tinker import __version__
-from skyrl_tinker.engine import otlp_export
-from skyrl_tinker.engine.otlp_export import SpanExport
+from skyrl_tinker.engine.telemetry import otlp_export
+from skyrl_tinker.engine.telemetry.otlp_export import SpanExport
 from skyrl_tinker.store.database.migrate import migrate
 from tests.api.support.passes import old_json
 from tests.api.support.users import new_user, speak_as
