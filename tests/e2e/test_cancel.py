@@ -98,7 +98,7 @@ def test_the_promise_of_a_cancelled_sample_says_so(client: Client, server: Serve
     failure = client.post("retrieve_future", promise).json()
     assert failure["category"] == "user"
     assert "cancelled" in failure["error"]
-    assert in_flight(client) == 0
+    wait_until(lambda: in_flight(client) == 0)
     Vllm(server).drain()
 
 
