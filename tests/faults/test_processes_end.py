@@ -46,7 +46,7 @@ def test_a_new_server_ends_what_a_killed_one_left_and_sigterm_ends_it_quietly(
     assert first.left() == []
     second.stop()
     output, said = second.process.communicate()
-    assert output == ""
+    assert not output.strip()  # the announcement has been read, perhaps without its last line break
     first_line, *phases = said.splitlines()
     assert re.fullmatch(r"skyrl-tinker: ended \d+ processes left by a killed server", first_line)
     assert phases
