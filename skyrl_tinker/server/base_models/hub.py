@@ -16,8 +16,7 @@ def fetch_description(name: str) -> Path:
 
     Raises StartupError when the hub has no such model or gives none of it.
     """
-    found = _fetch(name, allow_patterns=[*_DESCRIPTION], tqdm_class=_silent_bar(lambda _: None))
-    return Path(found).resolve()
+    return Path(_fetch(name, allow_patterns=[*_DESCRIPTION])).resolve()
 
 
 def fetch_weights(
@@ -31,33 +30,35 @@ def fetch_weights(
     size = _size_to_fetch(name, wanted)
     if size != 0:
         report(0, size or 0)
-        _fetch(name, **wanted, tqdm_class=_silent_bar(lambda done: report(done, max(done, size or 0))))
+        _fetch(name, lambda done: report(done, max(done, size or 0)), **wanted)
 
 
 def _size_to_fetch(name: str, wanted: dict[str, Any]) -> int | None:
     """Return the bytes that the cache lacks, None when the hub cannot be asked."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError
 
     try:
-        files = snapshot_download(
-            name,
-            ignore_patterns=[*_SAME_AGAIN],
-            **wanted,
-            tqdm_class=_silent_bar(lambda _: None),
-            dry_run=True,
-        )
+        files = _fetch(name, **wanted, dry_run=True)
     except DryRunError:
         return None
     return sum(file.file_size or 0 for file in files if file.will_download)
 
 
-def _fetch(name: str, **wanted: Any) -> Any:
+def _fetch(name: str, report: Callable[[int], None] = lambda done: None, **wanted: Any) -> Any:
     from huggingface_hub import snapshot_download  # only a hub name needs it
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        DryRunError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
-        return snapshot_download(name, ignore_patterns=[*_SAME_AGAIN], **wanted)
+        return snapshot_download(
+            name, ignore_patterns=[*_SAME_AGAIN], tqdm_class=_silent_bar(report), **wanted
+        )
+    except DryRunError:
+        raise
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise StartupError(
             f"--base-model {name}: not a model directory, and the hub download failed "
