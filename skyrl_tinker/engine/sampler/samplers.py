@@ -36,7 +36,7 @@ class Samplers:
         transport: WeightTransport,
         facts: BaseModelFacts,
         adapters: int,
-        metrics: Metrics | None = None,
+        metrics: Metrics,
     ) -> None:
         """`adapters`: how many are loaded at once."""
         self._fleet = fleet

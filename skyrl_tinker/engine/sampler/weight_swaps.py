@@ -29,7 +29,7 @@ class WeightSwaps:
         fleet: Fleet,
         transport: WeightTransport,
         facts: BaseModelFacts,
-        metrics: Metrics | None = None,
+        metrics: Metrics,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
@@ -96,8 +96,7 @@ class WeightSwaps:
             source, name = self._source(version)
             synced = await sync_weights(client.control, self._transport, source, name)
         origin = "files" if isinstance(source, Path) else "the ranks"
-        if self._metrics is not None:
-            self._metrics.synced(synced.seconds, synced.paused_s)
+        self._metrics.synced(synced.seconds, synced.paused_s)
         figures = synced.size / 1e6, synced.seconds, 1000 * synced.paused_s
         _log.info("%s came from %s: %.0f MB in %.2f s, paused for %.0f ms", name, origin, *figures)
         return synced

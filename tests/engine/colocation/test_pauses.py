@@ -10,6 +10,7 @@ from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.throughput import EndRate, UnitTimes
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.engine.colocation.test_placement import Devices
 from tests.engine.sampler.test_sampler_driver import FACTS
@@ -20,7 +21,7 @@ NOTHING = cast(Any, None)
 
 def samplers_on(*urls: str, placement: Placement = SEPARATE) -> Samplers:
     client = RemoteInferenceClient(urls[0] if urls else "", urls)
-    return Samplers(Fleet(NOTHING, client, placement=placement), NOTHING, FACTS, 8)
+    return Samplers(Fleet(NOTHING, client, placement=placement), NOTHING, FACTS, 8, Metrics())
 
 
 def test_nobody_serves() -> None:

@@ -21,6 +21,7 @@ from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.launch import assemble
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.server_group import ServerGroup
@@ -160,7 +161,7 @@ async def _assert_interrupted_while_paused(fleet: Fleet, base: PreTrainedModel) 
 
 async def _assert_followed(fleet: Fleet, facts: BaseModelFacts, root: Path) -> None:
     """New full parameters reach a model's running requests, which are interrupted for them and go on."""
-    samplers = Samplers(fleet, SharedMemoryTransport(1 << 20), facts, 8)
+    samplers = Samplers(fleet, SharedMemoryTransport(1 << 20), facts, 8, Metrics())
     directories = [
         write_model(root / f"full{number}", tied=False, seed=number).directory for number in (8, 9)
     ]

@@ -12,6 +12,7 @@ from skyrl_tinker.engine.sampler import fleet as fleet_module
 from skyrl_tinker.engine.sampler.fleet import Equip, Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
@@ -221,7 +222,7 @@ async def test_whoever_is_equipped_joins_the_weight_transport_anew(
 ) -> None:
     """A server that was started again at its old address knows nothing of the group that it had joined."""
     transport = SharedMemoryTransport(1 << 20)
-    samplers = Samplers(fleet, transport, servers["tied"].facts, 8)
+    samplers = Samplers(fleet, transport, servers["tied"].facts, 8, Metrics())
     transport.members = fleet.client.server_urls
     await fleet.adopt(samplers.equip)
     assert transport.members != fleet.client.server_urls

@@ -12,6 +12,7 @@ from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVers
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.engine.sampler.test_sampler_driver import FACTS
@@ -45,7 +46,7 @@ class Replica:
 def samplers_of(replica: Replica) -> Samplers:
     client = RemoteInferenceClient("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
-    return Samplers(Fleet(cast(Any, None), client), cast(Any, None), FACTS, 8)
+    return Samplers(Fleet(cast(Any, None), client), cast(Any, None), FACTS, 8, Metrics())
 
 
 def adapter(number: int, directory: Path) -> WeightVersion:

@@ -47,7 +47,7 @@ def make_driver(store: Store, bell: Doorbell, cores: tuple[int, ...] = ()) -> tu
     urls = tuple(f"http://{index}" for index in range(len(cores)))
     fleet = Fleet(nothing, RemoteInferenceClient("", urls), cores=cores)
     metrics = Metrics()
-    samplers = Samplers(fleet, nothing, FACTS, 8)
+    samplers = Samplers(fleet, nothing, FACTS, 8, Metrics())
     return SamplerDriver(store, samplers, Outbox(store, bell, metrics), 8, metrics), metrics
 
 
