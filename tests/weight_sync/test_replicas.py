@@ -1,7 +1,6 @@
 """Weights captured on one and two real trainer ranks reach one and two real replicas; who fails is lost."""
 
 import asyncio
-import itertools
 import os
 import shutil
 import signal
@@ -161,10 +160,11 @@ async def test_weights_come_from_the_ranks_while_these_train_on_and_later_from_f
     await ranks.create_model(MODEL, LoraSpec(0, 0))
     await train(ranks)
     captured = (await ranks.capture_weights({MODEL: False}))[MODEL]
+    AfterATrainingStep.step_ended = asyncio.Event()
     training = asyncio.create_task(keep_training(ranks))
-    synced = await sync_weights(client.control, transport, captured, "v1")
+    synced = await sync_weights(sabotaged(AfterATrainingStep, *pair), transport, captured, "v1")
     training.cancel()
-    assert await training > 0, "passes that ended meanwhile"
+    await training
     await ranks.release(MODEL)
     await ranks.persist_state(captured, str(v1))
     await captured.drop()
@@ -181,15 +181,15 @@ async def test_weights_come_from_the_ranks_while_these_train_on_and_later_from_f
     await back_to_base(facts, *pair)
 
 
-async def keep_training(group: TrainerGroup) -> int:
-    """Train until cancelled; return how many passes ran."""
-    for passes in itertools.count():
+async def keep_training(group: TrainerGroup) -> None:
+    """Train until cancelled, and let the step that runs then end."""
+    while True:
         try:
-            await asyncio.shield(running := asyncio.ensure_future(train(group)))
+            await asyncio.shield(step := asyncio.ensure_future(train(group)))
         except asyncio.CancelledError:
-            await running
-            return passes
-    raise AssertionError("counted without end")
+            await step
+            return
+        AfterATrainingStep.step_ended.set()
 
 
 class Sabotaged(ControlPlane):
@@ -207,6 +207,17 @@ def sabotaged(last: type[ControlPlane], *urls: str) -> Sabotaged:
     control = Sabotaged(urls)
     control.last = last
     return control
+
+
+class AfterATrainingStep(ControlPlane):
+    """Takes no chunk of weights before another step has ended."""
+
+    step_ended: ClassVar[asyncio.Event]
+
+    async def update_weights(self, info: Messages) -> None:
+        self.step_ended.clear()
+        await self.step_ended.wait()
+        await super().update_weights(info)
 
 
 class Noted(ControlPlane):
