@@ -288,6 +288,7 @@ class SampleOutput:
     topk_prompt_logprobs: tuple[TopkRow, ...] | None = None  # [len(prompt)], () first
     target_prompt_logprobs: TargetLogprobs | None = None
     prompt_alt_tokens: AltTokens | None = None
+    replicas: tuple[str, ...] = ()  # addresses of those that answered, where they say so
 
 
 @dataclass(frozen=True, slots=True)

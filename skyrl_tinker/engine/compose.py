@@ -87,6 +87,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
     settings, store, directories, samplers = env.settings, env.store, env.directories, backends.samplers
     metrics, fleet = env.metrics, backends.fleet
     outbox = Outbox(store, env.bell, metrics)
+    backends.trainer.follow(metrics.activity.ranks)
     sampler_driver = SamplerDriver(
         store,
         samplers,

@@ -15,6 +15,9 @@ RESERVED_SEQUENCES = 64
 TOKEN = "SKYRL_TINKER_VLLM_TOKEN"
 """Environment variable with the token that our servers and their router ask for (plugin/token_guard.py)."""
 
+REPLICA = "X-Skyrl-Tinker-Replica"
+"""Header with the address of the server that answered (plugin/token_guard.py): a router chose it."""
+
 KEY_CHECK = "SKYRL_TINKER_KEY_CHECK"
 """Environment variable with the URL at which the router has the tokens of its clients checked."""
 

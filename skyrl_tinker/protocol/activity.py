@@ -7,6 +7,16 @@ from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, slots=True)
+class RankSpan:
+    """Work of one rank: a call of one of its methods."""
+
+    rank: int
+    method: str
+    began_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class UnitSpan:
     """Unit of work of the trainer; `future_ids`: of the requests that ran in it."""
 
@@ -15,15 +25,17 @@ class UnitSpan:
     ended_at: float
     tokens: int
     future_ids: tuple[int, ...]
+    ranks: tuple[RankSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """Sample, from its turn to its result."""
+    """Sample, from its turn to its result; `replicas`: addresses of those that answered."""
 
     future_id: int
     began_at: float
     ended_at: float
+    replicas: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +49,23 @@ class PublishSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class SyncSpan:
+    """Sync of full parameters to all replicas; `paused_at`: from then on samples waited for its end."""
+
+    version: str
+    began_at: float
+    paused_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Activity:
     """Spans, each kind in the order of their ends."""
 
     units: tuple[UnitSpan, ...] = ()
     samples: tuple[SampleSpan, ...] = ()
     publishes: tuple[PublishSpan, ...] = ()
+    syncs: tuple[SyncSpan, ...] = ()
 
     def to_bytes(self) -> bytes:
         return orjson.dumps(self)

@@ -34,9 +34,10 @@ Writer = Literal["checkpoints", "sampler_weights"]
 
 
 class RankReply(NamedTuple):
-    """Reply of one rank to one call, which took `seconds`."""
+    """Reply of one rank to one call, which began at `began_at` (UTC seconds) and took `seconds`."""
 
     value: Any
+    began_at: float
     seconds: float
 
 
@@ -55,9 +56,9 @@ class RankProcess:
         self._sender: Any = None
 
     def call(self, method: str, *args: Any) -> RankReply:
-        started = time.perf_counter()
+        began_at, started = time.time(), time.perf_counter()
         value = getattr(self._worker, method)(*args)
-        return RankReply(value, time.perf_counter() - started)
+        return RankReply(value, began_at, time.perf_counter() - started)
 
     def write_call(self, method: str, *args: Any) -> Any:
         return getattr(self._worker, method)(*args)

@@ -22,7 +22,7 @@ from skyrl_tinker.domain.values import (
     StepOutput,
 )
 from skyrl_tinker.errors import TrainerError
-from skyrl_tinker.training.actors import Actors
+from skyrl_tinker.training.actors import Actors, RankReply
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
 from skyrl_tinker.training.captured_state import CapturedState
@@ -34,6 +34,8 @@ __all__ = ["CapturedState", "PassResult", "PreparedPass", "TrainerGroup", "Train
 INLINE_TOKENS = 2048
 """Most tokens of a batch that Ray sends within the calls (100 KB); more is serialised once for all ranks."""
 T = TypeVar("T")
+Follower = Callable[[str, Sequence[RankReply]], None]
+"""Gets the method and the replies, by rank, of each call that all ranks have answered."""
 _log = logging.getLogger(__name__)
 
 
@@ -72,6 +74,7 @@ class TrainerGroup:
         self._require_ray = require_ray
         self._ranks = Actors(spec)
         self._restart_policy = RestartPolicy()
+        self._followers: list[Follower] = []
         self._sender: Callable[[int], Any] | None = None
         self._captures = itertools.count()
 
@@ -84,6 +87,10 @@ class TrainerGroup:
         if not ray.is_initialized():
             raise TrainerError("call ray.init() first: Ray would otherwise start a default cluster")
         return cls(spec, require_ray)
+
+    def follow(self, follower: Follower) -> None:
+        """Call `follower` after each call of the ranks from now on; it must return at once."""
+        self._followers.append(follower)
 
     async def ready(self) -> None:
         """Wait until every rank has joined the process group and loaded the base model."""
@@ -284,6 +291,8 @@ class TrainerGroup:
             self.broken = self.broken or error
             raise
         self.busy_s += replies[0].seconds
+        for follower in self._followers:
+            follower(method, replies)
         return [reply.value for reply in replies]
 
     async def _on_ranks_that_live(self, method: str, *args: Any) -> bool:

@@ -75,6 +75,9 @@ def test_a_collector_gets_each_request_with_what_ran_for_it(client: Client, coll
         found = {span.name: span for span in roots if values(span.attributes).get("model") == model}
     assert {"wait", "run"} <= collector.trace(found["forward_backward"].trace_id.hex()).keys()
     assert "publish" in collector.trace(found["save_weights_for_sampler"].trace_id.hex())
+    assert {"unit forward_backward", "rank 0 run_pass"} <= {span.name for span in collector.spans}
+    named = [values(span.attributes).get("replicas") for span in collector.spans if span.name == "run"]
+    assert any(str(each).startswith("127.0.0.1:") for each in named), "which replica answered a sample"
 
 
 @pytest.mark.parametrize("rank", [8, 0])

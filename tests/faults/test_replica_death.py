@@ -72,6 +72,17 @@ def assert_right(sampler: tinker.SamplingClient, answers: list[types.SampleRespo
         assert score.result(HEAL_S)[len(PROMPT) + 1 :] == pytest.approx(sequence.logprobs, abs=1e-3)
 
 
+def test_the_trace_names_the_replica_of_each_sample(server: Serve, client: Client) -> None:
+    sampler = client.base_sampler()
+    answers = [each.result(HEAL_S) for each in sample_many(server, sampler)]
+    events = httpx.get(f"{server.url}/api/v1/console/trace").json()["traceEvents"]
+    named = [each["args"]["replicas"] for each in events if (each["name"], each["ph"]) == ("run", "b")]
+    assert {len(replicas) for replicas in named} == {1}
+    assert len(named) == len(answers)
+    urls = {str(client_of(each).base_url) for each in vllm_servers(server.process.pid)}
+    assert {f"http://{replica}" for (replica,) in named} == urls
+
+
 def test_no_sample_is_lost_when_a_replica_is_killed_and_it_comes_back_with_all_adapters(
     server: Serve, client: Client
 ) -> None:

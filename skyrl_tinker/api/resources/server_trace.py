@@ -2,7 +2,8 @@
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 Each run and each sampler is a process with one async slice for each request, divided into what it waited,
-what ran, and the way of its answer. The trainer and the publication of weights are processes of their own.
+what ran, and the way of its answer. The trainer, with a thread for each rank, and the way of weights to the
+samplers are processes of their own.
 """
 
 from collections import Counter
@@ -14,13 +15,14 @@ import orjson
 
 from skyrl_tinker.api.resources.chrome_trace import microseconds
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.protocol.activity import Activity, PublishSpan, UnitSpan
+from skyrl_tinker.protocol.activity import Activity, PublishSpan, SampleSpan, SyncSpan, UnitSpan
 from skyrl_tinker.store.console.recent_requests import RecentRequest
 
 Event = dict[str, Any]
-Span = tuple[float, float]
 TRAINER, WEIGHTS, QUEUES, FIRST = 1, 2, 3, 4
 """Process ids; those of runs and samplers begin at FIRST."""
+UNITS, RANKS = 0, 1
+"""Thread of the trainer's units; those of its ranks begin at RANKS."""
 _FIXED = {TRAINER: "trainer", WEIGHTS: "weights to the samplers", QUEUES: "requests not finished"}
 
 
@@ -31,8 +33,10 @@ def trace_of(requests: Sequence[RecentRequest], activity: Activity) -> bytes:
     seen = {request.id for request in requests}
     events = chain(
         (_name(pid, name) for pid, name in [*_FIXED.items(), *((pid, name) for name, pid in tracks.items())]),
-        (_unit(unit, seen) for unit in activity.units),
+        _threads(activity.units),
+        chain.from_iterable(_unit(unit, seen) for unit in activity.units),
         chain.from_iterable(_publish(number, span) for number, span in enumerate(activity.publishes)),
+        chain.from_iterable(map(_sync, activity.syncs)),
         chain.from_iterable(
             _request(request, tracks[_track(request)], spans.get(request.id)) for request in requests
         ),
@@ -45,46 +49,69 @@ def _track(request: RecentRequest) -> str:
     return f"run {request.run}" if request.run else f"sampler {request.sampler or 'of none'}"
 
 
-def _spans(activity: Activity) -> dict[int, Span]:
-    """Return when requests ran, by future id."""
-    trained = {each: (unit.began_at, unit.ended_at) for unit in activity.units for each in unit.future_ids}
-    return trained | {span.future_id: (span.began_at, span.ended_at) for span in activity.samples}
+def _spans(activity: Activity) -> dict[int, UnitSpan | SampleSpan]:
+    """Return what ran requests, by future id."""
+    trained = {each: unit for unit in activity.units for each in unit.future_ids}
+    return {**trained, **{span.future_id: span for span in activity.samples}}
 
 
 def _name(pid: int, name: str) -> Event:
     return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
 
 
-def _unit(unit: UnitSpan, seen: set[int]) -> Event:
+def _threads(units: Iterable[UnitSpan]) -> Iterator[Event]:
+    ranks = sorted({each.rank for unit in units for each in unit.ranks})
+    names = {UNITS: "units", **{RANKS + rank: f"rank {rank}" for rank in ranks}}
+    for tid, name in names.items():
+        yield {"ph": "M", "pid": TRAINER, "tid": tid, "name": "thread_name", "args": {"name": name}}
+
+
+def _unit(unit: UnitSpan, seen: set[int]) -> Iterator[Event]:
     mine = [future_id for future_id in unit.future_ids if future_id in seen]
     args = {"requests": len(unit.future_ids), "tokens": unit.tokens, "yours": len(mine)}
-    ts, end = microseconds(unit.began_at), microseconds(unit.ended_at)
-    return {"ph": "X", "pid": TRAINER, "tid": 0, "name": unit.kind, "ts": ts, "dur": end - ts, "args": args}
+    yield _complete(TRAINER, UNITS, unit.kind, unit.began_at, unit.ended_at, args)
+    for each in unit.ranks:
+        yield _complete(TRAINER, RANKS + each.rank, each.method, each.began_at, each.ended_at, {})
+
+
+def _sync(span: SyncSpan) -> Iterator[Event]:
+    name = f"sync {span.version}"
+    yield _complete(WEIGHTS, 0, name, span.began_at, span.ended_at, {})
+    yield _complete(WEIGHTS, 0, "samplers pause", span.paused_at, span.ended_at, {})
+
+
+def _complete(
+    pid: int, tid: int, name: str, began_at: float, ended_at: float, args: Mapping[str, Any]
+) -> Event:
+    ts, end = microseconds(began_at), microseconds(ended_at)
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts, "dur": end - ts, "args": args}
 
 
 def _publish(number: int, span: PublishSpan) -> list[Event]:
     common = {"cat": "weights", "id": number, "pid": WEIGHTS, "tid": 0, "name": f"publish {span.weights}"}
-    return _slice(common, (span.began_at, span.ended_at), {})
+    return _slice(common, span.began_at, span.ended_at, {})
 
 
-def _request(request: RecentRequest, pid: int, span: Span | None) -> Iterator[Event]:
+def _request(request: RecentRequest, pid: int, span: UnitSpan | SampleSpan | None) -> Iterator[Event]:
     """Yield a request and its parts; one without an end is drawn to the end of the trace."""
     common = {"cat": "request", "id": request.id, "pid": pid, "tid": 0}
     args = {"request_id": request.request_id, "seq_id": request.seq_id, "status": request.status}
     whole = {**common, "name": request.kind}
     yield {**whole, "ph": "b", "ts": microseconds(request.created_at), "args": args}
     if span is not None:
-        began_at, ended_at = span
-        yield from _slice({**common, "name": "wait"}, (request.created_at, began_at), {})
-        yield from _slice({**common, "name": "run"}, span, {})
-        if request.finished_at is not None and request.finished_at > ended_at:
-            yield from _slice({**common, "name": "answer"}, (ended_at, request.finished_at), {})
+        ran = {"replicas": span.replicas} if isinstance(span, SampleSpan) else {}
+        yield from _slice({**common, "name": "wait"}, request.created_at, span.began_at, {})
+        yield from _slice({**common, "name": "run"}, span.began_at, span.ended_at, ran)
+        if request.finished_at is not None and request.finished_at > span.ended_at:
+            yield from _slice({**common, "name": "answer"}, span.ended_at, request.finished_at, {})
     if request.finished_at is not None:
         yield {**whole, "ph": "e", "ts": microseconds(request.finished_at)}
 
 
-def _slice(common: Mapping[str, Any], span: Span, args: Mapping[str, Any]) -> list[Event]:
-    begin, end = map(microseconds, span)
+def _slice(
+    common: Mapping[str, Any], began_at: float, ended_at: float, args: Mapping[str, Any]
+) -> list[Event]:
+    begin, end = microseconds(began_at), microseconds(ended_at)
     return [
         {**common, "ph": "b", "ts": begin, "args": args},
         {**common, "ph": "e", "ts": max(begin, end)},

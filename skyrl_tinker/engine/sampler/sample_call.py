@@ -1,7 +1,7 @@
 """One sample as the vLLM requests that it takes: split, sent under leases, resumed after aborts, joined."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
@@ -26,9 +26,14 @@ class SampleCall:
     eos: tuple[int, ...]
     context: int
     tag: str | None = None
+    replicas: set[str] = field(default_factory=set)
+    """Those that answered, so far."""
 
     async def execute(self, request: SampleRequest) -> SampleOutput:
         """Sample, at most MAX_SEQUENCES at once. Errors are those of DataPlane.sample and of the lease."""
+        return replace(await self._execute(request), replicas=tuple(sorted(self.replicas)))
+
+    async def _execute(self, request: SampleRequest) -> SampleOutput:
         parts = split(request, context=self.context, most=self.data.most_sequences)
         if len(parts) == 1:
             return join(request, [await self._complete(parts[0])])
@@ -66,6 +71,8 @@ class SampleCall:
                 response = await self.data.sample(
                     model, request, self.session_key, self.eos, self.context, self.tag
                 )
+            if response.replica is not None:
+                self.replicas.add(response.replica)
             if response.scored:
                 return response
             await asyncio.sleep(ABORT_PAUSE_S)

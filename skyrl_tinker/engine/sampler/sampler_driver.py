@@ -211,16 +211,19 @@ class SamplerDriver:
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         began_at = time.time()
         self._metrics.began([row], began_at)
-        outcome = await self._outcome(row, body)
-        self._metrics.activity.sample(row.id, began_at)
+        replicas: list[str] = []
+        outcome = await self._outcome(row, body, replicas)
+        self._metrics.activity.sample(row.id, began_at, replicas)
         await self._outbox.send([(row.id, outcome)])
 
-    async def _outcome(self, row: QueuedRow, body: bytes) -> FutureOutcome:
+    async def _outcome(self, row: QueuedRow, body: bytes, replicas: list[str]) -> FutureOutcome:
+        """Sample; `replicas` becomes the addresses of those that answered."""
         try:
             assert row.sampling_session_id is not None
             source = self._source(row.sampling_session_id)
             request = self._read(body)
             output = await self._samplers.sample(source, request)
+            replicas.extend(output.replicas)
             self._metrics.sampled(output, row.owner_id)
             records = _records(row, request, output) if request.record_stability_info else ()
             sampled = sum(len(sequence.tokens) for sequence in output.sequences)

@@ -95,8 +95,8 @@ class WeightSwaps:
         async with self._syncing:
             source, name = self._source(version)
             synced = await sync_weights(client.control, self._transport, source, name)
+        self._metrics.synced(name, synced.seconds, synced.paused_s)
         origin = "files" if isinstance(source, Path) else "the ranks"
-        self._metrics.synced(synced.seconds, synced.paused_s)
         figures = synced.size / 1e6, synced.seconds, 1000 * synced.paused_s
         _log.info("%s came from %s: %.0f MB in %.2f s, paused for %.0f ms", name, origin, *figures)
         return synced

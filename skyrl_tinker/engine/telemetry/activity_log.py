@@ -2,20 +2,24 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from skyrl_tinker.engine.scheduling.lanes import PASSES, cost
-from skyrl_tinker.protocol.activity import Activity, PublishSpan, SampleSpan, UnitSpan
+from skyrl_tinker.protocol.activity import Activity, PublishSpan, RankSpan, SampleSpan, SyncSpan, UnitSpan
 from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.training.actors import RankReply
 
 SPANS = 10_000
 """Spans of each kind that are kept."""
 UNIT_ROWS = 256
 """Most requests that a unit names."""
+UNIT_CALLS = 64
+"""Most calls of a rank that a unit shows: where it was repeated often, the last."""
 
-AnySpan = UnitSpan | SampleSpan | PublishSpan
-S = TypeVar("S", UnitSpan, SampleSpan, PublishSpan)
+AnySpan = UnitSpan | SampleSpan | PublishSpan | SyncSpan
+S = TypeVar("S", UnitSpan, SampleSpan, PublishSpan, SyncSpan)
 
 
 class ActivityLog:
@@ -23,26 +27,44 @@ class ActivityLog:
         self._units: deque[UnitSpan] = deque(maxlen=SPANS)
         self._samples: deque[SampleSpan] = deque(maxlen=SPANS)
         self._publishes: deque[PublishSpan] = deque(maxlen=SPANS)
+        self._syncs: deque[SyncSpan] = deque(maxlen=SPANS)
+        self._calls: deque[tuple[RankSpan, ...]] = deque(maxlen=UNIT_CALLS)
         self._followers: list[Callable[[AnySpan], None]] = []
 
     def follow(self, follower: Callable[[AnySpan], None]) -> None:
         """Call `follower` with each span from now on; it must return at once."""
         self._followers.append(follower)
 
+    def ranks(self, method: str, replies: Sequence[RankReply]) -> None:
+        """Note a call of all ranks, as a part of the unit that ends next."""
+        self._calls.append(
+            tuple(
+                RankSpan(rank, method, reply.began_at, reply.began_at + reply.seconds)
+                for rank, reply in enumerate(replies)
+            )
+        )
+
     def unit(self, rows: Sequence[QueuedRow], began_at: float) -> None:
         """Note a unit that has just ended."""
+        calls = tuple(chain.from_iterable(self._calls))
+        self._calls.clear()
         tokens = sum(cost(row) for row in rows if row.kind in PASSES)
         ids = tuple(row.id for row in rows[:UNIT_ROWS])
-        self._note(self._units, UnitSpan(rows[0].kind, began_at, time.time(), tokens, ids))
+        self._note(self._units, UnitSpan(rows[0].kind, began_at, time.time(), tokens, ids, calls))
 
-    def sample(self, future_id: int, began_at: float) -> None:
+    def sample(self, future_id: int, began_at: float, replicas: Iterable[str] = ()) -> None:
         """Note a sample that has just ended."""
-        self._note(self._samples, SampleSpan(future_id, began_at, time.time()))
+        self._note(self._samples, SampleSpan(future_id, began_at, time.time(), tuple(replicas)))
 
     def publish(self, weights: str, future_id: int, seconds: float) -> None:
         """Note weights that have just been published."""
         now = time.time()
         self._note(self._publishes, PublishSpan(weights, future_id, now - seconds, now))
+
+    def sync(self, version: str, seconds: float, paused_s: float) -> None:
+        """Note a sync of full parameters that has just ended."""
+        now = time.time()
+        self._note(self._syncs, SyncSpan(version, now - seconds, now - paused_s, now))
 
     def since(self, at: float) -> Activity:
         """Return what ended at `at` or later."""
@@ -50,6 +72,7 @@ class ActivityLog:
             tuple(span for span in self._units if span.ended_at >= at),
             tuple(span for span in self._samples if span.ended_at >= at),
             tuple(span for span in self._publishes if span.ended_at >= at),
+            tuple(span for span in self._syncs if span.ended_at >= at),
         )
 
     def _note(self, spans: deque[S], span: S) -> None:

@@ -156,10 +156,11 @@ class Metrics:
         self.sampled_meter.add(count)
         self._owners.sampled(owner, count)
 
-    def synced(self, seconds: float, paused_s: float) -> None:
-        """Count one sync of full parameters."""
+    def synced(self, version: str, seconds: float, paused_s: float) -> None:
+        """Count one sync of full parameters, which has just ended."""
         self._sync.observe(seconds)
         self._pause.observe(paused_s)
+        self.activity.sync(version, seconds, paused_s)
 
     def published(self, weights: Literal["lora", "full"], future_id: int, seconds: float) -> None:
         """Count weights that have come to the samplers; `future_id`: of the save."""

@@ -1,4 +1,4 @@
-"""Traces of finished requests and of the trainer's units to an OpenTelemetry collector, by OTLP over HTTP.
+"""Traces of finished requests, units and syncs to an OpenTelemetry collector, by OTLP over HTTP.
 
 Requests come from the journal, and what ran when from the activity log: the facts of the trace page. The
 trace id of a request is its request id. The journal is the queue, too: its cursor stays while no collector
@@ -30,7 +30,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from skyrl_tinker import __version__
 from skyrl_tinker.engine.outbox import read_persistently
 from skyrl_tinker.engine.telemetry.activity_log import ActivityLog, AnySpan
-from skyrl_tinker.protocol.activity import PublishSpan, UnitSpan
+from skyrl_tinker.protocol.activity import PublishSpan, SampleSpan, SyncSpan, UnitSpan
 from skyrl_tinker.store.console.finished_requests import FinishedRequest, finished_requests
 from skyrl_tinker.store.futures.outcomes import last_result_id
 from skyrl_tinker.store.store import Store
@@ -45,7 +45,7 @@ KEEP_S = 600.0
 PAGE = 256
 """Most requests, and most units, in one export."""
 MOST = 50_000
-"""Requests whose parts, and units, that wait for their export."""
+"""Requests whose parts, and units and syncs, that wait for their export."""
 _PATH = "/v1/traces"
 _SCOPE = InstrumentationScope("skyrl_tinker", __version__)
 _IDS = RandomIdGenerator()
@@ -60,8 +60,8 @@ class _TracePart(NamedTuple):
     unit: SpanContext | None = None
 
 
-class _UnitTrace(NamedTuple):
-    span: UnitSpan
+class _WorkTrace(NamedTuple):
+    span: UnitSpan | SyncSpan
     context: SpanContext
 
 
@@ -83,19 +83,19 @@ class SpanExport:
         )
         self._cursor: int | None = None  # behind the last request exported
         self._parts: dict[int, list[_TracePart]] = {}  # by future id
-        self._units: dict[int, _UnitTrace] = {}  # by span id
+        self._work: dict[int, _WorkTrace] = {}  # by span id
         self._problem: str | None = None
         activity.follow(self._note)
 
     def _note(self, span: AnySpan) -> None:
-        if isinstance(span, UnitSpan):
+        if isinstance(span, UnitSpan | SyncSpan):
             context = _context(_IDS.generate_trace_id(), _IDS.generate_span_id())
-            self._units[context.span_id] = _UnitTrace(span, context)
-            for future_id in span.future_ids:
+            self._work[context.span_id] = _WorkTrace(span, context)
+            for future_id in span.future_ids if isinstance(span, UnitSpan) else ():
                 self._parts.setdefault(future_id, []).append(_TracePart(span, context))
         else:
             self._parts.setdefault(span.future_id, []).append(_TracePart(span))
-        _bound(self._units)
+        _bound(self._work)
         _bound(self._parts)
 
     async def run(self) -> None:
@@ -123,34 +123,34 @@ class SpanExport:
             self._report(repr(error))
 
     async def _export_page(self, cursor: int, settle_s: float) -> bool:
-        """Export units and requests that finished `settle_s` ago; return whether there may be more."""
+        """Export units, syncs and requests that finished `settle_s` ago; return whether there may be more."""
         page = await self._store.fetch(partial(finished_requests, after=cursor, limit=PAGE))
         now = time.time()
         settled = list(takewhile(lambda each: not 0 <= now - each.finished_at < settle_s, page))
-        units = list(islice(self._units.values(), PAGE))
-        if not settled and not units:
+        work = list(islice(self._work.values(), PAGE))
+        if not settled and not work:
             return False
         parts = {each.id: tuple(self._parts.get(each.id, ())) for each in settled}
         loop = asyncio.get_running_loop()
-        problem = await loop.run_in_executor(self._thread, self._send, settled, parts, units)
+        problem = await loop.run_in_executor(self._thread, self._send, settled, parts, work)
         self._report(problem)
         if problem is None:
-            for unit in units:
-                self._units.pop(unit.context.span_id, None)
+            for done in work:
+                self._work.pop(done.context.span_id, None)
         if settled and (problem is None or now - settled[-1].finished_at > KEEP_S):
             self._cursor = settled[-1].result_id
             for each in settled:
                 self._parts.pop(each.id, None)
-        return problem is None and PAGE in (len(settled), len(units))
+        return problem is None and PAGE in (len(settled), len(work))
 
     def _send(
         self,
         requests: Sequence[FinishedRequest],
         parts: Mapping[int, Sequence[_TracePart]],
-        units: Sequence[_UnitTrace],
+        work: Sequence[_WorkTrace],
     ) -> str | None:
         """Send spans; return why the collector did not take them, None if it did."""
-        spans = [_unit_span(*unit, self._resource) for unit in units]
+        spans = [span for each in work for span in _work_spans(each.span, each.context, self._resource)]
         for request in requests:
             spans.extend(_request_spans(request, parts[request.id], self._resource))
         self._reasons.first = None
@@ -178,18 +178,40 @@ class _Reasons(logging.Filter):
         return False
 
 
-def _unit_span(unit: UnitSpan, context: SpanContext, resource: Resource) -> ReadableSpan:
-    return ReadableSpan(
-        f"unit {unit.kind}",
-        context,
-        resource=resource,
-        attributes=_named(
-            {"kind": unit.kind, "requests": len(unit.future_ids), "estimated_tokens": unit.tokens}
-        ),
-        start_time=_nanoseconds(unit.began_at),
-        end_time=_nanoseconds(unit.ended_at),
-        instrumentation_scope=_SCOPE,
-    )
+def _work_spans(
+    work: UnitSpan | SyncSpan, context: SpanContext, resource: Resource
+) -> Iterator[ReadableSpan]:
+    """Yield the span of a unit and the calls of its ranks; or that of a sync and its pause."""
+
+    def span(
+        name: str,
+        began_at: float,
+        ended_at: float,
+        attributes: Mapping[str, str | int | None],
+        parent: SpanContext | None = None,
+    ) -> ReadableSpan:
+        return ReadableSpan(
+            name,
+            context if parent is None else _context(parent.trace_id, parent.span_id ^ next(numbers)),
+            parent,
+            resource=resource,
+            attributes=_named(attributes),
+            start_time=_nanoseconds(began_at),
+            end_time=_nanoseconds(ended_at),
+            instrumentation_scope=_SCOPE,
+        )
+
+    numbers = count(1)
+    match work:
+        case UnitSpan(kind, began_at, ended_at, tokens, future_ids, ranks):
+            size = {"requests": len(future_ids), "estimated_tokens": tokens}
+            yield span(f"unit {kind}", began_at, ended_at, {"kind": kind, **size})
+            for rank in ranks:
+                name = f"rank {rank.rank} {rank.method}"
+                yield span(name, rank.began_at, rank.ended_at, {"rank": rank.rank}, context)
+        case SyncSpan(version, began_at, paused_at, ended_at):
+            yield span("sync", began_at, ended_at, {"version": version})
+            yield span("pause", paused_at, ended_at, {}, context)
 
 
 def _request_spans(
@@ -264,6 +286,8 @@ def _part_attributes(part: _TracePart | None) -> dict[str, str | int]:
             return _named({"unit": kind})
         case _TracePart(PublishSpan(weights=weights)):
             return _named({"weights": weights})
+        case _TracePart(SampleSpan(replicas=replicas)) if replicas:
+            return _named({"replicas": " ".join(replicas)})
     return {}
 
 

@@ -260,9 +260,10 @@ class ControlPlane:
         """Call one replica and return its answer. SamplerError that names the replica and the call."""
         try:
             async with asyncio.timeout(None if long else self.patience_s):
-                return await self.http.request(
+                answer = await self.http.request(
                     method, url + path, json=json, params=params, repeatable=repeatable
                 )
+                return answer.content
         except HttpStatusError as error:
             raise RefusedError(f"{method} {url}{path}: {error}", error) from error
         except SamplerError as error:

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.client import vllm_requests, vllm_responses
-from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
+from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatusError, JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.vllm_responses import VllmResponse
-from skyrl_tinker.inference.constants import MAX_SEQUENCES
+from skyrl_tinker.inference.constants import MAX_SEQUENCES, REPLICA
 
 MOST_LISTED = 4096
 """Tokens of a prompt's top k that are parsed on the event loop; for more, others would wait."""
@@ -56,37 +56,38 @@ class DataPlane:
             body["request_id"] = attempt.id
             # vLLM prefers the header, which a router may set.
             headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}
-            payload = await self.generate(body, headers=headers)
-        parse = partial(vllm_responses.parse, payload, request, switched=attempt.switched)
+            answer = await self._post("/inference/v1/generate", body, headers)
+        replica, switched = answer.headers.get(REPLICA), attempt.switched
+        parse = partial(vllm_responses.parse, answer.content, request, switched=switched, replica=replica)
         if request.routed_experts or request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:
             return await asyncio.to_thread(parse)
         return parse()
 
     async def generate(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Generate with token ids in and out."""
-        return await self._post("/inference/v1/generate", body, headers)
+        return (await self._post("/inference/v1/generate", body, headers)).content
 
     async def completion(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Make an OpenAI request; for `"stream": true` use `stream`."""
-        return await self._post("/v1/completions", body, headers)
+        return (await self._post("/v1/completions", body, headers)).content
 
     async def chat_completion(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Make an OpenAI request; for `"stream": true` use `stream`."""
-        return await self._post("/v1/chat/completions", body, headers)
+        return (await self._post("/v1/chat/completions", body, headers)).content
 
     async def render(self, body: Json) -> list[dict[str, Any]]:
         """Return bodies of `generate` for a completion (one per prompt) or chat completion (one)."""
         if "messages" in body:
-            return [await self._post("/v1/chat/completions/render", body)]
-        return list(await self._post("/v1/completions/render", body))
+            return [(await self._post("/v1/chat/completions/render", body)).content]
+        return list((await self._post("/v1/completions/render", body)).content)
 
     async def tokenize(self, body: Json) -> Any:
         """Turn {"model", "prompt"} or {"model", "messages"} into {"tokens", "count", "max_model_len"}."""
-        return await self._post("/tokenize", body)
+        return (await self._post("/tokenize", body)).content
 
     async def detokenize(self, body: Json) -> Any:
         """Turn {"model", "tokens"} into {"prompt"}."""
-        return await self._post("/detokenize", body)
+        return (await self._post("/detokenize", body)).content
 
     @asynccontextmanager
     async def stream(
@@ -102,7 +103,7 @@ class DataPlane:
         except HttpStatusError as error:
             raise _refusal(error) from error
 
-    async def _post(self, path: str, body: Json, headers: Headers | None = None) -> Any:
+    async def _post(self, path: str, body: Json, headers: Headers | None = None) -> HttpAnswer:
         try:
             return await self.http.request("POST", self.proxy_url + path, json=body, headers=headers)
         except HttpStatusError as error:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
@@ -22,6 +22,13 @@ class HttpStatusError(Exception):
         super().__init__(f"{status}: {message}")
         self.status = status
         self.message = message
+
+
+class HttpAnswer(NamedTuple):
+    """Answer below status 400; `content`: decoded, None when it is not JSON."""
+
+    content: Any
+    headers: Mapping[str, str]
 
 
 class JsonHttp:
@@ -45,8 +52,8 @@ class JsonHttp:
         params: Mapping[str, str] | Sequence[tuple[str, str]] | None = None,
         headers: Mapping[str, str] | None = None,
         repeatable: bool = True,
-    ) -> Any:
-        """Return the decoded answer, None when it is not JSON.
+    ) -> HttpAnswer:
+        """Return the answer.
 
         A repeatable call is tried three times when the connection fails. SamplerError when it stays so,
         HttpStatusError for any status from 400.
@@ -126,12 +133,12 @@ def _new_session(token: str) -> aiohttp.ClientSession:
     )
 
 
-async def _send(session: aiohttp.ClientSession, method: str, url: str, **options: Any) -> Any:
+async def _send(session: aiohttp.ClientSession, method: str, url: str, **options: Any) -> HttpAnswer:
     async with session.request(method, url, **options) as response:
         content = await response.read()
         if response.status >= 400:
             raise HttpStatusError(response.status, _message(content))
-        return _decode(content)
+        return HttpAnswer(_decode(content), response.headers)
 
 
 def _decode(content: bytes) -> Any:

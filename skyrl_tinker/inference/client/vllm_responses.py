@@ -104,19 +104,23 @@ class PromptScores:
 class VllmResponse:
     """One response of vLLM. `scored`: the prompt's scores are there, or none were requested.
 
-    `switched`: the request's tag was aborted, so aborted sequences go on under other weights.
+    `switched`: the request's tag was aborted, so aborted sequences go on under other weights. `replica`: the
+    address of the server that answered; None of one that others started.
     """
 
     sequences: tuple[GeneratedSequence, ...]
     cached_tokens: int
     scored: bool
     switched: bool = False
+    replica: str | None = None
     prompt_logprobs: tuple[float, ...] | None = None
     topk_prompt_logprobs: tuple[TopkRow, ...] | None = None
     scores: PromptScores | None = None
 
 
-def parse(payload: Mapping[str, Any], request: SampleRequest, *, switched: bool = False) -> VllmResponse:
+def parse(
+    payload: Mapping[str, Any], request: SampleRequest, *, switched: bool = False, replica: str | None = None
+) -> VllmResponse:
     """Parse vLLM's JSON.
 
     SamplerError when a prompt was not scored although nothing was aborted; UserError for weights that give no
@@ -134,6 +138,7 @@ def parse(payload: Mapping[str, Any], request: SampleRequest, *, switched: bool 
         details.get("cached_tokens") or 0,
         not missing,
         switched,
+        replica,
     )
     if missing and all(sequence.finish != "abort" for sequence in response.sequences):
         raise SamplerError(

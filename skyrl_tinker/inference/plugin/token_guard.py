@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from skyrl_tinker.inference.constants import TOKEN
+from skyrl_tinker.inference.constants import REPLICA, TOKEN
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -16,7 +16,7 @@ OPEN_PATH = "/health"
 class TokenGuard:
     """ASGI middleware that answers 401 to requests without the token in the environment variable TOKEN.
 
-    Other users of the machine reach loopback as well.
+    Other users of the machine reach loopback as well. Answers to others say who gave them (REPLICA).
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -24,8 +24,10 @@ class TokenGuard:
         self._expected = f"Bearer {os.environ[TOKEN]}".encode()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._admits(scope):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+        elif self._admits(scope):
+            await self._app(scope, receive, _signed(send, scope))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
         else:
@@ -35,3 +37,16 @@ class TokenGuard:
     def _admits(self, scope: MutableMapping[str, Any]) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
         return scope["path"] == OPEN_PATH or secrets.compare_digest(given, self._expected)
+
+
+def _signed(send: Send, scope: MutableMapping[str, Any]) -> Send:
+    """Return `send` with the server's address in the headers of answers."""
+    host, port = scope["server"]
+    name, address = REPLICA.lower().encode(), f"{host}:{port}".encode()
+
+    async def sign(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (name, address)]
+        await send(message)
+
+    return sign

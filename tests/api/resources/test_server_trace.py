@@ -1,13 +1,20 @@
 """The trace of a server: what each request did when, and whose requests it has."""
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import orjson
 import pytest
 
+from skyrl_tinker.api.resources.server_trace import trace_of
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.engine.telemetry import activity_log
 from skyrl_tinker.engine.telemetry.activity_log import ActivityLog
+from skyrl_tinker.protocol.activity import Activity, RankSpan, SampleSpan, SyncSpan, UnitSpan
+from skyrl_tinker.store.console.recent_requests import RecentRequest
+from skyrl_tinker.training.actors import RankReply
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import World, sample, step
@@ -64,9 +71,43 @@ def test_the_log_is_bounded_and_gives_what_ended_since(monkeypatch: pytest.Monke
     for number in range(5):
         log.sample(number, 0.0)
     log.publish("lora", 9, 1.5)
+    log.sync("v1", 2.0, 0.5)
+    log.ranks("run_pass", [RankReply(None, 1.0, 0.5), RankReply(None, 1.0, 0.25)])
     log.unit([queued(9, 1, 1, tokens=10)], 0.0)  # type: ignore[arg-type]
     told = log.since(0.0)
     assert [span.future_id for span in told.samples] == [2, 3, 4]
     assert told.publishes[0].ended_at - told.publishes[0].began_at == pytest.approx(1.5)
     assert (told.units[0].future_ids, told.units[0].tokens) == ((9,), 10)
-    assert log.since(told.units[0].ended_at + 1).units == ()
+    assert told.units[0].ranks == (RankSpan(0, "run_pass", 1.0, 1.5), RankSpan(1, "run_pass", 1.0, 1.25))
+    (sync,) = told.syncs
+    assert (sync.ended_at - sync.began_at, sync.ended_at - sync.paused_at) == pytest.approx((2.0, 0.5))
+    log.unit([queued(10, 1, 2, tokens=10)], 0.0)  # type: ignore[arg-type]
+    assert log.since(0.0).units[1].ranks == (), "calls belong to the unit in which they were made"
+    assert log.since(time.time() + 1) == Activity()
+
+
+def test_ranks_are_threads_of_the_trainer_and_samples_name_their_replicas() -> None:
+    ranks = (RankSpan(0, "run_pass", 1.0, 1.5), RankSpan(1, "run_pass", 1.0, 1.25))
+    activity = Activity(
+        (UnitSpan("forward_backward", 0.5, 2.0, 10, (7,), ranks),),
+        (SampleSpan(8, 0.5, 2.0, ("127.0.0.1:5", "127.0.0.1:6")),),
+        (),
+        (SyncSpan("v1", 3.0, 3.5, 4.0),),
+    )
+    request = RecentRequest(8, "r", RequestKind.SAMPLE, 0, FutureStatus.DONE, 0.0, 2.0, None, "s")
+    found = orjson.loads(trace_of([request], activity))["traceEvents"]
+    assert [each["args"]["name"] for each in found if each.get("name") == "thread_name"] == [
+        "units",
+        "rank 0",
+        "rank 1",
+    ]
+    complete = [(each["name"], each["tid"], each["ts"], each["dur"]) for each in found if each["ph"] == "X"]
+    assert complete == [
+        ("forward_backward", 0, 500_000, 1_500_000),
+        ("run_pass", 1, 1_000_000, 500_000),
+        ("run_pass", 2, 1_000_000, 250_000),
+        ("sync v1", 0, 3_000_000, 1_000_000),
+        ("samplers pause", 0, 3_500_000, 500_000),
+    ]
+    (run,) = [each for each in found if (each["name"], each["ph"]) == ("run", "b")]
+    assert run["args"] == {"replicas": ["127.0.0.1:5", "127.0.0.1:6"]}

@@ -15,10 +15,12 @@ from skyrl_tinker import __version__
 from skyrl_tinker.engine.telemetry import otlp_export
 from skyrl_tinker.engine.telemetry.otlp_export import SpanExport
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.training.actors import RankReply
 from tests.api.support.passes import old_json
 from tests.api.support.users import new_user, speak_as
 from tests.api.support.waiting import Waiting, holds, ready_model, submit, until, waiting
 from tests.api.support.world import PROTOBUF, sample, settings_for, step
+from tests.engine.support.rows import queued
 from tests.support.collector import Collector, collecting, values
 
 
@@ -128,6 +130,29 @@ async def test_each_request_is_a_trace_with_what_ran_for_it(busy: Waiting, colle
     assert not found[sampled]["run"].links
     assert values(found[saved]["publish"].attributes) == {"weights": "lora"}
     assert len({span.span_id for span in collector.spans}) == len(collector.spans), "each came once"
+
+
+async def test_a_unit_has_the_calls_of_its_ranks_and_a_sync_its_pause(
+    busy: Waiting, collector: Collector
+) -> None:
+    log, now = busy.metrics.activity, time.time()
+    async with exporting(busy, collector.url):
+        log.ranks("run_pass", [RankReply(None, now, 0.5), RankReply(None, now, 0.25)])
+        log.unit([queued(9, 1, 1, tokens=10)], now)  # type: ignore[arg-type]
+        log.sync("v1", 2.0, 0.5)
+        await until(lambda: holds(lambda: len(collector.spans) == 5))
+    named = {span.name: span for span in collector.spans}
+    for parent, children in (
+        ("unit forward_backward", ("rank 0 run_pass", "rank 1 run_pass")),
+        ("sync", ("pause",)),
+    ):
+        for child in children:
+            assert named[child].parent_span_id == named[parent].span_id
+            assert named[child].trace_id == named[parent].trace_id
+    first, last = times(named["rank 1 run_pass"])
+    assert (last - first) / 1e9 == pytest.approx(0.25, abs=1e-3)
+    assert values(named["rank 1 run_pass"].attributes) == {"rank": 1}
+    assert values(named["sync"].attributes) == {"version": "v1"}
 
 
 async def test_a_request_that_fails_says_why(busy: Waiting, collector: Collector) -> None:
