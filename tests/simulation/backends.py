@@ -59,6 +59,9 @@ class Ranks(Workers):
         self.exhausted_passes = 0
         self._standing: asyncio.Future[None] | None = None
 
+    def follow(self, follower: object) -> None:
+        """Nobody looks at a trace."""
+
     async def _tell(self, what: str, value: Any) -> None:
         await travel(0.2)
         point("before a call of the ranks")
