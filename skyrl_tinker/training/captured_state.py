@@ -28,18 +28,21 @@ class CapturedState:
     async def persist(self, directory: str) -> int:
         """Write the checkpoint directory, atomically, while units of work go on; returns its bytes.
 
-        Nothing is left on the disk after StorageError, which names the rank, nor after TrainerError: the
-        captured state died with a rank. It may be written again until `drop`.
+        It must not exist. Nothing is left on the disk after StorageError, which names the rank, nor after
+        TrainerError: the captured state died with a rank. It may be written again until `drop`.
         """
         target = Path(directory)
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             return await self._write(str(scratch), directory)
         except SkyrlTinkerError as error:
+            left = [scratch]
             if isinstance(error, RankDiedError):  # its peers may write on until they are gone
                 self.ranks.kill()
                 await self.ranks.wait_gone()
-            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+                left.append(target)  # it was complete, and the answer died with its rank
+            for path in left:
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
             raise
 
     async def _write(self, scratch: str, directory: str) -> int:

@@ -9,8 +9,9 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,13 +19,14 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey
 from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassOutput
 from skyrl_tinker.engine.trainer import trainer_driver
-from skyrl_tinker.errors import TrainerError, TrainerLostError
+from skyrl_tinker.errors import RankDiedError, TrainerError, TrainerLostError
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.actors import Actors
 from skyrl_tinker.training.restart_policy import RestartPolicy
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.engine.support import journal
@@ -220,6 +222,35 @@ async def test_broken_ranks_say_so_until_fresh_ones_are_up(two: TrainerGroup, tm
     await two.create_model(A, SPECS[0])
     assert await two.save_state(A, str(tmp_path / "c"), optimizer=True) > 0
     assert await two.sender_call("say", "hello") == [(0, "hello"), (1, "hello")]
+
+
+class LosesReplies:
+    """The ranks of a group, which die when they have done what they were to write."""
+
+    def __init__(self, group: TrainerGroup, ranks: Actors) -> None:
+        self._group = group
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+    async def write_call(self, rank: int, *args: Any) -> Any:
+        await self._ranks.write_call(rank, *args)
+        await kill(self._group)
+        raise RankDiedError(f"rank {rank} died")
+
+
+async def test_a_checkpoint_whose_rank_died_before_it_said_so_is_not_left(
+    two: TrainerGroup, tmp_path: Path
+) -> None:
+    await two.create_model(A, SPECS[0])
+    captured = await two.capture_state(A, optimizer=True)
+    ranks = cast(Actors, LosesReplies(two, captured.ranks))
+    with pytest.raises(RankDiedError):
+        await replace(captured, ranks=ranks).persist(str(tmp_path / "c"))
+    assert not os.listdir(tmp_path)
+    await two.watch(PATIENCE_S)
+    await two.restart()
 
 
 async def test_a_unit_does_not_wait_for_a_rank_that_hangs(two: TrainerGroup) -> None:

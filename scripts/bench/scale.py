@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+"""Cost of the engine's sampling side before 1, 8 and 64 replicas, stand-ins that compute nothing.
+
+usage: scripts/bench/scale.py [--samples N] [--waiting N] [--answer-ms N]
+
+The journal, the engine's queue, its client, vllm-router and the watch over the replicas are the real ones.
+The replicas answer each request after --answer-ms, in a process of their own. Samples (64 prompt tokens, 16
+sampled ones) are in the journal before the engine begins: --samples of them before each number of replicas,
+then --waiting at once before 64. Costs are the engine's processor time, so that what the stand-ins and the
+router take on the same cores does not count: they bound samples per second of the wall clock.
+
+Needs the packages of `scripts/setup tests`. Ends by itself, with the default arguments after about five
+minutes.
+
+Prints, as its last line, one JSON object. For each number of replicas: samples_per_s (of one core of the
+engine), wall_per_s, cost_us (of a sample), router_us; idle_share: of a core, when nothing is to be done;
+fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_ms: pause and resume of all.
+cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_per_10k_waiting.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import psutil
+from sqlalchemy import Connection, func, select
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import FutureStatus, SamplingSessionId
+from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
+from skyrl_tinker.engine.colocation.placement import SEPARATE
+from skyrl_tinker.engine.intake import Intake
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.sampler import launch
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.inference.servers.external_servers import ExternalServers
+from skyrl_tinker.processes import raise_open_files_limit
+from skyrl_tinker.protocol.stored_requests import sample_body
+from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.tables import Future
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import sample_submission
+from skyrl_tinker.store.store import Store
+from tests.engine.support import journal
+from tests.support.processes import below, title
+from tests.support.serve import KINDS
+from tests.support.stand_in_replicas import CONTEXT, stand_ins
+
+REPLICAS = (1, 8, 64)
+CLIENTS = 16
+PROMPT, SAMPLED = 64, 16
+PER_CORE = 64
+"""Sequences in flight per replica."""
+LOAD_S = 0.02
+REPEATS = 20
+IDLE_S = 5.0
+AT_ONCE = 1000  # submissions in one commit
+MB = 2**20
+FACTS = BaseModelFacts(
+    "/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, CONTEXT, 2, 1, 64, 64, True, eos_token_ids=(0,)
+)
+
+
+@dataclass
+class Engine:
+    """The engine's sampling side, on a journal and before replicas."""
+
+    store: Store
+    bell: Doorbell
+    fleet: Fleet
+    driver: SamplerDriver
+    intake: Intake
+    samplers: Samplers
+    clients: list[SamplingSessionId]
+    sent: int = 0
+
+    async def submit(self, count: int) -> None:
+        """Put samples into the journal, in turn from each client."""
+        for first in range(self.sent, self.sent + count, AT_ONCE):
+            numbers = range(first, min(first + AT_ONCE, self.sent + count))
+            await self.store.write(lambda conn, numbers=numbers: self._submit(conn, numbers))
+        self.sent += count
+
+    def _submit(self, conn: Connection, numbers: range) -> None:
+        for number in numbers:
+            prompt = tuple((number * 7 + each) % 500 for each in range(PROMPT))
+            body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=SAMPLED)))
+            sample_submission.submit_sample(
+                conn,
+                self.clients[number % CLIENTS],
+                number // CLIENTS,
+                owner=None,
+                body=body,
+                digest=b"",
+                num_samples=1,
+                tokens=SAMPLED,
+                sequences=1,
+            )
+
+    def counted(self, status: FutureStatus) -> int:
+        with self.store.read() as conn:
+            return conn.scalar(select(func.count()).where(Future.status == status)) or 0
+
+    async def work_off(self) -> tuple[float, float, float]:
+        """Answer all that is in the journal; returns seconds of the clock, of this process, of the router."""
+        router = self.router()
+        began, busy, routed = time.perf_counter(), time.process_time(), _busy(router)
+        running = asyncio.create_task(self.driver.run())
+        while self.driver.queued() or self.driver.in_flight():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        taken = time.perf_counter() - began, time.process_time() - busy, _busy(router) - routed
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        return taken
+
+    def router(self) -> psutil.Process | None:
+        return next((each for each in below(os.getpid()) if KINDS["router"] in title(each)), None)
+
+
+def _busy(process: psutil.Process | None) -> float:
+    return sum(process.cpu_times()[:2]) if process else 0.0
+
+
+@asynccontextmanager
+async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
+    async with AsyncExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        urls = stack.enter_context(stand_ins(replicas, answer_s=answer_s, load_s=LOAD_S, tokens=SAMPLED))
+        settings = Settings(home=home, sampler_urls=tuple(urls))
+        migrate(settings.store_url)
+        store = Store.open(settings.store_url)
+        stack.push_async_callback(store.close)
+        bell = Doorbell.bind(home, "engine")
+        stack.callback(bell.close)
+        servers = ExternalServers(urls, startup_s=30.0, hang_s=30.0, max_model_len=CONTEXT + 1)
+        await servers.ready()
+        to_end: launch.ToEnd = []
+        fleet = await launch.assemble(settings, servers, SEPARATE, home, to_end)
+        for end in to_end:
+            stack.push_async_callback(end)
+        metrics = Metrics()
+        samplers = Samplers(fleet, cast(Any, None), FACTS, 8, metrics)
+        driver = SamplerDriver(store, samplers, Outbox(store, bell, metrics), PER_CORE, metrics)
+        intake = Intake(store, bell, cast(Any, None), driver, metrics)  # no training arrives
+        session = await journal.new_session(store)
+        clients = [
+            await store.write(
+                lambda conn, number=number: sampling_sessions.create(
+                    conn, session, number, base_model=FACTS.name, model_path=None, version_id=None
+                )
+            )
+            for number in range(CLIENTS)
+        ]
+        running = [
+            asyncio.create_task(fleet.supervise(EngineStatus(store, bell), samplers.equip)),
+            asyncio.create_task(intake.run(0)),
+        ]
+        try:
+            yield Engine(store, bell, fleet, driver, intake, samplers, clients)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+
+
+async def _p50_ms(call: Callable[[int], Awaitable[Any]]) -> float:
+    times = []
+    for number in range(REPEATS):
+        began = time.perf_counter()
+        await call(number)
+        times.append(1e3 * (time.perf_counter() - began))
+    return round(statistics.median(times), 1)
+
+
+async def _fill(made: Engine, count: int) -> None:
+    """Submit, and wait until the engine's queue has all."""
+    await made.submit(count)
+    made.bell.ring("engine")
+    while made.driver.queued() < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+async def measure(replicas: int, samples: int, waiting: int, answer_s: float) -> dict[str, float]:
+    async with engine(replicas, answer_s) as made:
+        control = made.fleet.client.control
+
+        async def pause(number: int) -> None:
+            await control.pause()
+            await control.resume()
+
+        busy = time.process_time()
+        await asyncio.sleep(IDLE_S)
+        idle = (time.process_time() - busy) / IDLE_S
+        fanout = await _p50_ms(lambda number: control.load_adapter(f"v{number}", "/nowhere"))
+        paused = await _p50_ms(pause)
+        await _fill(made, samples)
+        wall_s, busy_s, routed_s = await made.work_off()
+        found = {
+            "samples_per_s": round(samples / busy_s),
+            "wall_per_s": round(samples / wall_s),
+            "cost_us": round(1e6 * busy_s / samples),
+            "router_us": round(1e6 * routed_s / samples),
+            "idle_share": round(idle, 3),
+            "fanout_p50_ms": fanout,
+            "pause_p50_ms": paused,
+        }
+        if waiting:
+            before = psutil.Process().memory_info().rss
+            await _fill(made, waiting)
+            grown = psutil.Process().memory_info().rss - before
+            found["mb_per_10k_waiting"] = round(grown / MB / waiting * 10_000, 1)
+            wall_s, busy_s, _ = await made.work_off()
+            found["flood_per_s"] = round(waiting / busy_s)
+            found["flood_wall_s"] = round(wall_s, 1)
+        found["errors"] = samples + waiting - made.counted(FutureStatus.DONE)
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=20_000)
+    parser.add_argument("--waiting", type=int, default=100_000)
+    parser.add_argument("--answer-ms", type=float, default=50.0)
+    arguments = parser.parse_args()
+    raise_open_files_limit()
+    report: dict[str, float] = {"errors": 0}
+    for replicas in REPLICAS:
+        waiting = arguments.waiting if replicas == REPLICAS[-1] else 0
+        found = asyncio.run(measure(replicas, arguments.samples, waiting, arguments.answer_ms / 1e3))
+        print(f"{replicas:3d} replicas  " + "  ".join(f"{name} {value}" for name, value in found.items()))
+        report["errors"] += found.pop("errors")
+        report |= {f"{name}_{replicas}": value for name, value in found.items()}
+    report["cost_ratio_64"] = round(report["cost_us_64"] / report["cost_us_1"], 2)
+    report["fanout_ratio_64"] = round(report["fanout_p50_ms_64"] / report["fanout_p50_ms_1"], 2)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
