@@ -1,23 +1,22 @@
-"""TCP listeners of this process, closed to newcomers."""
+"""TCP listeners of this process, closed behind the back of the library that opened them."""
 
-import ctypes
 import os
+import select
 import socket
 import stat
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
-_SO_ATTACH_FILTER = 26
-_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0 bytes of the packet
+_FDINFO = Path("/proc/self/fdinfo")
 
 
 @contextmanager
-def sealing_new_listeners() -> Iterator[None]:
+def closing_new_listeners() -> Iterator[None]:
     """Context after which nobody can connect to the TCP ports that this process opened in it.
 
     For libraries such as gloo that ask peers for no token and listen on after all have met. Existing
-    connections stay. The kernel drops what arrives for a sealed port: newcomers get no answer.
+    connections stay, newcomers are refused. It needs no privilege: a socket filter needs one on some kernels.
     """
     before = _listeners().keys()
     try:
@@ -25,18 +24,22 @@ def sealing_new_listeners() -> Iterator[None]:
     finally:
         for inode, descriptor in _listeners().items():
             if inode not in before:
-                _seal(descriptor)
+                _replace(descriptor)
 
 
 def _listeners() -> dict[int, int]:
     """Map inodes of listening TCP sockets to their file descriptors."""
     found = {}
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in _descriptors():
         with suppress(OSError):  # closed just now
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode) and _listens(descriptor):
                 found[status.st_ino] = descriptor
     return found
+
+
+def _descriptors() -> Iterator[int]:
+    return map(int, os.listdir("/proc/self/fd"))
 
 
 def _listens(descriptor: int) -> bool:
@@ -45,8 +48,21 @@ def _listens(descriptor: int) -> bool:
         return internet and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _seal(descriptor: int) -> None:
-    program = ctypes.create_string_buffer(_DROP_ALL)
-    with socket.socket(fileno=os.dup(descriptor)) as listener:
-        address = ctypes.addressof(program)
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, address))
+def _replace(descriptor: int) -> None:
+    """Put an event that never happens in the place of a socket, also where epoll waits for it.
+
+    So the library can still take it out of its epoll, without which gloo aborts, and close it.
+    """
+    watching = [each for each in _descriptors() if _waits_for(each, descriptor)]
+    never = os.eventfd(0)
+    os.dup2(never, descriptor, inheritable=False)
+    os.close(never)
+    for each in watching:
+        with select.epoll.fromfd(os.dup(each)) as poll, suppress(FileExistsError):  # one epoll, two numbers
+            poll.register(descriptor, 0)
+
+
+def _waits_for(epoll: int, descriptor: int) -> bool:
+    with suppress(OSError):  # closed just now
+        return f"\ntfd: {descriptor:8d} " in (_FDINFO / str(epoll)).read_text()
+    return False

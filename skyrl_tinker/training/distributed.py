@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skyrl_tinker import errors
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.listeners import sealing_new_listeners
+from skyrl_tinker.listeners import closing_new_listeners
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ def join(place: Path, rank: int, world: int, device: str, timeout_s: float) -> R
     if device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
         return _join(store, rank, world, "nccl", device, limit)
-    with sealing_new_listeners():
+    with closing_new_listeners():
         return _join(store, rank, world, "gloo", device, limit)
 
 

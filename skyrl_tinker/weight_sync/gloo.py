@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.listeners import sealing_new_listeners
+from skyrl_tinker.listeners import closing_new_listeners
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message
@@ -125,7 +125,7 @@ def _join(meeting: Path, rank: int, world: int) -> "ProcessGroupGloo":
     _meet(store, meeting / OPEN, rank, world)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    with sealing_new_listeners():
+    with closing_new_listeners():
         options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
         return ProcessGroupGloo(store, rank, world, options)
 

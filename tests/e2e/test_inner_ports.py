@@ -101,7 +101,7 @@ def ports(server: Serve) -> list[Port]:
 
 @pytest.fixture(scope="module")
 def open_ports(ports: list[Port]) -> list[Port]:
-    """Those where anybody can connect: gloo's and the router's metrics are sealed."""
+    """Those where anybody can connect: nobody can at that of the router's metrics."""
     with ThreadPoolExecutor(len(ports)) as threads:
         return [port for port, connects in zip(ports, threads.map(_connects, ports), strict=True) if connects]
 

@@ -26,7 +26,7 @@ from skyrl_tinker.inference.plugin import (
     signed_pickles,
     slot_products,
 )
-from skyrl_tinker.listeners import sealing_new_listeners
+from skyrl_tinker.listeners import closing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 
 PATCHED = "0.32."
@@ -41,7 +41,7 @@ def apply() -> None:
         return
     WeightTransferEngineFactory.register_engine(*STAGED)
     _end_with_parent()
-    _seal_meeting_ports()
+    _close_meeting_ports()
     if token := os.environ.get(TOKEN):  # servers that users start themselves have none
         signed_pickles.apply(token)
     _count_cached_prompts_once()
@@ -78,19 +78,19 @@ def _end_with_parent() -> None:
         end()
 
 
-def _seal_meeting_ports() -> None:
-    """Let nobody in at gloo's ports, which stay open and ask for no token, once the members have met.
+def _close_meeting_ports() -> None:
+    """Close gloo's ports, which ask for no token, once the members have met.
 
     Those of NCCL stay: it makes some of its connections later.
     """
     meet = distributed_c10d._new_process_group_helper
 
     @wraps(meet)
-    def meet_and_seal(size: int, rank: int, ranks: Any, backend: str, *args: Any, **kwargs: Any) -> Any:
-        with sealing_new_listeners() if backend == Backend.GLOO else nullcontext():
+    def meet_and_close(size: int, rank: int, ranks: Any, backend: str, *args: Any, **kwargs: Any) -> Any:
+        with closing_new_listeners() if backend == Backend.GLOO else nullcontext():
             return meet(size, rank, ranks, backend, *args, **kwargs)
 
-    setattr(distributed_c10d, meet.__name__, meet_and_seal)
+    setattr(distributed_c10d, meet.__name__, meet_and_close)
 
 
 def _fork_workers() -> None:
