@@ -22,6 +22,7 @@ class Server:
         self.version: WeightVersion | None = None
         self.swaps: list[WeightVersion | None] = []
         self.pinned = 0  # requests that must not see a swap
+        self.rollouts = 0  # that run
         self.broken = False
         self.weights = FullWeights(self)
 
@@ -55,8 +56,13 @@ class Server:
         async with self.hold(target):
             assert self.version is not None
             assert self.version.id >= at_least.id
+            self.rollouts += 1
             await end.wait()
             return self.version
+
+    async def until_rollouts(self, count: int) -> None:
+        while self.rollouts < count:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 async def test_the_base_needs_no_swap() -> None:
@@ -149,7 +155,7 @@ async def test_new_weights_come_at_once_to_samplers_that_nobody_uses() -> None:
 async def test_weights_of_a_target_are_renewed_under_its_running_requests() -> None:
     server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     running = [asyncio.create_task(server.rollout(target, end)) for _ in range(3)]
-    await asyncio.sleep(0.01)
+    await server.until_rollouts(3)
     for version in (B, C):
         target.version = version
         assert await offered(server, target)
@@ -162,7 +168,7 @@ async def test_a_newcomer_of_a_target_never_sees_less_than_its_version() -> None
     """Also when the announcement comes late or never."""
     server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     first = asyncio.create_task(server.rollout(target, end))
-    await asyncio.sleep(0.01)
+    await server.until_rollouts(1)
     target.version = B
     second = asyncio.create_task(server.rollout(target, end))
     await asyncio.sleep(0.01)
@@ -173,7 +179,7 @@ async def test_a_newcomer_of_a_target_never_sees_less_than_its_version() -> None
 async def test_a_pinned_version_and_the_base_wait_for_the_requests_of_a_target() -> None:
     server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     rollout = asyncio.create_task(server.rollout(target, end))
-    await asyncio.sleep(0.01)
+    await server.until_rollouts(1)
     others = [asyncio.create_task(server.request(version)) for version in (A, None, B)]
     await asyncio.sleep(0.01)
     target.version = C
@@ -187,7 +193,7 @@ async def test_a_pinned_version_and_the_base_wait_for_the_requests_of_a_target()
 async def test_a_renewal_that_fails_leaves_requests_on_the_old_weights() -> None:
     server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     rollout = asyncio.create_task(server.rollout(target, end))
-    await asyncio.sleep(0.01)
+    await server.until_rollouts(1)
     server.broken, target.version = True, B
     with pytest.raises(SamplerError, match="disk"):
         await server.weights.offer(target)
