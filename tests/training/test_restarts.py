@@ -243,6 +243,7 @@ class LosesReplies:
 async def test_a_checkpoint_whose_rank_died_before_it_said_so_is_not_left(
     two: TrainerGroup, tmp_path: Path
 ) -> None:
+    two.note_work()  # or deaths in a row would be one too many
     await two.create_model(A, SPECS[0])
     captured = await two.capture_state(A, optimizer=True)
     ranks = cast(Actors, LosesReplies(two, captured.ranks))
