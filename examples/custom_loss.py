@@ -24,7 +24,8 @@ def focal(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, 
 
 def main() -> None:
     service = tinker.ServiceClient()
-    training = service.create_lora_training_client(base_model="tiny", rank=32, seed=0).result()
+    model = service.get_server_capabilities().supported_models[0].model_name
+    training = service.create_lora_training_client(base_model=model, rank=32, seed=0).result()
     tokenizer = training.get_tokenizer()
     data = [datum(tokenizer.encode(text)) for text in ("red green blue", "one two three")]
 

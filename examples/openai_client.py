@@ -17,10 +17,11 @@ def main() -> None:
     client = openai.OpenAI(
         base_url=f"{os.environ['TINKER_BASE_URL']}/oai/api/v1", api_key=os.environ["TINKER_API_KEY"]
     )
-    print("models:", *(model.id for model in client.models.list()))
+    models = [model.id for model in client.models.list()]
+    print("models:", *models)
 
     chat = client.chat.completions.create(
-        model="tiny",
+        model=models[0],
         messages=[{"role": "user", "content": QUESTION}],
         max_tokens=32,
         seed=0,
@@ -32,7 +33,7 @@ def main() -> None:
     print()
 
     # The path of saved sampler weights is a model name too, in every route.
-    training = tinker.ServiceClient().create_lora_training_client(base_model="tiny", rank=8).result()
+    training = tinker.ServiceClient().create_lora_training_client(base_model=models[0], rank=8).result()
     path = training.save_weights_for_sampler("for-openai").result().path
     completion = client.completions.create(model=path, prompt="2+2=", max_tokens=8, temperature=0)
     print(f"completion of {completion.model}: {completion.choices[0].text}")

@@ -34,7 +34,7 @@ class Options:
     out: Path
     seed: int = 0
     steps: int = 40
-    base_model: str = "tiny"
+    base_model: str | None = None  # the one that is served
     rank: int = 32
 
 
@@ -60,11 +60,9 @@ class Answer:
 def main(options: Options) -> bool:
     """Train; write metrics.jsonl and reward.png; return whether the reward rose."""
     options.out.mkdir(parents=True, exist_ok=True)
-    trainer = (
-        tinker.ServiceClient()
-        .create_lora_training_client(options.base_model, rank=options.rank, seed=options.seed)
-        .result()
-    )
+    service = tinker.ServiceClient()
+    model = options.base_model or service.get_server_capabilities().supported_models[0].model_name
+    trainer = service.create_lora_training_client(model, rank=options.rank, seed=options.seed).result()
     task = Task(trainer.get_tokenizer())
     warm_up(trainer, task)
     steps = reinforce(trainer, task, options)
@@ -219,6 +217,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="for reward.png and metrics.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--base-model", default="tiny")
+    parser.add_argument("--base-model", help="the one that is served, by default")
     parser.add_argument("--rank", type=int, default=32)
     sys.exit(0 if main(Options(**vars(parser.parse_args()))) else 1)

@@ -15,7 +15,8 @@ STEPS = 40
 
 def main() -> None:
     service = tinker.ServiceClient()
-    training = service.create_lora_training_client(base_model="tiny", rank=32, seed=0).result()
+    model = service.get_server_capabilities().supported_models[0].model_name
+    training = service.create_lora_training_client(base_model=model, rank=32, seed=0).result()
     tokenizer = training.get_tokenizer()
     questions = {f"Capital of {country}? ": capital for country, capital in CAPITALS.items()}
     data = [

@@ -62,7 +62,10 @@ def import_adapter(
     Raises UserError when the adapter cannot be converted, StartupError when the base model is unknown,
     NotFoundError when the key is, StorageError when the checkpoint cannot be written.
     """
-    checkpoint = validate_checkpoint_name(name or source.absolute().name)
+    try:
+        checkpoint = validate_checkpoint_name(name or source.absolute().name)
+    except UserError as error:
+        raise error if name else UserError(f"{error} (of the directory; --name gives another)") from None
     base = _base(settings, served)
     owner = _owner(settings, key)
     directory = (

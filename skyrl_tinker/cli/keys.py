@@ -79,12 +79,13 @@ def create(
         migrate(settings.store_url, settings.root)
         key, adopted, left = write_once(settings.store_url, create_key)
     print(key)
-    print(_SHOWN_ONCE, file=sys.stderr)
+    print(f"a key of the server with home {settings.root}, {_SHOWN_ONCE}", file=sys.stderr)
     if adopt:
         print(f"it owns the {adopted} session(s) that were made without a key", file=sys.stderr)
     elif left:
         print(
-            f"no key sees the {left} session(s) that were made without one; a key made with --adopt does",
+            f"only admin keys see the {left} session(s) that were made without one; a key made with --adopt "
+            "owns them",
             file=sys.stderr,
         )
 

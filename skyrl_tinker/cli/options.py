@@ -1,6 +1,7 @@
 """Options that commands share, made from the settings' fields, and the end of a command by an error."""
 
 import difflib
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -76,6 +77,8 @@ def _problem(found: Any) -> str:
     if found["type"] != "extra_forbidden":
         return f"{name}: {found['msg']}"
     near = difflib.get_close_matches(name, Settings.model_fields, 1)
+    if (variable := f"SKYRL_TINKER_{name.upper()}") in os.environ:
+        name = f"environment variable {variable}"
     return f"{name}: there is no such setting{f', did you mean {near[0]}?' if near else ''}"
 
 

@@ -11,8 +11,8 @@ export function showAdmin(main, { now, failed, recovered }) {
   if (!now.caller.admin) {
     main.append(h("h1", {}, "Admin"), wide(card("API keys", h("p", {},
       "This server has no API keys, so anybody who reaches it does everything. Make the first one on its machine:"),
-    h("p", {}, h("code", {}, "skyrl-tinker keys create --name NAME --admin")),
-    h("p", { class: "quiet" }, "From then on this page asks for a key, and an admin key makes, limits, rotates and revokes all others here."))));
+    h("p", {}, h("code", {}, "skyrl-tinker keys create --name NAME --admin --home HOME")),
+    h("p", { class: "quiet" }, "HOME is the server's, which `serve` prints. From then on this page asks for a key, and an admin key makes, limits, rotates and revokes all others here."))));
     return () => {};
   }
   const owners = table("Owners", [

@@ -37,4 +37,5 @@ def _keys(settings: Settings, keys: bool) -> str:
     if keys:
         return "required (skyrl-tinker keys)"
     reach = "is on this machine" if settings.host in ("127.0.0.1", "::1", "localhost") else "reaches it"
-    return f"none, so whoever {reach} may use it and sees all; skyrl-tinker keys create makes the first"
+    create = f"skyrl-tinker keys create --name NAME --home {settings.root}"
+    return f"none, so whoever {reach} may use it and sees all; the first one: {create}"

@@ -9,7 +9,10 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 def not_found(path: str) -> NotFoundError:
     """Return the error for a path that leads to no checkpoint which the client may read."""
-    return NotFoundError(f"no checkpoint {path}: it was never saved, or it is deleted or expired")
+    return NotFoundError(
+        f"no checkpoint {path}: it was never saved, it is deleted or expired, or it is another key's and "
+        "not published"
+    )
 
 
 def require_resumable(

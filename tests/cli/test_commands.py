@@ -69,6 +69,12 @@ def test_a_bad_config_file_ends_with_one_line(tmp_path: Path, content: bytes, me
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_variable_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_TINKER_PROT", "1")
+    told = CliRunner().invoke(app, ["serve"]).stderr
+    assert "environment variable SKYRL_TINKER_PROT: there is no such setting, did you mean port?" in told
+
+
 def test_the_shown_settings_are_a_file_that_gives_them_again(tmp_path: Path) -> None:
     given = ["--port", "3", "--vllm-args", 'speculative-config={"a": [1, true]}', "--placement", "separate"]
     shown = CliRunner().invoke(app, ["serve", "--show-config", *given, "--sampler-urls", "http://a:1"]).stdout

@@ -122,6 +122,8 @@ def test_one_name_may_be_imported_twice(settings: Settings, base: str, adapter: 
 
 def test_a_name_that_is_no_name_is_refused(settings: Settings, base: str, adapter: Path) -> None:
     assert "checkpoint name" in fail(settings, str(adapter), "--base-model", base, "--name", "a/b")
+    renamed = adapter.rename(adapter.with_name("a:b"))
+    assert "--name gives another" in fail(settings, str(renamed), "--base-model", base)
 
 
 def test_where_there_are_keys_one_of_them_finds_it(settings: Settings, base: str, adapter: Path) -> None:

@@ -1,11 +1,12 @@
 """End of futures: once, with bytes that stay fetchable."""
 
+import logging
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, bindparam, delete, insert, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
@@ -14,6 +15,7 @@ from skyrl_tinker.store.database.tables import Future, Request, Result
 
 JSON_TYPE = "application/json"
 NO_USAGE = Usage()
+_log = logging.getLogger(__name__)
 
 _END = Prepared(
     update(Future)
@@ -49,9 +51,12 @@ def succeed_all(
 
 
 def fail(conn: Connection, future_id: int, failure: Failure, *, keep_body: bool = False) -> None:
-    """Finish with an error. Does nothing if the future has finished already."""
+    """Finish with an error, and log it. Does nothing if the future has finished already."""
     end, body = _end(FutureStatus.FAILED, failure), failure_body(failure)
-    _finish(conn, future_id, end, JSON_TYPE, body, NO_USAGE, keep_body=keep_body)
+    if _finish(conn, future_id, end, JSON_TYPE, body, NO_USAGE, keep_body=keep_body):
+        named = select(Future.kind, Future.request_id, Future.session_id).where(Future.id == future_id)
+        kind, request, session = conn.execute(named).one()
+        _log.info("%s %s of session %s failed: %s", kind, request, session, failure.message)
 
 
 def failure_body(failure: Failure) -> bytes:

@@ -129,7 +129,9 @@ def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> No
         owners.require_session(conn, api_keys.live_id(conn, "carol"), session)
 
     session = write_once(settings.store_url, keyless)
-    assert "no key sees the 1 session(s)" in ours(settings, "keys", "create", "--name", "alice").stderr
+    told = ours(settings, "keys", "create", "--name", "alice").stderr
+    assert "only admin keys see the 1 session(s)" in told
+    assert f"a key of the server with home {settings.root}" in told
     with pytest.raises(NotFoundError):
         write_once(settings.store_url, lambda conn: owners.require_session(conn, OwnerId(2), session))
     assert "it owns the 1 session(s)" in ours(settings, "keys", "create", "--name", "carol", "--adopt").stderr

@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from skyrl_tinker.domain.ids import ModelState, RequestKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store import model_records, usage_records
@@ -48,9 +50,16 @@ async def test_an_unknown_request_has_no_outcome(store: Store) -> None:
         assert outcomes.find(conn, "nobody") is None  # type: ignore[arg-type]
 
 
-async def test_the_first_end_of_a_future_stands(store: Store, model: ModelRow) -> None:
+async def test_the_first_end_of_a_future_stands_and_a_failure_is_logged(
+    store: Store, model: ModelRow, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     accepted = await step(store, model, 1)
     await fail(store, accepted)
+    await fail(store, accepted)
+    session = model.model_id.partition(":")[0]
+    told = f"optim_step {accepted.request_id} of session {session} failed: the engine died"
+    assert [each for each in caplog.messages if "failed" in each] == [told]
     await succeed(store, accepted, b"late")
     found = await outcome(store, accepted.request_id)
     assert (found.status, found.body) == ("failed", b'{"error":"the engine died","category":"server"}')
