@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -339,19 +338,14 @@ def test_who_comes_to_a_group_that_was_given_up_is_told_so() -> None:
 
 
 def test_a_group_lets_nobody_in_once_all_have_met_and_goes_on() -> None:
-    """gloo listens on for ever, on ports that ask for no token."""
+    """gloo would listen on for ever, on ports that ask for no token."""
     sender, listening = GlooSender(0), set(_ports())
     meeting = sender.prepare()
     with ThreadPoolExecutor() as threads:
         joining = threads.submit(GlooReceiver, meeting, 1, 2)
         sender.meet(meeting, 2)
         receiver = joining.result()
-        ports = set(_ports()) - listening
-        assert len(ports) == 2
-        for host, port in ports:
-            assert host == "127.0.0.1"
-            with pytest.raises(TimeoutError):
-                socket.create_connection((host, port), timeout=0.5)
+        assert set(_ports()) <= listening
         receiving = threads.submit(
             receiver.receive, SimpleNamespace(names=["a"], dtypes=["uint8"], shapes=[[3]], sizes=[3])
         )
