@@ -4,11 +4,16 @@ import os
 import select
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FDINFO = Path("/proc/self/fdinfo")
+_lock = threading.Lock()
+_contexts: set[object] = set()
+_before: dict[int, int] = {}
+"""Listeners when the first context began."""
 
 
 @contextmanager
@@ -17,14 +22,23 @@ def closing_new_listeners() -> Iterator[None]:
 
     For libraries such as gloo that ask peers for no token and listen on after all have met. Existing
     connections stay, newcomers are refused. It needs no privilege: a socket filter needs one on some kernels.
+    Of contexts of several threads the last one closes the ports of all: members may still be on their way.
     """
-    before = _listeners().keys()
+    with _lock:
+        if not _contexts:
+            _before.update(_listeners())
+        context = object()
+        _contexts.add(context)
     try:
         yield
     finally:
-        for inode, descriptor in _listeners().items():
-            if inode not in before:
-                _replace(descriptor)
+        with _lock:
+            _contexts.remove(context)
+            if not _contexts:
+                for inode, descriptor in _listeners().items():
+                    if inode not in _before:
+                        _replace(descriptor)
+                _before.clear()
 
 
 def _listeners() -> dict[int, int]:

@@ -43,6 +43,19 @@ def test_a_port_opened_meanwhile_keeps_its_connections_and_takes_no_others() -> 
             each.close()
 
 
+def test_ports_stay_until_the_last_of_several_contexts_ends() -> None:
+    first, last = closing_new_listeners(), closing_new_listeners()
+    first.__enter__()
+    with last:
+        closed = socket.create_server(("127.0.0.1", 0))
+        first.__exit__(None, None, None)
+        socket.create_connection(closed.getsockname(), timeout=5).close()
+        address = closed.getsockname()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=5)
+    closed.close()
+
+
 def test_its_owner_takes_it_out_of_its_epolls_where_it_is_never_ready() -> None:
     with select.epoll() as first, select.epoll() as second:
         copy = select.epoll.fromfd(os.dup(first.fileno()))

@@ -20,7 +20,7 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.domain.values import Failure, PassItem, PassOutput
 from skyrl_tinker.errors import SamplerError, TrainerError
-from skyrl_tinker.inference.client.http_connection import HttpStatusError
+from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatusError
 from skyrl_tinker.inference.constants import VLLM_START_VERSION
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
@@ -182,7 +182,7 @@ class SamplerHttp:
 
     async def request(
         self, method: str, url: str, *, json: Mapping[str, Any] | None = None, **options: Any
-    ) -> Any:
+    ) -> HttpAnswer:
         process = PROCESS.get()
         assert process is not None
         replicas: Replicas = process.server.replicas
@@ -198,7 +198,7 @@ class SamplerHttp:
         else:
             answer = _answer(replicas, path, json or {})
         point("after a call of a sampler")
-        return answer
+        return HttpAnswer(answer, {})
 
     async def close(self) -> None:
         """Close nothing."""

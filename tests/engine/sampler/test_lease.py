@@ -14,6 +14,7 @@ from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError
+from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.engine.sampler.test_sampler_driver import FACTS
 
@@ -29,10 +30,10 @@ class Replica:
         self.models: list[str] = []
         self.loads: list[str] = []
 
-    async def request(self, method: str, url: str, *, json: Any = None, **options: object) -> Any:
+    async def request(self, method: str, url: str, *, json: Any = None, **options: object) -> HttpAnswer:
         if url.endswith("load_lora_adapter"):
             self.loads.append(json["lora_name"])
-            return None
+            return HttpAnswer(None, {})
         self.models.append(json["model"])
         self.meanwhile()
         answer = self.script.pop(0)
@@ -40,7 +41,7 @@ class Replica:
             raise answer
         logprobs = {"content": [{"logprob": -1.0}] * 2}
         choice = {"index": 0, "token_ids": [7, 8], "logprobs": logprobs, "finish_reason": answer}
-        return {"model": json["model"], "usage": {}, "choices": [choice]}
+        return HttpAnswer({"model": json["model"], "usage": {}, "choices": [choice]}, {})
 
 
 def samplers_of(replica: Replica) -> Samplers:
