@@ -56,7 +56,7 @@ class DataPlane:
             body["request_id"] = attempt.id
             # vLLM prefers the header, which a router may set.
             headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}
-            answer = await self._post("/inference/v1/generate", body, headers)
+            answer = await self._answer("/inference/v1/generate", body, headers)
         replica, switched = answer.headers.get(REPLICA), attempt.switched
         parse = partial(vllm_responses.parse, answer.content, request, switched=switched, replica=replica)
         if request.routed_experts or request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:
@@ -65,29 +65,29 @@ class DataPlane:
 
     async def generate(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Generate with token ids in and out."""
-        return (await self._post("/inference/v1/generate", body, headers)).content
+        return await self._post("/inference/v1/generate", body, headers)
 
     async def completion(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Make an OpenAI request; for `"stream": true` use `stream`."""
-        return (await self._post("/v1/completions", body, headers)).content
+        return await self._post("/v1/completions", body, headers)
 
     async def chat_completion(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Make an OpenAI request; for `"stream": true` use `stream`."""
-        return (await self._post("/v1/chat/completions", body, headers)).content
+        return await self._post("/v1/chat/completions", body, headers)
 
     async def render(self, body: Json) -> list[dict[str, Any]]:
         """Return bodies of `generate` for a completion (one per prompt) or chat completion (one)."""
         if "messages" in body:
-            return [(await self._post("/v1/chat/completions/render", body)).content]
-        return list((await self._post("/v1/completions/render", body)).content)
+            return [await self._post("/v1/chat/completions/render", body)]
+        return list(await self._post("/v1/completions/render", body))
 
     async def tokenize(self, body: Json) -> Any:
         """Turn {"model", "prompt"} or {"model", "messages"} into {"tokens", "count", "max_model_len"}."""
-        return (await self._post("/tokenize", body)).content
+        return await self._post("/tokenize", body)
 
     async def detokenize(self, body: Json) -> Any:
         """Turn {"model", "tokens"} into {"prompt"}."""
-        return (await self._post("/detokenize", body)).content
+        return await self._post("/detokenize", body)
 
     @asynccontextmanager
     async def stream(
@@ -103,7 +103,10 @@ class DataPlane:
         except HttpStatusError as error:
             raise _refusal(error) from error
 
-    async def _post(self, path: str, body: Json, headers: Headers | None = None) -> HttpAnswer:
+    async def _post(self, path: str, body: Json, headers: Headers | None = None) -> Any:
+        return (await self._answer(path, body, headers)).content
+
+    async def _answer(self, path: str, body: Json, headers: Headers | None = None) -> HttpAnswer:
         try:
             return await self.http.request("POST", self.proxy_url + path, json=body, headers=headers)
         except HttpStatusError as error:
