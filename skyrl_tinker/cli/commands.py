@@ -1,17 +1,14 @@
 """The command line: to serve, to look at a running server, to plan, to make models, keys and more."""
 
-import json
 import os
 import sys
-from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from skyrl_tinker import __version__, config
-from skyrl_tinker.cli import database, keys
+from skyrl_tinker.cli import database, keys, server_commands
 from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
@@ -22,6 +19,7 @@ app = typer.Typer(
 )
 app.add_typer(database.app, name="db")
 app.add_typer(keys.app, name="keys")
+app.add_typer(server_commands.app)
 
 
 def _version(requested: bool) -> None:
@@ -225,84 +223,6 @@ def plan(
     print(plan_output.as_json(found) if as_json else plan_output.as_table(found))
     if found.problem is not None:
         raise typer.Exit(1)
-
-
-Url = Annotated[
-    str | None,
-    typer.Option(help="Of the server [default: TINKER_BASE_URL, else that of the home]"),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
-
-
-@app.command()
-def status(url: Url = None, home: Home = None, as_json: AsJson = False) -> None:
-    """Show a running server: problems first, then trainer, samplers and queue. TINKER_API_KEY says whose."""
-    from skyrl_tinker.cli import running_server
-
-    with one_line_errors():
-        now = running_server.RunningServer(config.load(home=home), url).now()
-    print(json.dumps(now) if as_json else "\n".join(running_server.status_lines(now)))
-    if not now["ready"]:
-        raise typer.Exit(1)
-
-
-@app.command()
-def ps(url: Url = None, home: Home = None, as_json: AsJson = False) -> None:
-    """Show the processes and replicas of a running server."""
-    from skyrl_tinker.cli import running_server
-
-    with one_line_errors():
-        now = running_server.RunningServer(config.load(home=home), url).now()
-    shown = {name: now[name] for name in ("processes", "replicas")}
-    print(json.dumps(shown) if as_json else "\n".join(running_server.process_lines(now)).strip())
-
-
-@app.command()
-def top(
-    url: Url = None,
-    home: Home = None,
-    interval: Annotated[float, typer.Option(help="Seconds", min=0.2)] = 2.0,
-    times: Annotated[int | None, typer.Option(help="[default: until Ctrl-C]", min=1)] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show `status` and `ps` again and again."""
-    from skyrl_tinker.cli import running_server
-
-    with one_line_errors(), suppress(KeyboardInterrupt):
-        server = running_server.RunningServer(config.load(home=home), url)
-        running_server.watch(server, interval, times, as_json=as_json)
-
-
-@app.command()
-def usage(
-    url: Url = None,
-    home: Home = None,
-    hours: Annotated[int, typer.Option(help="Up to now", min=1, max=336)] = 24,
-    as_json: AsJson = False,
-) -> None:
-    """Show tokens, checkpoints and storage by owner: one's own, with an admin key those of all."""
-    from skyrl_tinker.cli import running_server
-
-    with one_line_errors():
-        used = running_server.RunningServer(config.load(home=home), url).usage(hours)
-    print(json.dumps(used) if as_json else "\n".join(running_server.usage_lines(used)).strip())
-
-
-@app.command()
-def logs(
-    part: Annotated[str | None, typer.Option(help="Such as api or engine [default: all]")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Of each part", min=0)] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C")] = False,
-    home: Home = None,
-) -> None:
-    """Show the last lines of a server's logs, whether it runs or not."""
-    from skyrl_tinker.cli import server_logs
-
-    with one_line_errors(), suppress(KeyboardInterrupt):
-        files = server_logs.log_files(config.load(home=home), part)
-        shown = server_logs.last_lines(files, lines)
-        for line in chain(shown, server_logs.follow(files)) if follow else shown:
-            print(line, flush=True)
 
 
 @app.command()

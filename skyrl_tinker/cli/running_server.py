@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -18,6 +19,8 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.addresses import local_url
 
 PATIENCE_S = 10.0
+MOST_METADATA = 60
+"""Characters shown of a run's metadata."""
 Facts = Mapping[str, Any]
 
 
@@ -40,17 +43,26 @@ class RunningServer:
 
     def now(self) -> Facts:
         """Return what the dashboard shows of this moment."""
-        return self._get("/api/v1/console/now")
+        return self._ask("GET", "/api/v1/console/now")
 
     def usage(self, hours: int) -> Facts:
         """Return the usage of the last hours, up to now."""
         end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
         between = {"starting_on": end - timedelta(hours=hours), "ending_before": end}
-        return self._get("/api/v1/billing/usage/events", {k: at.isoformat() for k, at in between.items()})
+        params = {name: at.isoformat() for name, at in between.items()}
+        return self._ask("GET", "/api/v1/billing/usage/events", params=params)
 
-    def _get(self, path: str, params: Mapping[str, str] | None = None) -> Facts:
+    def runs(self, most: int) -> Facts:
+        """Return the runs with the latest requests."""
+        return self._ask("GET", "/api/v1/console/runs", params={"limit": most})
+
+    def end(self, session: str) -> None:
+        """Finish a session; its models leave the trainer."""
+        self._ask("POST", f"/api/v1/sessions/{quote(session, safe='')}/finish", json={})
+
+    def _ask(self, method: str, path: str, **content: Any) -> Facts:
         try:
-            answer = self._http.get(path, params=params)
+            answer = self._http.request(method, path, **content)
         except httpx.TransportError as error:
             raise StartupError(f"no server answers at {self.url}: {error}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
@@ -135,6 +147,29 @@ def process_lines(now: Facts) -> Iterator[str]:
     yield from _table(("replica", "state", "weights"), replicas)
 
 
+def run_lines(runs: Facts) -> Iterator[str]:
+    """Yield the runs, and the reasons of those that failed or are lost."""
+    rows = [
+        (
+            run["run_id"],
+            run["owner"],
+            run["state"],
+            run["steps"],
+            "" if run["last"] is None or run["last"]["loss"] is None else f"{run['last']['loss']:.4g}",
+            run["last_request_at"][:19],
+            _metadata(run["user_metadata"]),
+        )
+        for run in runs["runs"]
+    ]
+    heads = ("run", "owner", "state", "steps", "loss", "last request", "metadata")
+    yield from _table(heads, rows) if rows else ("there are no runs",)
+    if len(rows) < runs["total"]:
+        yield f"and {runs['total'] - len(rows)} before"
+    for run in runs["runs"]:
+        if run["state"] in ("failed", "lost"):
+            yield f"{run['run_id']} is {run['state']}: {run['state_reason']}"
+
+
 def usage_lines(usage: Facts) -> Iterator[str]:
     """Yield tokens, checkpoints and storage by owner and kind."""
     totals: Counter[tuple[str, str]] = Counter()
@@ -157,6 +192,10 @@ def _amount(event: Facts) -> tuple[str, Any]:
             return "checkpoints", event["count"]
         case kind:
             return f"{kind}, GB hours", event["gigabyte_hours"]
+
+
+def _metadata(metadata: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in metadata.items())[:MOST_METADATA]
 
 
 def _unit(unit: Facts | None) -> str | None:

@@ -24,7 +24,7 @@ export function showRuns(main, { path, failed, recovered }) {
 
 function showList(main, failed, recovered) {
   const runs = table("Training runs", [
-    ["compare", ""], ["run", "id"], ["owner", ""], ["rank", "number"], ["state", ""], ["steps", "number"],
+    ["compare", ""], ["run", "id"], ["metadata", ""], ["owner", ""], ["rank", "number"], ["state", ""], ["steps", "number"],
     ["loss", "number"], ["reward proxy", "number"], ["last request", ""]]);
   const chosen = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/runs/${[...chosen].join(",")}`; } }, "Compare");
@@ -48,12 +48,20 @@ function showList(main, failed, recovered) {
     runs.fill(answer.runs.map((run) => {
       const box = h("input", { type: "checkbox", "aria-label": `compare ${run.run_id}`, onchange: (event) => choose(run.run_id, event.target) });
       box.checked = chosen.has(run.run_id);
-      return [box, h("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, run.run_id), run.owner,
-        run.lora_rank ? number(run.lora_rank) : "full", run.state, number(run.steps), number(run.last?.loss), number(run.last?.reward_proxy),
+      return [box, h("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, run.run_id), metadata(run), run.owner,
+        rank(run), run.state, number(run.steps), number(run.last?.loss), number(run.last?.reward_proxy),
         moment(run.last_request_at)];
     }));
   }
   return poll(EVERY_MS, refresh, failed);
+}
+
+function rank(run) {
+  return run.lora_rank === 0 ? "full" : number(run.lora_rank);
+}
+
+function metadata(run) {
+  return Object.entries(run.user_metadata).map(([name, value]) => `${name}=${value}`).join(", ") || null;
 }
 
 function showCurves(main, names, failed, recovered) {
@@ -62,6 +70,7 @@ function showCurves(main, names, failed, recovered) {
   const charts = CURVES.map(([column, title]) => [column, title, stepChart(title, names.map(short))]);
   const time = stepChart("Seconds of a step: wait, compute, answer", ["wait", "compute", "answer"]);
   const last = h("div");
+  const about = h("div");
   const checkpoints = alone ? checkpointCard(names[0], failed) : null;
   main.append(
     h("h1", {}, alone ? names[0] : `${names.length} runs compared`),
@@ -69,6 +78,7 @@ function showCurves(main, names, failed, recovered) {
       h("button", { type: "button", onclick: () => download(`console/runs/${encodeURIComponent(name)}/points.csv`, `${name.replaceAll(":", "-")}.csv`).catch(failed) },
         alone ? "Export CSV" : `CSV of ${short(name)}`))),
     h("div", { class: "grid curves" },
+      alone ? card("Run", about) : null,
       alone ? card("Last step", last) : null,
       ...charts.map(([, title, chart]) => card(title, chart.node)),
       alone ? card("Seconds of a step", time.node) : null,
@@ -79,6 +89,7 @@ function showCurves(main, names, failed, recovered) {
     recovered();
     for (const [column, , chart] of charts) chart.draw(aligned([...points.values()].map((kept) => [kept.columns.step, kept.columns[column]])));
     if (!alone) return;
+    showRun(about, await get(`console/runs/${encodeURIComponent(names[0])}`), failed);
     const { columns } = points.get(names[0]);
     time.draw(aligned(SECONDS.map((column) => [columns.step, columns[column]])));
     last.replaceChildren(lastStep(columns));
@@ -113,6 +124,22 @@ function aligned(curves) {
 
 function short(name) {
   return `${name.slice(0, 8)}…${name.slice(name.indexOf(":"))}`;
+}
+
+// What it is, and why it is not in training. The button keeps the focus: only the facts before it are replaced.
+function showRun(node, run, failed) {
+  const inTraining = run.state === "ready" || run.state === "creating";
+  const end = node.querySelector("button") ?? h("button", { type: "button", class: "danger", onclick: async () => {
+    if (await ask(`End session ${run.session_id}? Its models leave the trainer; checkpoints stay.`) === null) return;
+    await send("POST", `sessions/${run.session_id}/finish`, {}).catch(failed);
+  } }, "End session");
+  end.hidden = !inTraining;
+  const about = facts([
+    ["state", run.state], ...(run.state_reason ? [["reason", run.state_reason]] : []), ["owner", run.owner], ["base model", run.base_model],
+    ["rank", rank(run)], ["created", moment(run.created_at)], ["last request", moment(run.last_request_at)],
+    ...Object.entries(run.user_metadata)]);
+  if (node.firstChild) node.firstChild.replaceWith(about);
+  else node.append(about, end);
 }
 
 function lastStep(columns) {

@@ -1,9 +1,10 @@
 """Limits of one API key. A server without keys has one user, to whom its settings apply."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.units import GB, KiB
 from skyrl_tinker.errors import KeyLimitError
 
@@ -24,14 +25,19 @@ class KeyLimits:
     def overridden(self, by: Mapping[str, Any]) -> "KeyLimits":
         return replace(self, **{name: value for name, value in by.items() if name in NAMES})
 
-    def require_models(self, held: int) -> None:
-        """Refuse one more model than `held`. Raises KeyLimitError, like all that follow."""
-        if self.models is not None and held >= self.models:
-            raise _refused("models", held, self.models, "models in training", "unload one of them")
+    def require_models(self, sessions: Sequence[SessionId]) -> None:
+        """Refuse one model more than those of `sessions`, the quietest first.
 
-    def require_sessions(self, held: int) -> None:
-        if self.sessions is not None and held >= self.sessions:
-            raise _refused("sessions", held, self.sessions, "open sessions", "finish one of them")
+        Raises KeyLimitError, like all that follow.
+        """
+        if self.models is not None and len(sessions) >= self.models:
+            remedy = f"unload one of them or {_end(sessions)}"
+            raise _refused("models", len(sessions), self.models, "models in training", remedy)
+
+    def require_sessions(self, sessions: Sequence[SessionId]) -> None:
+        """Refuse one session more than `sessions`, the quietest first."""
+        if self.sessions is not None and len(sessions) >= self.sessions:
+            raise _refused("sessions", len(sessions), self.sessions, "open sessions", _end(sessions))
 
     def require_resident(self, held_bytes: float, more_bytes: float) -> None:
         """Check the state of all models together with one more."""
@@ -62,6 +68,11 @@ class KeyLimits:
 
 UNLIMITED = KeyLimits()
 NAMES = tuple(field.name for field in fields(KeyLimits))
+
+
+def _end(sessions: Sequence[SessionId]) -> str:
+    """Return a remedy that names one of them; with a limit of 0 there may be none."""
+    return "end a session" + (f", as the one silent for longest (`skyrl-tinker end {sessions[0]}`)" if sessions else "")
 
 
 def _refused(name: str, found: float, limit: float, what: str, remedy: str) -> KeyLimitError:

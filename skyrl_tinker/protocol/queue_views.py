@@ -17,10 +17,11 @@ INCIDENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Loss of a process, which was replaced. `at`: UTC seconds."""
+    """Loss of a process, or a recovery (`mended`). `at`: UTC seconds."""
 
     at: float
     text: str
+    mended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

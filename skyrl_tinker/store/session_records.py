@@ -13,7 +13,8 @@ from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
 
-_HELD = tuple(state for state in ModelState if state is not ModelState.RELEASED)
+HELD = (ModelState.CREATING, ModelState.READY)
+"""States of models that may be on the trainer's ranks."""
 
 
 def create(
@@ -99,7 +100,7 @@ def list_expired(conn: Connection, now: float, timeout_s: float) -> list[Session
     left = (
         select(Session.session_id)
         .join(Model, Model.session_id == Session.session_id)
-        .where(Model.state.in_(_HELD), Session.finished_at.is_not(None))
+        .where(Model.state.in_(HELD), Session.finished_at.is_not(None))
         .distinct()
     )
     return [SessionId(session_id) for query in (silent, left) for session_id in conn.scalars(query)]

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+import tinker
 
 from tests.e2e.support.client import Client, random_tokens, train
 from tests.support.serve import Serve
@@ -58,6 +60,31 @@ def test_usage_adds_up_what_was_trained(client: Client) -> None:
     train(client.new_lora(), random_tokens(33, seed=8))
     assert trained() == before + 32
     assert "trained tokens" in _run("usage", "--url", client.url).stdout
+
+
+def test_runs_are_listed_with_their_metadata(client: Client) -> None:
+    pending = client.service.create_lora_training_client(
+        base_model=client.model, rank=8, user_metadata={"recipe": "sums"}
+    )
+    run = pending.result().model_id
+    (line,) = [line for line in _run("runs", "--url", client.url).stdout.splitlines() if run in line]
+    assert "  ready  " in line
+    assert line.endswith("recipe=sums")
+
+
+def test_an_ended_session_leaves_the_trainer(server: Serve) -> None:
+    service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
+    run = service.create_lora_training_client(base_model="tiny", rank=8).result().model_id
+    ended = _run("end", run, "--home", str(server.home))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    deadline = time.monotonic() + 60
+    state = "ready"
+    while state == "ready" and time.monotonic() < deadline:
+        runs = json.loads(_run("runs", "--home", str(server.home), "--json").stdout)["runs"]
+        (state,) = [each["state"] for each in runs if each["run_id"] == run]
+    assert state == "released"
+    missing = _run("end", "nothing", "--home", str(server.home))
+    assert (missing.returncode, "no session nothing" in missing.stderr) == (1, True)
 
 
 def test_logs_are_shown_by_part(server: Serve) -> None:

@@ -70,8 +70,9 @@ async def test_a_silent_session_expires_until_its_models_are_released(
     assert await expired(store, after_s=601) == [session]
     await store.write(lambda conn: session_records.finish(conn, session, "expired", None))
     assert await expired(store, after_s=601) == [session]
-    await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.RELEASED))
-    assert await expired(store, after_s=601) == []
+    for gone in (ModelState.RELEASED, ModelState.FAILED, ModelState.LOST):
+        await store.write(lambda conn, state=gone: model_records.set_state(conn, model.key, state))
+        assert await expired(store, after_s=601) == []
 
 
 async def test_a_silent_session_that_only_samples_expires_once(store: Store, session: SessionId) -> None:

@@ -47,7 +47,7 @@ class Creation:
 
         def admit(conn: Connection) -> None:
             if limits.models is not None:
-                limits.require_models(holdings.models_in_training(conn, owner))
+                limits.require_models(holdings.sessions_in_training(conn, owner))
             if limits.resident_gb is not None:
                 more = state_bytes(facts, self.model.spec, self.model.optimizer_config["type"])
                 limits.require_resident(holdings.resident_bytes(conn, owner, facts), more)

@@ -31,7 +31,7 @@ from skyrl_tinker.store.owners import reaches
 LONG_S, VERY_LONG_S = 10.0, 120.0
 """Age of a request from which it is told of, and from which that is a warning."""
 RECENT_S = 900.0
-"""Time for which a replaced process is told of."""
+"""Time for which a loss and a recovery are told of."""
 LONGEST = 5
 """Most requests that are told of because they wait."""
 
@@ -102,7 +102,7 @@ class NowView:
         if sees_all(self._caller):
             for incident in (*queues.training.incidents, *queues.sampling.incidents):
                 if self._snapshot.at - incident.at < RECENT_S:
-                    yield _replaced(incident, self._snapshot.at)
+                    yield _happened(incident, self._snapshot.at)
 
     def _waits(self) -> list[Problem]:
         """Return what waits longest, with the words of the long poll."""
@@ -183,11 +183,11 @@ def who_asks(deps: Services, caller: Caller) -> WhoAsks:
     return WhoAsks(name=caller.name, admin=caller.admin, keys=deps.keys.locked, sees_all=sees_all(caller))
 
 
-def _replaced(incident: Incident, now: float) -> Problem:
+def _happened(incident: Incident, now: float) -> Problem:
     return Problem(
-        level="warning",
+        level="info" if incident.mended else "warning",
         subject="processes",
-        text=f"replaced {duration(now - incident.at)} ago: {incident.text}",
+        text=f"{duration(now - incident.at)} ago {incident.text}",
     )
 
 

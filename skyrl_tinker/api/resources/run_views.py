@@ -40,10 +40,12 @@ def training_run(run: Run) -> TrainingRun:
 def run_summary(run: Run) -> RunSummary:
     return RunSummary(
         run_id=run.model_id,
+        session_id=run.model_id.rpartition(":train:")[0],
         owner=run.owner,
         base_model=run.base_model,
-        lora_rank=run.lora_rank,
+        lora_rank=None if run.state is ModelState.FAILED else run.lora_rank,
         state=run.state,
+        state_reason=run.state_reason,
         user_metadata=as_strings(run.user_metadata),
         created_at=utc(run.created_at),
         last_request_at=utc(run.last_request_at),

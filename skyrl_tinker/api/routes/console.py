@@ -28,6 +28,7 @@ from skyrl_tinker.protocol.schemas.console import (
     ReadableResponse,
     ReadableSummary,
     RunsResponse,
+    RunSummary,
     TokensQuery,
     TokensResponse,
     TraceQuery,
@@ -61,6 +62,17 @@ async def list_runs(query: Annotated[Paging, Query()], deps: Deps, reach: Reache
         return RunsResponse(runs=[run_summary(run) for run in page.runs], total=page.total)
 
     return await json_from_rows(deps.store, read)
+
+
+@router.get("/runs/{run}", summary="A training run with the measures of its last step")
+async def get_run(run: str, deps: Deps, reach: Reached) -> RunSummary:
+    def read(conn: Connection) -> RunSummary:
+        found = training_runs.find(conn, reach, ModelId(run), "owned")
+        if found is None:
+            raise NotFoundError(f"no training run {run}")
+        return run_summary(found)
+
+    return await deps.store.fetch(read)
 
 
 @router.get(

@@ -53,6 +53,23 @@ Progress = Callable[[int, int], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
+class Replayed:
+    """Models that there were, units replayed for them, and those that cannot be brought back, with reasons."""
+
+    models: int
+    units: int
+    seconds: float
+    lost: Mapping[ModelKey, str]
+
+    def __str__(self) -> str:
+        back, units = self.models - len(self.lost), self.units
+        return (
+            f"{back} model{'' if back == 1 else 's'} came back, with {units} replayed "
+            f"unit{'' if units == 1 else 's'} of work, in {self.seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _History:
     model: ModelRow
     snapshot: SnapshotRow | None
@@ -79,12 +96,13 @@ class Replay:
         self.units = 0  # replayed so far
         self.differences = 0  # losses that were not those delivered
 
-    async def run(self, repeat_saves: RepeatSaves, progress: Progress) -> dict[ModelKey, str]:
+    async def run(self, repeat_saves: RepeatSaves, progress: Progress) -> Replayed:
         """Bring back all models that are ready, on ranks without models.
 
-        Returns the models that cannot be, with reasons, also those of requests that kill the ranks each time.
+        Those of requests that kill the ranks each time are lost, too.
         Raises TrainerError when the ranks die meanwhile: call it again on fresh ones.
         """
+        began = time.monotonic()
         self._lost = {}
         self._snapshots.reset()
         histories = await read_persistently(self._store, _histories)
@@ -104,7 +122,7 @@ class Replay:
             await self._replay(rows, repeat_saves)
             self.units += 1
         self._deaths.clear()
-        return self._lost
+        return Replayed(len(histories), len(units), time.monotonic() - began, self._lost)
 
     def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
         """Return, once, a metric for a model whose replay gave other losses than were delivered."""

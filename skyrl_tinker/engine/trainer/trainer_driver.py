@@ -22,7 +22,7 @@ from skyrl_tinker.engine.scheduling.throughput import TrainerPace, UnitTimes
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
 from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
-from skyrl_tinker.engine.trainer.replay import Replay
+from skyrl_tinker.engine.trainer.replay import Replay, Replayed
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, LaneView, TrainingView
@@ -269,20 +269,23 @@ class TrainerDriver:
 
         All that ran before the ranks broke is committed first, so nothing runs twice.
         """
-        lost: dict[ModelKey, str] | None = None
-        while lost is None:
+        replayed: Replayed | None = None
+        while replayed is None:
             await self._execution.settle()
             with suppress(TrainerError):  # they died again: TrainerLostError if that goes on
                 async with self._placement.training():
                     if self._trainer.broken is not None:
-                        self._incidents.append(Incident(time.time(), f"the trainer: {self._trainer.broken}"))
+                        self._incidents.append(Incident(time.time(), f"the trainer was lost: {self._trainer.broken}"))
                         await report("the trainer was restarted")
                         await self._trainer.restart()
-                    lost = await self._replay.run(self._execution.repeat_saves, partial(_progress, report))
+                    replayed = await self._replay.run(self._execution.repeat_saves, partial(_progress, report))
         self._trainer.note_work()  # they did: what killed them before is not the ranks
-        for model, cause in lost.items():
+        for model, cause in replayed.lost.items():
             _log.error("model %s cannot be brought back: %s", model, cause)
             await self._models.lose(model, cause)
+        if replayed.models:
+            _log.info("%s", replayed)
+            self._incidents.append(Incident(time.time(), str(replayed), mended=True))
         await report("")
 
 

@@ -26,7 +26,6 @@ from skyrl_tinker.store.store import Store
 SWEEP_S = 3.0
 SUSPENDED_S = 30.0
 """Advance of wall clock over monotonic clock from which the machine counts as having been suspended."""
-_ON_WORKERS = (ModelState.CREATING, ModelState.READY)
 _log = logging.getLogger(__name__)
 
 
@@ -123,8 +122,4 @@ def _remove_directory(directory: Path, number: int) -> None:
 def _finish(conn: Connection, session: SessionId, detail: str) -> list[model_records.ModelRow]:
     """Finish a session. Returns its models that may be on the workers."""
     session_records.finish(conn, session, "expired", detail)
-    rows = model_records.list_for_session(conn, session)
-    for row in rows:
-        if row.state in (ModelState.LOST, ModelState.FAILED):
-            model_records.set_state(conn, row.key, ModelState.RELEASED, row.state_reason)
-    return [row for row in rows if row.state in _ON_WORKERS]
+    return [row for row in model_records.list_for_session(conn, session) if row.state in session_records.HELD]

@@ -149,13 +149,18 @@ class StepMeasures(Message):
 
 
 class RunSummary(Message):
-    """Run with its last step; `lora_rank` 0: full parameters, `steps` 0: none was taken."""
+    """Run with its last step; `steps` 0: none was taken.
+
+    `lora_rank` 0: full parameters, null: it was not created. `state_reason`: why it is not in training.
+    """
 
     run_id: str
+    session_id: str
     owner: str
     base_model: str
-    lora_rank: int
+    lora_rank: int | None
     state: str
+    state_reason: str | None
     user_metadata: dict[str, str]
     created_at: datetime
     last_request_at: datetime

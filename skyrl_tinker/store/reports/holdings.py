@@ -4,7 +4,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select, text
 
-from skyrl_tinker.domain.ids import ModelState, OwnerId
+from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.domain.state_size import state_bytes
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.store.checkpoint_records import is_live
@@ -16,12 +16,15 @@ _PENDING = text("futures.status = 'pending'")  # literally so, for the index of 
 _TRAINING = (ModelState.CREATING, ModelState.READY)
 
 
-def open_sessions(conn: Connection, owner: OwnerId | None) -> int:
-    return _number(conn, select(func.count()).where(owned_by(owner), Session.finished_at.is_(None)))
+def open_sessions(conn: Connection, owner: OwnerId | None) -> list[SessionId]:
+    """Return the sessions, the one without a heartbeat for longest first."""
+    query = select(Session.session_id).where(owned_by(owner), Session.finished_at.is_(None))
+    return _sessions(conn, query)
 
 
-def models_in_training(conn: Connection, owner: OwnerId | None) -> int:
-    return _number(conn, _models(owner, func.count()))
+def sessions_in_training(conn: Connection, owner: OwnerId | None) -> list[SessionId]:
+    """Return the session of each model in training, the one without a heartbeat for longest first."""
+    return _sessions(conn, _models(owner, Session.session_id))
 
 
 def resident_bytes(conn: Connection, owner: OwnerId | None, facts: BaseModelFacts) -> int:
@@ -56,6 +59,10 @@ def pending_requests(conn: Connection, owner: OwnerId | None) -> int:
 def _models(owner: OwnerId | None, *columns: Any) -> Any:
     query = select(*columns).select_from(Model).join(Session, Session.session_id == Model.session_id)
     return query.where(owned_by(owner), Model.state.in_(_TRAINING))
+
+
+def _sessions(conn: Connection, query: Any) -> list[SessionId]:
+    return [SessionId(session) for session in conn.scalars(query.order_by(Session.last_heartbeat_at))]
 
 
 def _number(conn: Connection, query: Any) -> int:

@@ -30,6 +30,7 @@ class Run:
     lora_rank: int
     last_request_at: float
     state: ModelState
+    state_reason: str | None  # of one that is not in training
     user_metadata: Mapping[str, Any]
     last: Mapping[CheckpointKind, CheckpointRow]
     created_at: float
@@ -134,6 +135,7 @@ def _runs(
             Model.lora_rank,
             Model.last_request_at,
             Model.state,
+            Model.state_reason,
             Model.user_metadata,
             Model.created_at,
         )
@@ -174,6 +176,7 @@ def _run(row: AnyRow, last: Mapping[CheckpointKind, CheckpointRow], point: Point
         row.lora_rank,
         row.last_request_at,
         row.state,
+        row.state_reason,
         row.user_metadata,
         last,
         row.created_at,

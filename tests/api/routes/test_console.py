@@ -23,7 +23,7 @@ from skyrl_tinker.store.database.tables import Future
 from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, until, waiting
-from tests.api.support.world import Json, World, sample, step
+from tests.api.support.world import BASE, Json, World, sample, step
 
 
 @pytest.fixture
@@ -142,10 +142,10 @@ async def test_keys_see_their_own_queue_and_only_admins_the_processes(world: Wor
 
 async def test_a_lost_process_and_a_standing_warning_are_told_to_who_sees_all(busy: Waiting) -> None:
     await busy.store.write(lambda conn: server_state.put(conn, server_state.WARNING, "they differ by 1e-1"))
-    busy.driver._incidents.append(Incident(time.time() - 30, "the trainer: rank 0 died"))
+    busy.driver._incidents.append(Incident(time.time() - 30, "the trainer was lost: rank 0 died"))
     busy.driver._incidents.append(Incident(time.time() - 7200, "the trainer: long ago"))
     texts = [problem["text"] for problem in (await now(busy.api))["problems"]]
-    assert texts == ["they differ by 1e-1", "replaced 30 s ago: the trainer: rank 0 died"]
+    assert texts == ["they differ by 1e-1", "30 s ago the trainer was lost: rank 0 died"]
     key = await new_user(busy.api, "alice")
     speak_as(busy.api, key)
     assert (await now(busy.api))["problems"] == []
@@ -204,6 +204,17 @@ async def test_runs_are_listed_with_their_last_step(world: World) -> None:
     assert (runs[first]["steps"], runs[first]["last"]["loss"]) == (3, 2.0)
     assert (runs[second]["steps"], runs[second]["last"]) == (0, None)
     assert (await get(world, "console/runs", limit=1))["total"] == 2
+
+
+async def test_a_run_that_failed_says_why_and_has_no_rank(world: World) -> None:
+    session = await world.session()
+    creation = {"session_id": session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 10**6}}
+    accepted = await world.ok("create_model", creation)
+    run = await get(world, f"console/runs/{accepted['model_id']}")
+    assert (run["state"], run["lora_rank"], run["session_id"]) == ("failed", None, session)
+    assert "lora_config.rank" in run["state_reason"]
+    answer = await world.http.get("console/runs/none")
+    assert (answer.status_code, answer.json()["detail"]) == (404, "not found: no training run none")
 
 
 async def test_points_come_in_pages_and_go_on_where_they_ended(world: World) -> None:

@@ -70,7 +70,7 @@ async def test_a_finished_session_makes_room_and_others_are_not_counted(world: W
     await world.session()
     await limited(world, sessions=1)
     session = await world.session()
-    assert "key_sessions" in await refused(world, "create_session", SESSION)
+    assert f"skyrl-tinker end {session}" in await refused(world, "create_session", SESSION)
     await world.ok(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
     await world.session()
     speak_as(world, await new_user(world, "bob"))

@@ -105,6 +105,9 @@ async def test_a_new_engine_brings_back_models_and_runs_what_was_pending(
     assert await steps_of(after, model) == [*expected(1, 2), [following]]
     assert await steps_of(after, neighbour) == expected(1, 1)
     assert (await journal.model_of(world.store, model)).state is ModelState.READY
+    (recovery,) = after.driver.view().incidents
+    assert recovery.mended
+    assert recovery.text.startswith("2 models came back, with 6 replayed units of work, in ")
 
 
 async def test_a_poisoned_window_is_poisoned_still(world: World, new_engine: NewEngine) -> None:

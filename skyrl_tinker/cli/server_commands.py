@@ -1,0 +1,111 @@
+"""Commands that look at a running server: what it does, for whom, and what it wrote."""
+
+import json
+from contextlib import suppress
+from itertools import chain
+from typing import Annotated
+
+import typer
+
+from skyrl_tinker import config
+from skyrl_tinker.cli import running_server, server_logs
+from skyrl_tinker.cli.options import Config, Home, one_line_errors
+from skyrl_tinker.cli.running_server import RunningServer
+
+app = typer.Typer()
+
+Url = Annotated[
+    str | None,
+    typer.Option(help="Of the server [default: TINKER_BASE_URL, else that of the home]"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
+
+
+@app.command()
+def status(url: Url = None, home: Home = None, config_file: Config = None, as_json: AsJson = False) -> None:
+    """Show a running server: problems first, then trainer, samplers and queue. TINKER_API_KEY says whose."""
+    with one_line_errors():
+        now = RunningServer(config.load(config_file, home=home), url).now()
+    print(json.dumps(now) if as_json else "\n".join(running_server.status_lines(now)))
+    if not now["ready"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def ps(url: Url = None, home: Home = None, config_file: Config = None, as_json: AsJson = False) -> None:
+    """Show the processes and replicas of a running server."""
+    with one_line_errors():
+        now = RunningServer(config.load(config_file, home=home), url).now()
+    shown = {name: now[name] for name in ("processes", "replicas")}
+    print(json.dumps(shown) if as_json else "\n".join(running_server.process_lines(now)).strip())
+
+
+@app.command()
+def top(
+    url: Url = None,
+    home: Home = None,
+    config_file: Config = None,
+    interval: Annotated[float, typer.Option(help="Seconds", min=0.2)] = 2.0,
+    times: Annotated[int | None, typer.Option(help="[default: until Ctrl-C]", min=1)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show `status` and `ps` again and again."""
+    with one_line_errors(), suppress(KeyboardInterrupt):
+        server = RunningServer(config.load(config_file, home=home), url)
+        running_server.watch(server, interval, times, as_json=as_json)
+
+
+@app.command()
+def runs(
+    url: Url = None,
+    home: Home = None,
+    config_file: Config = None,
+    most: Annotated[int, typer.Option("--lines", "-n", help="Runs, the last used first", min=1)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show training runs, and why some failed: one's own, with an admin key those of all."""
+    with one_line_errors():
+        found = RunningServer(config.load(config_file, home=home), url).runs(most)
+    print(json.dumps(found) if as_json else "\n".join(running_server.run_lines(found)).strip())
+
+
+@app.command()
+def end(
+    session: Annotated[str, typer.Argument(help="Id of a session, or of a run of it")],
+    url: Url = None,
+    home: Home = None,
+    config_file: Config = None,
+) -> None:
+    """End a session, as of a script that was stopped: its models leave the trainer, its checkpoints stay."""
+    with one_line_errors():
+        RunningServer(config.load(config_file, home=home), url).end(session.partition(":")[0])
+
+
+@app.command()
+def usage(
+    url: Url = None,
+    home: Home = None,
+    config_file: Config = None,
+    hours: Annotated[int, typer.Option(help="Up to now", min=1, max=336)] = 24,
+    as_json: AsJson = False,
+) -> None:
+    """Show tokens, checkpoints and storage by owner: one's own, with an admin key those of all."""
+    with one_line_errors():
+        used = RunningServer(config.load(config_file, home=home), url).usage(hours)
+    print(json.dumps(used) if as_json else "\n".join(running_server.usage_lines(used)).strip())
+
+
+@app.command()
+def logs(
+    part: Annotated[str | None, typer.Option(help="Such as api or engine [default: all]")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Of each part", min=0)] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C")] = False,
+    home: Home = None,
+    config_file: Config = None,
+) -> None:
+    """Show the last lines of a server's logs, whether it runs or not."""
+    with one_line_errors(), suppress(KeyboardInterrupt):
+        files = server_logs.log_files(config.load(config_file, home=home), part)
+        shown = server_logs.last_lines(files, lines)
+        for line in chain(shown, server_logs.follow(files)) if follow else shown:
+            print(line, flush=True)
