@@ -7,6 +7,8 @@ README.md):
     python examples/custom_loss.py
 """
 
+import argparse
+
 import tinker
 import torch
 from tinker import types
@@ -23,7 +25,11 @@ def focal(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def main() -> None:
-    service = tinker.ServiceClient()
+    with tinker.ServiceClient() as service:  # its models leave the server at the end
+        learn(service)
+
+
+def learn(service: tinker.ServiceClient) -> None:
     model = service.get_server_capabilities().supported_models[0].model_name
     training = service.create_lora_training_client(base_model=model, rank=32, seed=0).result()
     tokenizer = training.get_tokenizer()
@@ -47,4 +53,5 @@ def datum(tokens: list[int]) -> types.Datum:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

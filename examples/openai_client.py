@@ -5,6 +5,7 @@ Needs `openai` and `tinker`, and TINKER_BASE_URL and TINKER_API_KEY in the envir
     python examples/openai_client.py
 """
 
+import argparse
 import os
 
 import openai
@@ -33,11 +34,13 @@ def main() -> None:
     print()
 
     # The path of saved sampler weights is a model name too, in every route.
-    training = tinker.ServiceClient().create_lora_training_client(base_model=models[0], rank=8).result()
-    path = training.save_weights_for_sampler("for-openai").result().path
+    with tinker.ServiceClient() as service:
+        training = service.create_lora_training_client(base_model=models[0], rank=8).result()
+        path = training.save_weights_for_sampler("for-openai").result().path
     completion = client.completions.create(model=path, prompt="2+2=", max_tokens=8, temperature=0)
     print(f"completion of {completion.model}: {completion.choices[0].text}")
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

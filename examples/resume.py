@@ -5,6 +5,8 @@ Needs `tinker`, and TINKER_BASE_URL and TINKER_API_KEY in the environment (see R
     python examples/resume.py
 """
 
+import argparse
+
 import tinker
 from tinker import types
 
@@ -42,4 +44,5 @@ def train(training: tinker.TrainingClient) -> list[float]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

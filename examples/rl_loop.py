@@ -60,12 +60,12 @@ class Answer:
 def main(options: Options) -> bool:
     """Train; write metrics.jsonl and reward.png; return whether the reward rose."""
     options.out.mkdir(parents=True, exist_ok=True)
-    service = tinker.ServiceClient()
-    model = options.base_model or service.get_server_capabilities().supported_models[0].model_name
-    trainer = service.create_lora_training_client(model, rank=options.rank, seed=options.seed).result()
-    task = Task(trainer.get_tokenizer())
-    warm_up(trainer, task)
-    steps = reinforce(trainer, task, options)
+    with tinker.ServiceClient() as service:  # its models leave the server at the end
+        model = options.base_model or service.get_server_capabilities().supported_models[0].model_name
+        trainer = service.create_lora_training_client(model, rank=options.rank, seed=options.seed).result()
+        task = Task(trainer.get_tokenizer())
+        warm_up(trainer, task)
+        steps = reinforce(trainer, task, options)
     return report(steps, options.out)
 
 

@@ -5,6 +5,8 @@ Needs `tinker`, and TINKER_BASE_URL and TINKER_API_KEY in the environment (see R
     python examples/sft.py
 """
 
+import argparse
+
 import numpy as np
 import tinker
 from tinker import types
@@ -14,7 +16,11 @@ STEPS = 40
 
 
 def main() -> None:
-    service = tinker.ServiceClient()
+    with tinker.ServiceClient() as service:  # its models leave the server at the end
+        learn(service)
+
+
+def learn(service: tinker.ServiceClient) -> None:
     model = service.get_server_capabilities().supported_models[0].model_name
     training = service.create_lora_training_client(base_model=model, rank=32, seed=0).result()
     tokenizer = training.get_tokenizer()
@@ -55,4 +61,5 @@ def datum(question: list[int], answer: list[int]) -> types.Datum:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

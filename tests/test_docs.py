@@ -29,6 +29,14 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
 
 
+def test_every_alert_has_its_line_in_operations() -> None:
+    groups = yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())["groups"]
+    rules = [rule["alert"] for group in groups for rule in group["rules"]]
+    page = (ROOT / "docs" / "operations.md").read_text()
+    listed = page.partition("| alert |")[2].split("\n\n")[0].splitlines()[2:]
+    assert sorted(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in listed))) == sorted(rules)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     names = set(

@@ -1,5 +1,7 @@
 """Metrics of one API process for Prometheus, built with its services."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,6 +45,10 @@ class ApiMetrics:
     def blocked(self, seconds: float) -> None:
         """Count a wake-up of the event loop that was so late."""
         self._blocks.observe(seconds)
+
+    def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """Register a gauge whose value is read at each scrape."""
+        self._gauge(name, help_text).set_function(value)
 
     def text(self, *, engine_up: bool, ready: bool) -> bytes:
         """Return the exposition format; its content type is CONTENT_TYPE."""

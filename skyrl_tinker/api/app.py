@@ -117,6 +117,19 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
     queues = EngineQueues(engine)
     signing = SigningSecrets(settings.root)
     metrics = ApiMetrics()
+    keys = KeyRing(store, signing, settings.key_limits)
+    room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
+    metrics.watch("disk_free_bytes", "Free bytes under home or for checkpoints, the fewer", room.free_bytes)
+    metrics.watch(
+        "disk_least_bytes",
+        "Free bytes below which new work is refused (min_free_gb)",
+        lambda: room.least_bytes,
+    )
+    metrics.watch(
+        "next_key_expiry_timestamp_seconds",
+        "When the next live API key expires, UTC seconds; +Inf: none does",
+        keys.next_expiry,
+    )
     return Services(
         settings,
         store,
@@ -129,13 +142,13 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         MetricsPage(store, engine, metrics),
         LoopWatch(metrics.blocked),
         Gate(LARGE_AT_ONCE),
-        KeyRing(store, signing, settings.key_limits),
+        keys,
         Signer(signing, settings.trust_forwarded),
         queues,
         Backpressure(queues, settings.sample_backlog),
         RequestRates(),
         KeyBacklogs(store),
-        DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb),
+        room,
         SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
         TokenTexts(Path(facts.directory)),
     )

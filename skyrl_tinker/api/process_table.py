@@ -17,6 +17,10 @@ _PARTS = {  # text in the command line
     "gcs/gcs_server": "Ray: GCS",
     "VLLM::EngineCore": "vLLM core",
     "VLLM::Worker": "vLLM worker",
+    "autoscaler/_private/monitor.py": "Ray: autoscaler",
+    "ray/dashboard/dashboard.py": "Ray: dashboard",
+    "ray/_private/log_monitor.py": "Ray: log monitor",
+    "multiprocessing.resource_tracker": "resource tracker",
     "vllm.entrypoints": "vLLM server",
     "vllm::router": "router",
 }

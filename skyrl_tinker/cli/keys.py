@@ -70,7 +70,7 @@ def create(
 
     def create_key(conn: "Connection") -> tuple[str, int, int]:
         key = api_keys.create(conn, name, expires_at=_from_now(expires_in), admin=admin)
-        adopted = api_keys.adopt_keyless(conn, name) if adopt else 0
+        adopted = api_keys.adopt(conn, name, api_keys.NO_KEY) if adopt else 0
         return key, adopted, owners.count_ownerless(conn)
 
     with one_line_errors():
@@ -157,18 +157,22 @@ def revoke(
 def adopt(
     key: Which,
     former: Annotated[
-        str, typer.Option("--from", metavar="ID", help="A revoked or expired key, as `keys list` numbers it")
+        str, typer.Option("--from", metavar="KEY", help="A revoked or expired key, by id or name, or `none`")
     ],
     home: Home = None,
     database_url: DatabaseUrl = None,
     config_file: Config = None,
 ) -> None:
-    """Give a live key all that a revoked or expired one made: sessions, runs, checkpoints, usage."""
+    """Give a live key all that a revoked or expired one made: sessions, runs, checkpoints, usage.
+
+    With `--from none` what was made without a key.
+    """
     from skyrl_tinker.store import api_keys
 
     with one_line_errors():
         count = _run(home, database_url, config_file, lambda conn: api_keys.adopt(conn, key, former))
-    print(f"adopted: {count} session(s) of key {former}")
+    of = "made without a key" if former == api_keys.NO_KEY else f"of key {former}"
+    print(f"adopted: {count} session(s) {of}")
 
 
 @app.command()

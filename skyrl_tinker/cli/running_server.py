@@ -31,6 +31,7 @@ class RunningServer:
         """Find it. Raises StartupError when nothing says where it is."""
         given = url or os.environ.get("TINKER_BASE_URL")
         self.url = (given or local_url(_of_home(settings))).rstrip("/")
+        self._home = None if given else settings.home
         key = os.environ.get("TINKER_API_KEY")
         # A certificate names the server as its clients know it, not this machine's loopback.
         self._http = httpx.Client(
@@ -38,7 +39,7 @@ class RunningServer:
             headers={"X-API-Key": key} if key else {},
             timeout=PATIENCE_S,
             trust_env=False,
-            verify=given is not None,
+            verify=self._home is None,
         )
 
     def now(self) -> Facts:
@@ -64,7 +65,8 @@ class RunningServer:
         try:
             answer = self._http.request(method, path, **content)
         except httpx.TransportError as error:
-            raise StartupError(f"no server answers at {self.url}: {error}") from error
+            why = error if self._home is None else f"that of --home {self._home} does not run"
+            raise StartupError(f"no server answers at {self.url}: {why}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise StartupError(f"{self.url} needs an API key that it knows: set TINKER_API_KEY")
         if answer.is_error:

@@ -4,6 +4,7 @@ import { card, h, moment, number, table, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 
 const EVERY_MS = 5000;
+const PAGE = 100;
 const MOST_ROWS = 1000;
 const LOWEST_LOGPROB = -6;
 
@@ -13,17 +14,21 @@ export function showTokens(main, { path, failed, recovered }) {
     return () => {};
   }
   const list = table("Finished passes and samples", [["request", "id"], ["kind", ""], ["seq_id", "number"], ["of", "id"], ["accepted", ""]]);
-  main.append(h("h1", {}, "Tokens"), wide(card("Your finished passes and samples", list.node)));
+  const more = h("button", { type: "button", onclick: () => { most += PAGE; refresh().catch(failed); } }, "Older");
+  main.append(h("h1", {}, "Tokens"), wide(card("Your finished passes and samples", list.node, more)));
   let shown = "";
-  return poll(EVERY_MS, async () => {
-    const { requests } = await get("console/requests");
+  let most = PAGE;
+  async function refresh() {
+    const { requests } = await get(`console/requests?limit=${most}`);
     recovered();
+    more.hidden = requests.length < most;
     const text = JSON.stringify(requests);
     if (text === shown) return; // keeps the focus where it is
     shown = text;
     list.fill(requests.map((each) => [
       h("a", { href: `#/tokens/${each.request_id}` }, each.request_id), each.kind, each.seq_id === null ? "–" : String(each.seq_id), each.origin, moment(each.created_at)]));
-  }, failed);
+  }
+  return poll(EVERY_MS, refresh, failed);
 }
 
 async function showOne(main, request, item) {

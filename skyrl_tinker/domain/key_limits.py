@@ -71,8 +71,10 @@ NAMES = tuple(field.name for field in fields(KeyLimits))
 
 
 def _end(sessions: Sequence[SessionId]) -> str:
-    """Return a remedy that names one of them; with a limit of 0 there may be none."""
-    return "end a session" + (f", as the one silent for longest (`skyrl-tinker end {sessions[0]}`)" if sessions else "")
+    """Return a remedy; with a limit of 0 there may be no session to name."""
+    if not sessions:
+        return "end a session"
+    return f"end a session, as the one silent for longest (`skyrl-tinker end {sessions[0]}`)"
 
 
 def _refused(name: str, found: float, limit: float, what: str, remedy: str) -> KeyLimitError:

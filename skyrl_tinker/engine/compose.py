@@ -22,6 +22,7 @@ from skyrl_tinker.engine.openai.chat_abilities import chat_abilities
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
+from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.fleet import Fleet
@@ -103,7 +104,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
     driver = training.driver
     abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser)
     openai = OpenAIServer(store, samplers, fleet, facts, abilities, sampler_driver, metrics)
-    _register_gauges(metrics, backends, sampler_driver)
+    _register_gauges(settings, metrics, backends, sampler_driver)
     return Parts(
         training.drift_monitor,
         driver,
@@ -207,8 +208,12 @@ def _transport_name(settings: Settings) -> TransportName:
     return choose(settings.weight_transport, settings.device, colocated=settings.colocated)
 
 
-def _register_gauges(metrics: Metrics, backends: Backends, sampler: SamplerDriver) -> None:
+def _register_gauges(
+    settings: Settings, metrics: Metrics, backends: Backends, sampler: SamplerDriver
+) -> None:
     watch = metrics.watch
+    bound = allowed_gap(settings)
+    watch("sampler_logprob_gap_bound", "Gap above which there is a warning", lambda: bound)
     watch("samples_queued", "Samples that wait for a free slot", sampler.queued)
     watch("samples_in_flight", "Samples that the samplers have", sampler.in_flight)
     watch("replicas", "Sampler replicas that serve", lambda: backends.fleet.size)

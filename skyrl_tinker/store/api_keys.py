@@ -24,6 +24,8 @@ PREFIX = "tml-"
 """Prefix of keys: the SDK refuses anything else but JWTs."""
 DEFAULT: Any = object()
 """Value of a limit that a key shall not have of its own."""
+NO_KEY = "none"
+"""Names, as a former key, what was made without one."""
 _BYTES = 32
 _ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._@+-]{0,63}", re.ASCII)
@@ -107,22 +109,13 @@ def revoke(conn: Connection, id_or_name: str) -> KeyRow:
 
 
 def adopt(conn: Connection, heir: str, former: str) -> int:
-    """Give a live key the sessions of a revoked or expired one, given by its id. Returns how many.
+    """Give a live key the sessions of a revoked or expired one, given by id or name. Returns how many.
 
-    Raises NotFoundError, and UserError if the former key is live.
+    `former` NO_KEY: the sessions that were created without a key. Raises NotFoundError, and UserError if the
+    former key is live, or if several had the name.
     """
     row = find_live(conn, heir)
-    dead = _by_id(conn, former)
-    if dead is None:
-        raise NotFoundError(f"no key with the id {former!r}: see `skyrl-tinker keys list`")
-    if dead.is_live(time.time()):
-        raise UserError(f"key {dead.id} ({dead.name}) is live: revoke it before another key adopts its work")
-    return _take_over(conn, row.id, dead.id)
-
-
-def adopt_keyless(conn: Connection, heir: str) -> int:
-    """Give a live key the sessions that were created without a key. Returns how many."""
-    return _take_over(conn, find_live(conn, heir).id, None)
+    return _take_over(conn, row.id, None if former == NO_KEY else _find_dead(conn, former).id)
 
 
 def limit(conn: Connection, id_or_name: str, changes: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -226,6 +219,21 @@ def _is_live() -> ColumnElement[bool]:
 def _by_name(conn: Connection, name: str) -> KeyRow | None:
     row = conn.execute(select(*_COLUMNS).where(ApiKey.name == name, _is_live())).one_or_none()
     return None if row is None else _key(row)
+
+
+def _find_dead(conn: Connection, id_or_name: str) -> KeyRow:
+    by_id = _by_id(conn, id_or_name)
+    named = [by_id] if by_id else [row for row in list_keys(conn) if row.name == id_or_name]
+    if not named:
+        raise NotFoundError(f"no key {id_or_name!r}: see `skyrl-tinker keys list`")
+    dead = [row for row in named if not row.is_live(time.time())]
+    if not dead:
+        (row,) = named
+        raise UserError(f"key {row.id} ({row.name}) is live: revoke it before another key adopts its work")
+    if len(dead) > 1:
+        ids = ", ".join(str(row.id) for row in dead)
+        raise UserError(f"keys {ids} were called {id_or_name!r}: give the id")
+    return dead[0]
 
 
 def _by_id(conn: Connection, key_id: str) -> KeyRow | None:

@@ -157,6 +157,6 @@ async def _two_owners(url: str) -> tuple[dict[str, str], dict[str, str]]:
     for name in ("alice", "bob"):
         keys[name] = await store.write(lambda conn, name=name: api_keys.create(conn, name))
         runs[name] = (await create(store, await new_session(store))).model_id
-        await store.write(lambda conn, name=name: api_keys.adopt_keyless(conn, name))
+        await store.write(lambda conn, name=name: api_keys.adopt(conn, name, api_keys.NO_KEY))
     await store.close()
     return runs, keys

@@ -57,6 +57,9 @@ def test_requests_tokens_and_the_busy_fraction_are_counted(client: Client) -> No
     assert after["ready"] == 1
     assert {after["requests_pending/sample"], after["samples_in_flight"], after["samples_queued"]} == {0}
     assert after["training_backlog_tokens"] == 0
+    assert after["sampler_logprob_gap"] < after["sampler_logprob_gap_bound"]
+    assert after["disk_free_bytes"] > after["disk_least_bytes"] > 0
+    assert after["next_key_expiry_timestamp_seconds"] == float("inf")
 
 
 def test_a_collector_gets_each_request_with_what_ran_for_it(client: Client, collector: Collector) -> None:

@@ -46,6 +46,7 @@ def test_ps_and_top_show_the_processes_and_replicas(server: Serve) -> None:
     shown = _run("ps", "--url", server.url).stdout
     for name in ("process ", "API ", "engine ", "trainer rank ", "replica "):
         assert f"\n{name}" in f"\n{shown}"
+    assert "\npython" not in shown
     twice = _run("top", "--url", server.url, "--interval", "0.2", "--times", "2").stdout
     assert twice.count("ready     tiny") == twice.count("\nreplica ") == 2
 

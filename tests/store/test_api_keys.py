@@ -73,7 +73,7 @@ CHANGES: list[Op[object]] = [
     lambda conn: api_keys.create(conn, "bob", expires_at=time.time() + 60, admin=True),
     lambda conn: api_keys.rotate(conn, "alice", 60),
     lambda conn: api_keys.rotate(conn, "alice", 0),
-    lambda conn: api_keys.adopt_keyless(conn, "bob"),
+    lambda conn: api_keys.adopt(conn, "bob", api_keys.NO_KEY),
     lambda conn: api_keys.revoke(conn, "alice"),
     lambda conn: api_keys.adopt(conn, "bob", "1"),
 ]
@@ -157,8 +157,10 @@ async def test_a_live_key_adopts_what_a_dead_one_made_and_nothing_else(store: St
         await new_session(store, owner and OwnerId(owner))
     with pytest.raises(UserError, match=r"key 1 \(alice\) is live: revoke it"):
         await store.write(lambda conn: api_keys.adopt(conn, "carol", "1"))
-    with pytest.raises(NotFoundError, match="no key with the id 'alice'"):
+    with pytest.raises(UserError, match=r"key 1 \(alice\) is live: revoke it"):
         await store.write(lambda conn: api_keys.adopt(conn, "carol", "alice"))
+    with pytest.raises(NotFoundError, match="no key 'dave'"):
+        await store.write(lambda conn: api_keys.adopt(conn, "carol", "dave"))
     await store.write(lambda conn: api_keys.revoke(conn, "alice"))
     with pytest.raises(NotFoundError, match="no live key 'alice'"):
         await store.write(lambda conn: api_keys.adopt(conn, "alice", "1"))
@@ -166,6 +168,13 @@ async def test_a_live_key_adopts_what_a_dead_one_made_and_nothing_else(store: St
     with store.read() as conn:
         sessions = [len(session_listing.list_ids(conn, reach, 9, 0)) for reach in OWNERS]
     assert sessions == [0, 1, 2, 1, 4]
+    assert await store.write(lambda conn: api_keys.adopt(conn, "carol", api_keys.NO_KEY)) == 1
+    await store.write(lambda conn: api_keys.revoke(conn, "carol"))
+    assert await store.write(lambda conn: api_keys.adopt(conn, "bob", "carol")) == 3
+    await made(store, "carol")
+    await store.write(lambda conn: api_keys.revoke(conn, "carol"))
+    with pytest.raises(UserError, match="keys 3, 4 were called 'carol': give the id"):
+        await store.write(lambda conn: api_keys.adopt(conn, "bob", "carol"))
 
 
 OWNERS: tuple[Reach, ...] = (OwnerId(1), OwnerId(2), OwnerId(3), None, ALL_OWNERS)

@@ -40,7 +40,7 @@ NEW_WORK = frozenset(
 class DiskRoom:
     def __init__(self, directories: Iterable[Path], min_free_gb: float) -> None:
         self._directories = tuple(directories)
-        self._least = min_free_gb * GB
+        self.least_bytes = min_free_gb * GB
         self._looked_at = 0.0
         self._shortage: str | None = None
 
@@ -52,15 +52,23 @@ class DiskRoom:
             self._shortage = next(filter(None, map(self._describe, self._directories)), None)
         return self._shortage
 
+    def free_bytes(self) -> float:
+        """Return what is free on the disk with the least room."""
+        return min(map(_free_bytes, self._directories))
+
     def _describe(self, directory: Path) -> str | None:
-        there = next(path for path in (directory, *directory.parents) if path.exists())
-        free = shutil.disk_usage(there).free
-        if free >= self._least:
+        free = _free_bytes(directory)
+        if free >= self.least_bytes:
             return None
         return (
-            f"{free / GB:.2f} GB are free at {directory}, and new work needs {self._least / GB:g} GB "
+            f"{free / GB:.2f} GB are free at {directory}, and new work needs {self.least_bytes / GB:g} GB "
             "(setting min_free_gb): what was accepted goes on, send this again once there is room"
         )
+
+
+def _free_bytes(directory: Path) -> int:
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(there).free
 
 
 class DiskRoomMiddleware:

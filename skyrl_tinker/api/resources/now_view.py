@@ -1,6 +1,6 @@
 """Snapshot of the server as one caller sees it: problems first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from skyrl_tinker import __version__
@@ -28,6 +28,12 @@ from skyrl_tinker.protocol.schemas.console import (
 from skyrl_tinker.store.console.pending import PendingGroup
 from skyrl_tinker.store.owners import reaches
 
+_LEVELS: Mapping[str, Literal["error", "warning", "info"]] = {
+    "starting": "info",
+    "restarting": "warning",
+    "failed": "error",
+}
+"""Levels of the engine's states in which it takes no work."""
 LONG_S, VERY_LONG_S = 10.0, 120.0
 """Age of a request from which it is told of, and from which that is a warning."""
 RECENT_S = 900.0
@@ -86,7 +92,7 @@ class NowView:
             yield Problem(level="error", subject="disk", text=shortage)
         if not snapshot.engine.ready:
             text = f"the engine is {snapshot.engine.state}: {snapshot.engine.detail}"
-            yield Problem(level="error", subject="engine", text=text)
+            yield Problem(level=_LEVELS[snapshot.engine.state], subject="engine", text=text)
         elif snapshot.engine.detail:
             yield Problem(level="warning", subject="samplers", text=snapshot.engine.detail)
         if snapshot.engine.ready and snapshot.queues is None:

@@ -131,11 +131,11 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reache
     summary="Your finished passes and samples whose tokens are stored, newest first",
     response_model=ReadableResponse,
 )
-async def list_readable(deps: Deps, owner: Owner) -> Response:
+async def list_readable(query: Annotated[Paging, Query()], deps: Deps, owner: Owner) -> Response:
     """Only one's own, also with an admin key: prompts are nobody else's to read."""
 
     def read(conn: Connection) -> ReadableResponse:
-        rows = readable_requests(conn, owner)
+        rows = readable_requests(conn, owner, query.limit, query.offset)
         summaries = [ReadableSummary(**{**asdict(row), "created_at": utc(row.created_at)}) for row in rows]
         return ReadableResponse(requests=summaries)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -101,6 +102,12 @@ class KeyRing:
         if caller.owner is not None:
             self._used[caller.owner] = now
         return caller
+
+    def next_expiry(self) -> float:
+        """Return when the next live key expires, UTC seconds; infinity if none does."""
+        now = time.time()
+        ends = (secret.until for secret in self._secrets.values() if secret.end == "expired")
+        return min((end for end in ends if end is not None and end > now), default=math.inf)
 
     def issue_token(self, caller: Caller) -> str:
         return tokens.issue(caller, self._signing.current.jwt, time.time())

@@ -161,7 +161,9 @@ class Fleet:
         while True:
             loss = await self._wait_lost(index)
             _log.error("sampler %d at %s is lost and is replaced: %s", index, loss.url, loss.reason)
-            self.incidents.append(Incident(time.time(), f"sampler {index} at {loss.url} was lost: {loss.reason}"))
+            self.incidents.append(
+                Incident(time.time(), f"sampler {index} at {loss.url} was lost: {loss.reason}")
+            )
             self._remove(index)
             await self._report(status)
             await self._end(loss)

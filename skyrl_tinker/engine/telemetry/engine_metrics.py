@@ -36,6 +36,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._pending: dict[int, QueuedRow] = {}  # by future id
         self._begun: set[int] = set()  # of these
+        self._since = time.time()
+        self._last_refused = 0  # future id
         self._requests = self._counter("requests", "Requests answered", "kind", "outcome")
         self._latency = self._histogram(
             "request_seconds", "From a request's acceptance to its answer", _SECONDS, "kind"
@@ -95,11 +97,12 @@ class Metrics:
     # Requests of the journal
 
     def arrived(self, rows: Iterable[QueuedRow]) -> None:
-        """Count arrivals. A row may come twice."""
+        """Count arrivals. A row may come twice, and one that an earlier engine counted once more."""
         for row in rows:
             if row.status is FutureStatus.PENDING:
                 self._pending[row.id] = row
-            else:
+            elif row.id > self._last_refused and row.created_at >= self._since:
+                self._last_refused = row.id
                 self.counted(row.kind, "user", row.owner_id)  # refused by the API
 
     def answered(self, future_id: int, outcome: OutcomeLabel) -> None:

@@ -54,7 +54,7 @@ Progress = Callable[[int, int], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Models that there were, units replayed for them, and those that cannot be brought back, with reasons."""
+    """Models that there were, units replayed for them, and models that cannot be brought back, with why."""
 
     models: int
     units: int

@@ -275,10 +275,14 @@ class TrainerDriver:
             with suppress(TrainerError):  # they died again: TrainerLostError if that goes on
                 async with self._placement.training():
                     if self._trainer.broken is not None:
-                        self._incidents.append(Incident(time.time(), f"the trainer was lost: {self._trainer.broken}"))
+                        self._incidents.append(
+                            Incident(time.time(), f"the trainer was lost: {self._trainer.broken}")
+                        )
                         await report("the trainer was restarted")
                         await self._trainer.restart()
-                    replayed = await self._replay.run(self._execution.repeat_saves, partial(_progress, report))
+                    replayed = await self._replay.run(
+                        self._execution.repeat_saves, partial(_progress, report)
+                    )
         self._trainer.note_work()  # they did: what killed them before is not the ranks
         for model, cause in replayed.lost.items():
             _log.error("model %s cannot be brought back: %s", model, cause)

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import ModelState, SessionId
+from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation

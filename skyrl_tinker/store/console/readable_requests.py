@@ -10,7 +10,6 @@ from skyrl_tinker.store.database.tables import Future, Model, Request, Result, S
 from skyrl_tinker.store.owners import owned_by
 
 KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
-SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,10 @@ class StoredTokens:
     result: bytes
 
 
-def readable_requests(conn: Connection, owner: OwnerId | None) -> list[ReadableRequest]:
-    """Return the owner's newest requests of those that are stored, the newest first."""
+def readable_requests(
+    conn: Connection, owner: OwnerId | None, limit: int, offset: int
+) -> list[ReadableRequest]:
+    """Return a page of the owner's requests that are stored, the newest first."""
     newest = conn.scalar(select(func.max(Future.id))) or 0
     query = (
         select(
@@ -50,7 +51,8 @@ def readable_requests(conn: Connection, owner: OwnerId | None) -> list[ReadableR
         .where(Future.id > newest - MOST, Future.kind.in_(KINDS), Future.status == FutureStatus.DONE)
         .where(owned_by(owner))
         .order_by(Future.id.desc())
-        .limit(SHOWN)
+        .limit(limit)
+        .offset(offset)
     )
     return [ReadableRequest(*row) for row in conn.execute(query)]
 

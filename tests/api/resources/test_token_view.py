@@ -70,6 +70,10 @@ async def test_a_datum_is_its_targets_with_the_inputs_of_its_loss(world: World, 
     assert told["values"]["difference"][0] is None, "without an advantage it is of the prompt"
     assert told["values"]["difference"][1:] == pytest.approx([each + 1 for each in logprobs[1:]])
     listed = (await get(world, "console/requests"))["requests"]
+    assert (await get(world, "console/requests", limit=1))["requests"] == listed[:1]
+    assert (await get(world, "console/requests", limit=1, offset=1))["requests"] == listed[1:2]
+    unknown = await world.http.get("console/requests?runs=x")
+    assert (unknown.status_code, "runs" in unknown.text) == (400, True)
     assert [(each["request_id"], each["kind"]) for each in listed] == [(request, "forward_backward")]
 
 

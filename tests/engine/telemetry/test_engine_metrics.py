@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestId, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestId, RequestKind
 from skyrl_tinker.domain.values import PassOutput, SampledSequence, SampleOutput
 from skyrl_tinker.engine.compose import make_metrics
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -38,6 +38,15 @@ def test_a_request_waits_until_its_work_first_begins() -> None:
     metrics.began([row], at=row.created_at + 20)  # a replay
     assert read(metrics, "queue_wait_seconds_sum") == {("forward_backward",): 3}
     assert read(metrics, "queue_wait_seconds_count") == {("forward_backward",): 1}
+
+
+def test_refused_requests_count_once_also_when_rows_come_again_or_an_engine_is_restarted() -> None:
+    metrics = Metrics()
+    old, new = (replace(queued(number, MODEL, number), status=FutureStatus.FAILED) for number in (1, 2))
+    old, new = replace(old, created_at=time.time() - 60), replace(new, created_at=time.time())
+    for rows in ([old, new], [new]):
+        metrics.arrived(rows)
+    assert read(metrics, "requests_total") == {("forward_backward", "user"): 1}
 
 
 def test_units_are_timed_by_what_they_do() -> None:
