@@ -22,7 +22,7 @@ from tests.support.browser import Browser, Page, browser, program
 from tests.support.serve import Serve
 
 pytestmark = pytest.mark.skipif(program() is None, reason="no browser: apt-get install chromium")
-STEPS = "Number(document.querySelector('.curves dd')?.innerText ?? 0)"
+STEPS = "Number(document.querySelector('section[aria-label=\"Last step\"] dd')?.innerText ?? 0)"
 """Number of the last step that the page shows."""
 REWARD = "[...document.querySelectorAll('.curves dt')].find((each) => each.innerText === 'reward proxy')"
 REWARD += ".nextSibling.innerText"
@@ -89,6 +89,29 @@ def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
         page.wait(f"{STEPS} > {first}")
         assert page.run("document.querySelectorAll('.curves canvas').length") == 9
         assert page.run(f"{REWARD}.match(/[0-9]/) !== null")
+    assert page.errors == []
+
+
+def test_a_run_that_failed_says_why_and_a_live_one_can_be_ended(server: Serve, page: Page) -> None:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service:
+        live = service.create_lora_training_client(base_model="tiny", rank=8).result().model_id
+        session = live.partition(":")[0]
+        creation = {
+            "session_id": session,
+            "model_seq_id": 7,
+            "base_model": "tiny",
+            "lora_config": {"rank": 10**6},
+        }
+        Client(server.url, service).post("create_model", creation).raise_for_status()
+        page.open(f"{server.url}/#/runs/{session}:train:7")
+        page.wait("document.body.innerText.includes('lora_config.rank')")
+        assert page.run("document.querySelector('.danger').hidden")
+        page.run(f"location.hash = '#/runs/{live}'")
+        page.wait("document.querySelector('.danger')?.hidden === false")
+        page.run("document.querySelector('.danger').click()")
+        page.wait("document.querySelector('dialog button') !== null")
+        page.run("document.querySelector('dialog button').click()")
+        page.wait("document.querySelector('section[aria-label=\"Run\"]').innerText.includes('released')")
     assert page.errors == []
 
 
