@@ -7,18 +7,21 @@ import logging
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import OperationalError
 from starlette.responses import JSONResponse
 
 from skyrl_tinker.errors import OverloadedError, SkyrlTinkerError
 from skyrl_tinker.protocol.schemas.base import describe
 from skyrl_tinker.redaction import redact
 
+RETRY_S = 2
 _log = logging.getLogger(__name__)
 
 
 def install(app: FastAPI) -> None:
     app.add_exception_handler(SkyrlTinkerError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_parameters)
+    app.add_exception_handler(OperationalError, _database_failed)
     app.add_exception_handler(404, _no_route)
     app.add_exception_handler(Exception, _internal_error)
 
@@ -51,6 +54,13 @@ async def _no_route(request: Request, _: Exception) -> JSONResponse:
         },
         404,
     )
+
+
+async def _database_failed(request: Request, error: Exception) -> JSONResponse:
+    """Ask the client to try again: the database is full, busy or away, and nothing was acknowledged."""
+    _log.error("%s %s: %s", request.method, request.url.path, error)
+    text = f"the database failed, try again: {redact(str(getattr(error, 'orig', error)))}"
+    return JSONResponse({"detail": text}, 503, {"Retry-After": str(RETRY_S)})
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from sqlalchemy import make_url
 
 from skyrl_tinker import config
 from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors
@@ -23,7 +24,7 @@ def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Co
         settings = config.load(config_file, home=home, database_url=database_url)
         Directories(settings).make()
         upgrade(settings.store_url, settings.root)
-    print(f"up to date: {settings.store_url}")
+    print(f"up to date: {make_url(settings.store_url)}")  # without its password
 
 
 @app.command()
@@ -101,9 +102,9 @@ def _relocate(settings: config.Settings, old: Path, new: Path) -> int:
 
 def existing_database(settings: config.Settings) -> str:
     """Return the URL of a database that exists. Raises StartupError when it does not."""
-    from skyrl_tinker.store.database import sqlite
+    from skyrl_tinker.store.database.opening import file_of
 
-    database = sqlite.database(settings.store_url)
-    if not Path(database).exists():
+    database = file_of(settings.store_url)
+    if database is not None and not database.exists():
         raise StartupError(f"no database {database}: no server has run there")
     return settings.store_url

@@ -17,8 +17,8 @@ from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.server.base_models import base_model, hub
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, server_state, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
-from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
 from skyrl_tinker.store.store import write_once
 
@@ -81,7 +81,8 @@ def import_adapter(
 
 
 def _base(settings: Settings, served: str | None) -> ServedBase:
-    if served is None and not Path(sqlite.database(settings.store_url)).exists():
+    database = file_of(settings.store_url)
+    if served is None and database is not None and not database.exists():
         raise StartupError(f"no server has run in {settings.root} yet: name the base model with --base-model")
     Directories(settings).make()
     migrate(settings.store_url, settings.root)

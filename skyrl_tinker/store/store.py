@@ -7,20 +7,18 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.database import Database
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
-from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
-from skyrl_tinker.store.database.write_lock import WriteLock
+from skyrl_tinker.store.database.opening import open_database
+from skyrl_tinker.store.database.threaded_connection import ThreadedConnection
 
 
 def write_once(url: str, op: Op[T], home: Path | None = None) -> T:
     """Commit one write to a migrated database, which a server may have open, and return its value."""
-    path = sqlite.database(url)
     with (
-        closing(WriteLock(path)) as lock,
-        sqlite.engine(path, home).connect() as conn,
-        lock,
-        sqlite.transaction(conn, sqlite.BEGIN_WRITE),
+        closing(open_database(url, home)) as database,
+        database.connect() as conn,
+        database.writing(conn),
     ):
         return op(conn)
 
@@ -31,32 +29,30 @@ class Store:
     Statements are plain functions of a connection. Readers never wait for the writer.
     """
 
-    def __init__(self, path: str, home: Path | None) -> None:
+    def __init__(self, database: Database) -> None:
         """Use `Store.open`."""
-        self._lock = WriteLock(path)
-        self._engine = sqlite.engine(path, home)
+        self._database = database
         self._idle: list[Connection] = []
-        self._threaded: list[sqlite.ThreadedConnection] = []
-        self._checkpointer = WalCheckpointer(self._engine, path)
-        self._writer = Writer(self._engine, self._lock, self._checkpointer)
+        self._threaded: list[ThreadedConnection] = []
+        self._writer = Writer(database)
 
     @classmethod
     def open(cls, url: str, home: Path | None = None) -> "Store":
-        """Open a migrated database. Raises StartupError for a URL that is not served yet.
+        """Open a migrated database. Raises StartupError for a URL that names none that is served.
 
-        `home`: the server's, which paths in rows are relative to; by default the database's directory.
+        `home`: the server's, which paths in rows are relative to; by default the directory of SQLite's file.
         """
-        return cls(sqlite.database(url), home)
+        return cls(open_database(url, home))
 
     async def close(self) -> None:
         """Finish the writes already accepted, then close every connection."""
         await self._writer.close()
-        await self._checkpointer.close()
         while self._idle:
             self._idle.pop().close()
         while self._threaded:
             await self._threaded.pop().close()
-        self._lock.close()
+        await self._database.settle()
+        self._database.close()
 
     async def write(self, op: Op[T], then: Callable[[], None] | None = None, size: int = 0) -> T:
         """Run `op` in the next group commit, in the writer's thread; return its value after COMMIT.
@@ -69,19 +65,25 @@ class Store:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """Lend a connection that sees one state of the database and must not write: for few, small rows."""
-        conn = self._idle.pop() if self._idle else self._engine.connect()
+        conn = self._idle.pop() if self._idle else self._database.connect()
         try:
-            with sqlite.transaction(conn):
+            with self._database.reading(conn):
                 yield conn
         finally:
-            self._idle.append(conn)
+            if self._database.usable(conn):
+                self._idle.append(conn)
+            else:
+                conn.close()
 
     async def fetch(self, op: Op[T]) -> T:
         """Run `op` on one state of the database, in a thread: for bodies and listings, which may be large."""
-        conn = self._threaded.pop() if self._threaded else await sqlite.ThreadedConnection.open(self._engine)
+        conn = self._threaded.pop() if self._threaded else await ThreadedConnection.open(self._database)
         reading = asyncio.create_task(conn.read(op))
         try:
             return await asyncio.shield(reading)
         finally:  # a cancelled caller gives the connection back only after the thread did
             await asyncio.wait((reading,))
-            self._threaded.append(conn)
+            if conn.usable():
+                self._threaded.append(conn)
+            else:
+                await conn.close()

@@ -9,12 +9,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, Select, cast, func, literal, select, true
-from sqlalchemy.dialects.sqlite import Insert, insert
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Select,
+    case,
+    cast,
+    func,
+    literal,
+    literal_column,
+    select,
+    true,
+)
 
 from skyrl_tinker.domain.ids import OwnerId, Reach, RequestKind, openai_session
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.rows import upsert
 from skyrl_tinker.store.database.tables import Future, Model, Result, SamplingSession, Session, UsageRecord
 from skyrl_tinker.store.owners import within
 
@@ -42,7 +54,7 @@ def roll_up(conn: Connection, most: int | None = None) -> bool:
     last = conn.scalar(select(func.max(Result.id))) or 0
     end = last if most is None else min(last, done + most)
     if end > done:
-        conn.execute(_adding(_of_results(Result.id > done, Result.id <= end)))
+        conn.execute(_adding(conn, _of_results(Result.id > done, Result.id <= end)))
         server_state.put(conn, _COUNTED, end)
     return end < last
 
@@ -50,7 +62,7 @@ def roll_up(conn: Connection, most: int | None = None) -> bool:
 def add_openai(conn: Connection, owner: OwnerId | None, base_model: str, usage: Usage) -> None:
     """Count an answered request of an OpenAI client: all of one owner are a session, which ended with it."""
     session, now = openai_session(owner), time.time()
-    row = insert(Session).values(
+    row = upsert(conn, Session).values(
         session_id=session,
         owner_id=owner,
         created_at=now,
@@ -66,7 +78,7 @@ def add_openai(conn: Connection, owner: OwnerId | None, base_model: str, usage: 
     conn.execute(row.on_conflict_do_update(index_elements=["session_id"], set_=seen))
     key = literal(int(now // HOUR_S)), literal(session), literal(base_model), literal(RequestKind.SAMPLE)
     tokens = (literal(getattr(usage, name)) for name in _TOKENS)
-    conn.execute(_adding(select(*key, *tokens).where(true())))
+    conn.execute(_adding(conn, select(*key, *tokens).where(true())))
 
 
 def hourly_between(conn: Connection, reach: Reach, first: int, end: int) -> list[Hourly]:
@@ -98,7 +110,9 @@ def counted(conn: Connection) -> int:
 
 def _of_results(*where: ColumnElement[bool]) -> Select[Any]:
     """Return a query of results with the columns of Hourly."""
-    hour = cast(Future.finished_at / HOUR_S, BigInteger)
+    hours = Future.finished_at / literal_column(str(HOUR_S))
+    nearest = cast(hours, BigInteger)  # by PostgreSQL; by SQLite the one below
+    hour = nearest - case((nearest > hours, literal_column("1")), else_=literal_column("0"))
     base_model = func.coalesce(Model.base_model, SamplingSession.base_model)
     return (
         select(
@@ -132,8 +146,8 @@ def _merged(parts: Iterable[Hourly]) -> list[Hourly]:
     return [Hourly(*key, usage) for key, usage in sums.items()]
 
 
-def _adding(counted: Select[Any]) -> Insert:
+def _adding(conn: Connection, counted: Select[Any]) -> Any:
     """Return one statement for all sessions: other writers wait meanwhile."""
-    row = insert(UsageRecord).from_select([*_KEY, *_TOKENS], counted)
+    row = upsert(conn, UsageRecord).from_select([*_KEY, *_TOKENS], counted)
     more = {name: getattr(UsageRecord, name) + row.excluded[name] for name in _TOKENS}
     return row.on_conflict_do_update(index_elements=_KEY, set_=more)

@@ -1,6 +1,6 @@
-"""A real, migrated SQLite file, and what most tests stand on."""
+"""A real, migrated database, of SQLite and of PostgreSQL, and what most tests stand on."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,18 +10,31 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import base_sampler, create, new_session
+from tests.support.postgres import Postgres, postgres_server
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        url = f"sqlite+aiosqlite:///{tmp_path / 'store.db'}"
+        migrate(url)
+        yield url
+    else:
+        server: Postgres = request.getfixturevalue("postgres")
+        url = server.new_database()
+        yield url
+        server.drop(url)
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    url = f"sqlite+aiosqlite:///{tmp_path / 'store.db'}"
-    migrate(url)
-    return url
-
-
-@pytest.fixture
-async def store(url: str) -> AsyncIterator[Store]:
-    store = Store.open(url)
+async def store(url: str, tmp_path: Path) -> AsyncIterator[Store]:
+    store = Store.open(url, tmp_path)
     yield store
     await store.close()
 

@@ -9,14 +9,19 @@ from pathlib import Path
 from skyrl_tinker.atomic_directory import fsync, storage_errors
 from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.opening import file_of
 
 
 def back_up(url: str, file: Path) -> int:
     """Copy an existing database to `file`; returns the size in bytes. Writers do not wait meanwhile.
 
     All that was committed before the call is in the copy: a file without a write-ahead log, which only this
-    user can read. Raises UserError if `file` exists, StorageError if it cannot be written or is damaged.
+    user can read. Raises UserError if `file` exists or the database is no file, StorageError if the copy
+    cannot be written or the database is damaged.
     """
+    source = file_of(url)
+    if source is None:
+        raise UserError("the database is PostgreSQL's: back it up by pg_dump or its own tools")
     _require_new(file)
     prefix = f".{file.name}."
     with (
@@ -25,7 +30,7 @@ def back_up(url: str, file: Path) -> int:
     ):
         copy = Path(staging) / file.name
         try:
-            _copy(sqlite.database(url), copy)
+            _copy(str(source), copy)
         except sqlite3.Error as error:
             raise StorageError(f"no backup {file} was made: {error}") from error
         copy.chmod(0o600)  # it holds the work of all users

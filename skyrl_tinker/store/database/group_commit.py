@@ -9,13 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.store.database import sqlite
-from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
-from skyrl_tinker.store.database.write_lock import WriteLock
+from skyrl_tinker.store.database.database import Database
 
 T = TypeVar("T")
 Op = Callable[[Connection], T]
@@ -75,10 +73,8 @@ class _Queue:
 class Writer:
     """One thread with one connection. Ops of one process run in order, but small ones overtake large ones."""
 
-    def __init__(self, engine: Engine, lock: WriteLock, checkpointer: WalCheckpointer) -> None:
-        self._engine = engine
-        self._lock = lock
-        self._checkpointer = checkpointer
+    def __init__(self, database: Database) -> None:
+        self._database = database
         self._conn: Connection | None = None
         self._thread = ThreadPoolExecutor(1, "store-writer")
         self._queue = _Queue()
@@ -142,7 +138,7 @@ class Writer:
         finally:
             for write in begun:
                 write.settle(error)
-                self._checkpointer.note(write.size)
+                self._database.written(write.size)
 
     async def _on_thread(self, work: Callable[..., None], *arguments: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -182,22 +178,24 @@ class Writer:
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
+        if self._conn is not None and not self._database.usable(self._conn):
+            self._disconnect()
         if self._conn is None:
-            self._conn = self._engine.connect()
-            sqlite.execute(self._conn, sqlite.NO_CHECKPOINTS)
-        with self._lock, sqlite.transaction(self._conn, sqlite.BEGIN_WRITE):
+            self._conn = self._database.writer()
+        with self._database.writing(self._conn):
             yield self._conn
 
     def _disconnect(self) -> None:
-        if self._conn is not None:
-            self._conn.close()
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            conn.close()
 
 
 def _run_isolated(conn: Connection, write: _Write) -> None:
     try:
         with conn.begin_nested():
             write.value = write.op(conn)
-    except OperationalError as error:  # disk full, I/O: SQLite may have undone the whole transaction
+    except OperationalError as error:  # disk full, I/O, a cut connection: all may be undone
         write.error = error
         raise
     except Exception as error:  # one op's failure is its own result

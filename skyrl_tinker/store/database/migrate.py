@@ -1,32 +1,28 @@
 """Migration of a database to the newest schema."""
 
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Engine, event
 
 from skyrl_tinker.bundled import bundled
-from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.database import Database
+from skyrl_tinker.store.database.opening import file_of, open_database
 
 SCRIPTS = bundled("alembic")
 
 
 def migrate(url: str, home: Path | None = None) -> None:
-    """Create the database if there is none and upgrade it to head.
+    """Create the tables, and the file of SQLite, if there are none; upgrade them to head.
 
-    `home`: of the server, by default the database's directory. Raises StartupError for a URL that is not
-    served yet.
+    `home`: of the server, by default the database's directory. Raises StartupError for a URL that names no
+    database that is served.
     """
-    path = sqlite.database(url)
-    _private(Path(path))
-    engine = sqlite.engine(path, home)
-    event.listen(engine, "begin", sqlite.starts_with(sqlite.BEGIN_WRITE))
-    try:
-        upgrade(engine)
-    finally:
-        engine.dispose()
+    if (file := file_of(url)) is not None:
+        _private(file)
+    with closing(open_database(url, home)) as database:
+        upgrade(database)
 
 
 def _private(path: Path) -> None:
@@ -37,10 +33,11 @@ def _private(path: Path) -> None:
         path.chmod(0o600)
 
 
-def upgrade(engine: Engine) -> None:
-    """Upgrade to head in one transaction: SQLite's DDL is transactional without the driver's own commits."""
+def upgrade(database: Database) -> None:
+    """Upgrade in one transaction: the DDL of both databases is transactional."""
     config = Config()
     config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
-    with engine.begin() as connection:
+    # SQLAlchemy's transaction comes first: without one, alembic would commit each step by itself.
+    with database.connect() as connection, connection.begin(), database.writing(connection):
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

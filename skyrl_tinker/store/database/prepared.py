@@ -1,24 +1,22 @@
 """Statements of the hot path: built and compiled by SQLAlchemy once, then executed by the driver itself.
 
-SQLAlchemy's own execution takes three times as long in a busy process (54 us for one row, against 16) and
-twice as long in one that was idle (430 us against 230); a sample waits for five of these.
+SQLAlchemy's own execution takes three times as long in a busy process (54 us for one row of SQLite's, against
+16) and twice as long in one that was idle (430 us against 230); a sample waits for five of these.
 """
 
-import sqlite3
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, cast
 
-from sqlalchemy import Connection
-from sqlalchemy.dialects.sqlite import pysqlite
+from sqlalchemy import Connection, Dialect
 from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.selectable import Select
 
-from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database import postgresql, sqlite
 from skyrl_tinker.store.database.rows import AnyRow
 
-_DIALECT = pysqlite.dialect(json_serializer=sqlite.json_text)
+Statement = Select[*tuple[Any, ...]] | UpdateBase
 _Convert = Callable[[Any], Any]
 
 
@@ -29,31 +27,15 @@ class Prepared:
     OperationalError.
     """
 
-    def __init__(
-        self, statement: Select[*tuple[Any, ...]] | UpdateBase, columns: Sequence[str] | None = None
-    ) -> None:
-        """Compile the statement; `columns` are the parameters of an INSERT that has no values."""
-        compiled = statement.compile(dialect=_DIALECT, column_keys=columns)
-        self._sql = str(compiled)
-        self._constants: dict[str, Any] = {}
-        self._encode: list[tuple[str, _Convert]] = []
-        for name, bind in compiled.binds.items():
-            encode = bind.type.bind_processor(_DIALECT)
-            if not bind.required:
-                self._constants[name] = encode(bind.value) if encode else bind.value
-            elif encode:
-                self._encode.append((name, encode))
-        names = cast(list[str], compiled.positiontup)
-        pick = itemgetter(*names)
-        self._in_order: _Convert = pick if len(names) > 1 else lambda values: (pick(values),)
-        columns_out = list(statement.exported_columns)
-        self._row = _row_class([str(column.key) for column in columns_out])
-        decoders = [column.type.result_processor(_DIALECT, None) for column in columns_out]
-        self._decode = [(index, decode) for index, decode in enumerate(decoders) if decode]
+    def __init__(self, statement: Statement, columns: Sequence[str] | None = None) -> None:
+        """Prepare a statement; `columns` are the parameters of an INSERT that has no values."""
+        self._statement = statement
+        self._columns = columns
+        self._compiled: dict[str, _Compiled] = {}  # by the dialect's name
 
     def rows(self, conn: Connection, parameters: Mapping[str, Any]) -> list[AnyRow]:
         """Return all rows; their fields have the columns' names, where those are valid names of fields."""
-        return [self._decoded(row) for row in self._execute(conn, parameters).fetchall()]
+        return self._of(conn).rows(conn, parameters)
 
     def row(self, conn: Connection, parameters: Mapping[str, Any]) -> AnyRow | None:
         """Return the only row, None if there is none."""
@@ -62,13 +44,52 @@ class Prepared:
 
     def change(self, conn: Connection, parameters: Mapping[str, Any]) -> int:
         """Execute a statement without rows and return how many rows it changed."""
-        return self._execute(conn, parameters).rowcount
+        changed: int = self._of(conn).execute(conn, parameters).rowcount
+        return changed
 
-    def _execute(self, conn: Connection, parameters: Mapping[str, Any]) -> sqlite3.Cursor:
+    def _of(self, conn: Connection) -> "_Compiled":
+        dialect = conn.dialect
+        compiled = self._compiled.get(dialect.name)
+        if compiled is None:
+            compiled = self._compiled[dialect.name] = _Compiled(self._statement, self._columns, dialect)
+        return compiled
+
+
+class _Compiled:
+    """Statement in one dialect, with the conversions of its parameters and columns."""
+
+    def __init__(self, statement: Statement, columns: Sequence[str] | None, dialect: Dialect) -> None:
+        compiled = statement.compile(dialect=dialect, column_keys=columns)
+        self._sql = str(compiled)
+        self._constants: dict[str, Any] = {}
+        self._encode: list[tuple[str, _Convert]] = []
+        for name, bind in compiled.binds.items():
+            encode = bind.type.bind_processor(dialect)
+            if not bind.required:
+                self._constants[name] = encode(bind.value) if encode else bind.value
+            elif encode:
+                self._encode.append((name, encode))
+        self._run: Callable[..., Any] = postgresql.execute
+        self._in_order: _Convert = dict  # PostgreSQL's driver takes parameters by name
+        if compiled.positional:
+            names = cast(list[str], compiled.positiontup)
+            pick = itemgetter(*names)
+            self._run = sqlite.execute
+            self._in_order = pick if len(names) > 1 else lambda values: (pick(values),)
+        columns_out = list(statement.exported_columns)
+        self._row = _row_class([str(column.key) for column in columns_out])
+        decoders = [column.type.result_processor(dialect, None) for column in columns_out]
+        self._decode = [(index, decode) for index, decode in enumerate(decoders) if decode]
+
+    def rows(self, conn: Connection, parameters: Mapping[str, Any]) -> list[AnyRow]:
+        return [self._decoded(row) for row in self.execute(conn, parameters).fetchall()]
+
+    def execute(self, conn: Connection, parameters: Mapping[str, Any]) -> Any:
+        """Execute it in the driver, whose cursor it returns."""
         values = {**self._constants, **parameters}
         for name, encode in self._encode:
             values[name] = encode(values[name])
-        return sqlite.execute(conn, self._sql, self._in_order(values))
+        return self._run(conn, self._sql, self._in_order(values))
 
     def _decoded(self, row: Sequence[Any]) -> AnyRow:
         values = list(row)

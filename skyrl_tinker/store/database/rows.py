@@ -1,8 +1,9 @@
-"""Row type, page size and insertion of a row, for every module of queries."""
+"""Row type, page size and insertion of rows, for every module of queries."""
 
 from typing import Any
 
 from sqlalchemy import Connection, Insert, Row
+from sqlalchemy.dialects import postgresql, sqlite
 
 AnyRow = Row[*tuple[Any, ...]]
 PAGE = 1000
@@ -14,3 +15,8 @@ def insert_id(conn: Connection, row: Insert, values: dict[str, Any]) -> int:
     primary_key = conn.execute(row, values).inserted_primary_key
     assert primary_key is not None
     return int(primary_key[0])
+
+
+def upsert(conn: Connection, table: Any) -> Any:
+    """Return an INSERT that has `on_conflict_do_update`, which both databases have and SQL has not."""
+    return postgresql.insert(table) if conn.dialect.name == "postgresql" else sqlite.insert(table)

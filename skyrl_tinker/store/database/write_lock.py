@@ -5,13 +5,17 @@ peers for seconds. A file lock wakes the next writer when the transaction ends, 
 """
 
 import fcntl
+import os
 
 
 class WriteLock:
     """Lock of one database file, as a context manager. Taking it blocks: only for a thread of its own."""
 
     def __init__(self, database: str) -> None:
-        self._file = open(f"{database}-turn", "ab")  # noqa: SIM115  (held until `close`)
+        # held until `close`; as private as the database
+        self._file = os.fdopen(
+            os.open(f"{database}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab"
+        )
 
     def __enter__(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_EX)

@@ -147,7 +147,7 @@ def set_project(conn: Connection, owner: OwnerId | None, session_id: SessionId, 
 
 def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> list[SessionMatch]:
     """Return the matching sessions that the caller sees, newest first, from behind `conditions.after`."""
-    where = [within(reach), *_where(conditions)]
+    where = [within(reach), *_where(conn, conditions)]
     if conditions.after is not None:
         where.append(_older(conn, reach, conditions.after))
     query = (
@@ -172,8 +172,8 @@ def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> li
     return [SessionMatch(*row) for row in conn.execute(query)]
 
 
-def _where(search: Search) -> list[ColumnElement[bool]]:
-    where = [_has_metadata(key, value) for key, value in search.user_metadata.items()]
+def _where(conn: Connection, search: Search) -> list[ColumnElement[bool]]:
+    where = [_has_metadata(conn, key, value) for key, value in search.user_metadata.items()]
     if search.owners is not None:
         where.append(OWNER_NAME.in_(search.owners))
     if search.project_ids is not None:
@@ -197,8 +197,13 @@ def _has_status(status: SessionStatus) -> ColumnElement[bool]:
     return false()  # this server fails or cancels no whole session
 
 
-def _has_metadata(key: str, value: str) -> ColumnElement[bool]:
+def _has_metadata(conn: Connection, key: str, value: str) -> ColumnElement[bool]:
     """Compare a value, which may be any JSON, in its displayed form."""
+    if conn.dialect.name == "postgresql":
+        pair = func.json_each_text(Session.user_metadata).table_valued("key", "value")
+        return (
+            select(pair.c.key).where(pair.c.key == key, func.coalesce(pair.c.value, "null") == value).exists()
+        )
     entry = func.json_each(Session.user_metadata).table_valued("key", "value", "type")
     shown = case(
         (entry.c.type == "text", entry.c.value),

@@ -170,7 +170,7 @@ async def _assert_followed(fleet: Fleet, facts: BaseModelFacts, root: Path) -> N
     target = samplers.target(ModelKey(1), old)
     prompt = prompt_of(30, seed=25)
     data = fleet.client.data
-    with patch.object(data, "generate", wraps=data.generate) as sent:
+    with patch.object(data, "sample", wraps=data.sample) as sent:
         running = asyncio.create_task(samplers.sample(target, ask(prompt, max_tokens=220)))
         while not fleet.client.control.in_flight.tags():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -18,6 +18,9 @@ from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.backup import back_up
 from skyrl_tinker.store.store import Store
+from tests.store.support.databases import on_sqlite
+
+pytestmark = on_sqlite
 
 LARGE = "x" * 4096
 KILLED_AT = """

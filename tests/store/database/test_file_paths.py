@@ -69,7 +69,7 @@ async def test_relocated_paths_are_those_below_the_old_directory(
     store: Store, url: str, model: ModelRow, tmp_path: Path
 ) -> None:
     def relocate(old: str | Path, new: str | Path) -> int:
-        return write_once(url, lambda conn: file_paths.relocate(conn, Path(old), Path(new)))
+        return write_once(url, lambda conn: file_paths.relocate(conn, Path(old), Path(new)), tmp_path)
 
     await store.write(lambda conn: record(conn, model, Path("/disk/checkpoints")))
     assert relocate("/disk/check", "/large") == 0

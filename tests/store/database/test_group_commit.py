@@ -19,6 +19,7 @@ from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.group_commit import LARGE_BYTES, OVERTAKEN
 from skyrl_tinker.store.store import Store, write_once
+from tests.store.support.databases import on_sqlite
 from tests.store.support.rows import new_session
 
 
@@ -62,7 +63,7 @@ async def test_a_failing_op_that_comes_first_fails_alone(store: Store) -> None:
 
 async def test_a_broken_constraint_fails_alone(store: Store) -> None:
     def orphan(conn: Connection) -> None:
-        conn.execute(text("INSERT INTO requests VALUES (77, x'00')"))
+        conn.execute(text("INSERT INTO requests (future_id, body) VALUES (77, '0')"))
 
     good, bad, late = await asyncio.gather(
         store.write(lambda conn: conn.execute(text(insert("a")))),
@@ -76,6 +77,7 @@ async def test_a_broken_constraint_fails_alone(store: Store) -> None:
     assert (await value(store, "a"), await value(store, "b")) == (1, 1)
 
 
+@on_sqlite
 async def test_many_writers_share_a_commit(store: Store, url: str) -> None:
     await new_session(store)
     before = wal_commits(url)
@@ -110,6 +112,7 @@ def wal_commits(url: str) -> int:
     return sum(int.from_bytes(log[at + 4 : at + 8], "big") != 0 for at in frames)
 
 
+@on_sqlite
 async def test_an_acknowledged_write_survives_the_process(store: Store, url: str) -> None:
     session = await new_session(store)
     with sqlite3.connect(url.removeprefix("sqlite+aiosqlite:///")) as reader:  # while the store is still open
@@ -128,6 +131,7 @@ async def test_writes_are_there_after_reopening(store: Store, url: str) -> None:
         await again.close()
 
 
+@on_sqlite
 async def test_commits_are_synced_and_foreign_keys_hold(store: Store) -> None:
     def pragma(conn: Connection, name: str) -> object:
         return conn.scalar(text(f"PRAGMA {name}"))
@@ -189,6 +193,7 @@ async def test_a_cancelled_caller_breaks_nothing(store: Store) -> None:
     assert await value(store, "waiting") is None, "nobody asks for it any more, and it had not begun"
 
 
+@on_sqlite
 async def test_a_full_disk_acknowledges_nothing_that_is_not_there(store: Store) -> None:
     pages = await store.write(lambda conn: conn.scalar(text("PRAGMA page_count")))
     await store.write(lambda conn: conn.execute(text(f"PRAGMA max_page_count = {pages + 20}")))
@@ -206,6 +211,7 @@ async def test_a_full_disk_acknowledges_nothing_that_is_not_there(store: Store) 
     assert await value(store, "after") is not None
 
 
+@on_sqlite
 async def test_where_no_transaction_can_begin_every_caller_learns_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +226,7 @@ async def test_where_no_transaction_can_begin_every_caller_learns_it(
     assert await value(store, "k") == 2
 
 
+@on_sqlite
 async def test_a_fetch_that_is_given_up_keeps_its_connection_to_its_end(store: Store) -> None:
     inside, let_go = threading.Event(), threading.Event()
 
@@ -245,6 +252,7 @@ async def test_a_fetch_that_is_given_up_keeps_its_connection_to_its_end(store: S
         assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None
 
 
+@on_sqlite
 async def test_a_fetch_sees_one_state_throughout_and_leaves_the_loop_free(store: Store, url: str) -> None:
     loop = threading.get_ident()
     threads: list[int] = []
@@ -325,11 +333,12 @@ async def test_a_busy_process_does_not_starve_another(store: Store, url: str) ->
 
 
 @pytest.mark.parametrize(
-    "url", ["postgresql+asyncpg://u:secret@h/d", "sqlite:///x.db", "sqlite+aiosqlite://", "mysql://h/d"]
+    "named",
+    ["postgresql+asyncpg://u:secret@h/d", "sqlite:///x.db", "sqlite+aiosqlite://", "mysql://h/d", "x"],
 )
-async def test_other_databases_are_refused_by_name(url: str) -> None:
-    with pytest.raises(StartupError, match=r"only SQLite files are supported") as refused:
-        Store.open(url)
+async def test_other_databases_are_refused_by_name(named: str) -> None:
+    with pytest.raises(StartupError, match=r"expected sqlite\+aiosqlite:///.* or postgresql") as refused:
+        Store.open(named)
     assert "secret" not in str(refused.value)
 
 

@@ -13,14 +13,16 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, create_engine, event
+from sqlalchemy import Connection, create_engine, inspect
 
 import skyrl_tinker
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import api_keys
-from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.migrate import SCRIPTS, migrate
+from skyrl_tinker.store.database.opening import open_database
+from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 from skyrl_tinker.store.database.tables import Base
+from tests.store.support.databases import on_postgresql, on_sqlite
 
 ROWS_OF_0004 = """
     INSERT INTO sessions VALUES ('s', 1, 1, NULL, NULL, NULL, '[]', '{}', NULL, NULL, '0.38.0');
@@ -94,12 +96,27 @@ def connected(path: Path) -> Connection:
     return create_engine(f"sqlite:///{path}").connect()
 
 
-def test_the_migrated_schema_is_that_of_the_tables(url: str, tmp_path: Path) -> None:
-    with connected(tmp_path / "store.db") as connection:
+def test_the_migrated_schema_is_that_of_the_tables(url: str) -> None:
+    with open_database(url).connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
-        connection.engine.dispose()
 
 
+@on_postgresql
+def test_postgresql_goes_down_and_up_again(url: str) -> None:
+    """The text of its schema is that of its tables; SQLite's, which has one, is compared below."""
+    database, config = open_database(url), Config()
+    config.set_main_option("script_location", str(SCRIPTS))
+    with database.connect() as connection, connection.begin(), database.writing(connection):
+        config.attributes["connection"] = connection
+        command.downgrade(config, "base")
+        assert inspect(connection).get_table_names() == ["alembic_version"]
+    migrate(url)
+    migrate(url)
+    with database.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+
+
+@on_sqlite
 def test_constraints_and_autoincrement_are_those_of_the_tables(url: str, tmp_path: Path) -> None:
     with connected(tmp_path / "tables.db") as connection, connection.begin():
         Base.metadata.create_all(connection)
@@ -109,6 +126,7 @@ def test_constraints_and_autoincrement_are_those_of_the_tables(url: str, tmp_pat
     assert migrated == schema(tmp_path / "tables.db")
 
 
+@on_sqlite
 def test_migrating_again_changes_nothing(url: str, tmp_path: Path) -> None:
     before = schema(tmp_path / "store.db")
     migrate(url)
@@ -239,12 +257,10 @@ def test_paths_below_the_home_become_relative_to_it(tmp_path: Path) -> None:
 def _upgrade(path: Path, revision: str, change: Callable[[Config, str], None] = command.upgrade) -> None:
     config = Config()
     config.set_main_option("script_location", str(SCRIPTS))
-    engine = sqlite.engine(str(path))
-    event.listen(engine, "begin", sqlite.starts_with(sqlite.BEGIN_WRITE))
-    with engine.begin() as connection:
+    database = SqliteDatabase(str(path))
+    with database.connect() as connection, connection.begin(), database.writing(connection):
         config.attributes["connection"] = connection
         change(config, revision)
-    engine.dispose()
 
 
 def _downgrade(path: Path, revision: str) -> None:
@@ -262,7 +278,7 @@ def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 
 
 def test_other_databases_are_refused() -> None:
-    with pytest.raises(StartupError, match="only SQLite files"):
+    with pytest.raises(StartupError, match="cannot be used: expected sqlite"):
         migrate("postgresql+asyncpg://h/d")
 
 

@@ -1,7 +1,7 @@
 """Prepared statements do what SQLAlchemy's own execution of them does."""
 
 import pytest
-from sqlalchemy import Connection, bindparam, insert, select, text
+from sqlalchemy import Connection, bindparam, func, insert, select, text
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
@@ -41,7 +41,9 @@ async def test_json_is_written_as_sqlalchemy_writes_it(store: Store) -> None:
 
     await store.write(op)
     with store.read() as conn:
-        stored = conn.execute(text("SELECT value FROM server_state WHERE key IN ('ours', 'theirs')"))
+        stored = conn.execute(
+            text("SELECT CAST(value AS TEXT) FROM server_state WHERE key IN ('ours', 'theirs')")
+        )
         assert len(set(stored.scalars())) == 1
         assert server_state.get(conn, "ours") == value
 
@@ -63,10 +65,14 @@ async def test_they_are_undone_with_their_transaction(store: Store) -> None:
 
 async def test_what_the_database_refuses_is_an_operational_error(store: Store) -> None:
     def op(conn: Connection) -> None:
-        conn.execute(text("DROP TABLE requests"))
-        Prepared(insert(Request), ["future_id", "body"]).change(conn, {"future_id": 1, "body": b""})
+        drop = "DROP TABLE requests" if conn.dialect.name == "sqlite" else "SET LOCAL statement_timeout = 1"
+        conn.execute(text(drop))
+        if conn.dialect.name == "sqlite":
+            Prepared(insert(Request), ["future_id", "body"]).change(conn, {"future_id": 1, "body": b""})
+        else:
+            Prepared(select(func.pg_sleep(9))).rows(conn, {})
 
-    with pytest.raises(OperationalError, match="no such table"):
+    with pytest.raises(OperationalError, match=r"no such table|statement timeout"):
         await store.write(op)
     with store.read() as conn:
         assert queue.read_bodies(conn, [1]) == {}

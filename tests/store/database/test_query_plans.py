@@ -26,7 +26,10 @@ from skyrl_tinker.store.reports import holdings, timeline
 from skyrl_tinker.store.reports.timeline import Track
 from skyrl_tinker.store.retention import row_purges, session_purges
 from skyrl_tinker.store.store import Store
+from tests.store.support.databases import on_sqlite
 from tests.store.support.rows import base_sampler, new_session, outcome, sample
+
+pytestmark = on_sqlite
 
 OWNER = OwnerId(1)
 MODEL = ModelKey(1)

@@ -10,6 +10,9 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.store.database import wal_checkpointer
 from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
 from skyrl_tinker.store.store import Store, write_once
+from tests.store.support.databases import on_sqlite
+
+pytestmark = on_sqlite
 
 TABLE, ROW = "CREATE TABLE large (body BLOB)", text("INSERT INTO large VALUES (zeroblob(:size))")
 
@@ -68,7 +71,7 @@ async def test_a_log_that_cannot_be_copied_is_a_warning(
 ) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(wal_checkpointer.sqlite, "execute", fails)
-        checkpointer = WalCheckpointer(store._engine, url.partition("///")[2])
+        checkpointer = WalCheckpointer(store._database.engine, url.partition("///")[2])
         checkpointer.note(wal_checkpointer.EVERY_BYTES)
         await checkpointer.close()
     assert "could not be copied" in caplog.text

@@ -1,0 +1,167 @@
+"""PostgreSQL as the store uses it. Needs psycopg (the extra `postgresql`).
+
+Writers of all processes take their turns by an advisory lock that ends with the transaction, so that ids are
+in the order of commits, as readers that go on from the last id need it.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import URL, Connection, NullPool, create_engine
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.store.database.database import Database, json_text
+
+if TYPE_CHECKING:
+    import psycopg
+
+DRIVER = "postgresql+psycopg"
+WRITERS = 7_310_593_858_020_254_313
+"""Advisory lock of the transaction that writes; such locks are of one database."""
+RESOLVE_S = 600.0
+"""Time for which the fate of a commit is asked for whose answer was lost."""
+_RETRY_S = 0.5
+_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_WRITE = f"BEGIN; SELECT pg_current_xact_id()::text FROM (SELECT pg_advisory_xact_lock({WRITERS})) AS turn"
+_PARAMETERS = {
+    "application_name": "skyrl-tinker",
+    "connect_timeout": "10",
+    "keepalives_idle": "5",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "20000",
+}
+"""Of a connection, unless the URL has others: a host that is gone is noticed within about 20 s."""
+_log = logging.getLogger(__name__)
+
+
+class PostgresDatabase(Database):
+    """Database of a server of PostgreSQL 13 or newer."""
+
+    def __init__(self, url: URL, home: Path | None = None) -> None:
+        """`home`: what `file_paths` are relative to. Raises StartupError without psycopg."""
+        try:
+            import psycopg  # noqa: F401  (an extra)
+        except ImportError as error:
+            raise StartupError(
+                f"database_url needs psycopg: pip install 'skyrl-tinker[postgresql]' ({error})"
+            ) from error
+        self.engine = create_engine(
+            url,
+            poolclass=NullPool,
+            isolation_level="AUTOCOMMIT",  # transactions are begun explicitly
+            json_serializer=json_text,
+            connect_args={name: value for name, value in _PARAMETERS.items() if name not in url.query},
+            execution_options={"home": home or Path.cwd()},
+        )
+
+    @contextmanager
+    def reading(self, conn: Connection) -> Iterator[None]:
+        execute(conn, _READ)
+        with _undone(conn):
+            yield
+        execute(conn, "COMMIT")
+
+    @contextmanager
+    def writing(self, conn: Connection) -> Iterator[None]:
+        transaction = self._begin(conn)
+        with _undone(conn):
+            yield
+        try:
+            execute(conn, "COMMIT")
+        except OperationalError as error:
+            if self.usable(conn):
+                raise  # the server says that it is undone
+            _log.warning("the answer to a commit was lost, asking for its fate: %s", error)
+            if not self._committed(transaction, error):
+                raise
+
+    def written(self, size: int) -> None:
+        """Do nothing: the server keeps its own log."""
+
+    async def settle(self) -> None:
+        """Do nothing: the same."""
+
+    def close(self) -> None:
+        """Do nothing: there are connections only."""
+
+    def usable(self, conn: Connection) -> bool:
+        if not conn.invalidated and raw(conn).closed:
+            conn.invalidate()  # or SQLAlchemy would roll back when it is closed
+        return not conn.invalidated
+
+    def _begin(self, conn: Connection) -> str:
+        """Begin behind all other writers. Returns the transaction's id."""
+        cursor = execute(conn, _WRITE)
+        cursor.nextset()
+        row = cursor.fetchone()
+        assert row is not None
+        return str(row[0])
+
+    def _committed(self, transaction: str, lost: OperationalError) -> bool:
+        """Return whether a transaction was committed whose connection broke in its commit.
+
+        Blocks while the server is away; after RESOLVE_S raises `lost`. A copy that was promoted without it
+        does not know its id.
+        """
+        until = time.monotonic() + RESOLVE_S
+        while time.monotonic() < until:
+            try:
+                with self.connect() as conn:
+                    return self._status(conn, transaction) == "committed"
+            except DBAPIError:
+                time.sleep(_RETRY_S)
+        raise lost
+
+    def _status(self, conn: Connection, transaction: str) -> str | None:
+        """Return `committed` or `aborted`, None if nobody knows the transaction; waits while it runs."""
+        import psycopg
+
+        while True:
+            try:
+                row = execute(conn, "SELECT pg_xact_status(%s::xid8)", (transaction,)).fetchone()
+            except psycopg.errors.InvalidParameterValue:  # in the future of this server
+                return None
+            status = None if row is None or row[0] is None else str(row[0])
+            if status != "in progress":
+                return status
+            time.sleep(_RETRY_S)
+
+
+def raw(conn: Connection) -> "psycopg.Connection[Any]":
+    """Return the driver's connection beneath one of PostgresDatabase."""
+    driver: psycopg.Connection[Any] | None = conn.connection.driver_connection
+    assert driver is not None
+    return driver
+
+
+def execute(conn: Connection, sql: str, parameters: Any = None) -> "psycopg.Cursor[Any]":
+    """Run SQL in the driver. Raises SQLAlchemy's OperationalError."""
+    import psycopg
+
+    try:
+        return raw(conn).execute(sql, parameters)
+    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+        raise OperationalError(sql, None, error) from error
+
+
+@contextmanager
+def _undone(conn: Connection) -> Iterator[None]:
+    """Roll back where something is raised; a cut connection is an OperationalError."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(DBAPIError):
+            conn.rollback()
+        if conn.invalidated:
+            if isinstance(error, DBAPIError) and not isinstance(error, OperationalError):
+                raise OperationalError(error.statement, None, error) from error
+            raise
+        with suppress(Exception):  # the connection is cut, which the next one to use it will see
+            raw(conn).rollback()
+        raise

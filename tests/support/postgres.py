@@ -1,0 +1,103 @@
+"""A PostgreSQL server of Debian's package, on a free port and in a directory of its own."""
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from skyrl_tinker.store.database.migrate import migrate
+
+PASSWORD = "secret"
+_MIGRATED = "migrated"
+
+
+class Postgres:
+    """Server with a migrated database, of which each test gets a copy."""
+
+    def __init__(self, binaries: Path, root: Path, *, durable: bool = False) -> None:
+        """`durable`: with fsync, as a real one."""
+        self._binaries = binaries
+        self._data = root / "data"
+        self._root = root
+        self.port = _free_port()
+        self._options = f"-c port={self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={root}"
+        self._options += "" if durable else " -c fsync=off"
+        self._names = count()
+
+    def create(self) -> None:
+        """Make its files, start it and make the migrated database."""
+        password = self._root / "password"
+        password.write_text(PASSWORD)
+        initdb = ("initdb", "-D", self._data, "-U", "postgres", "-A", "scram-sha-256", f"--pwfile={password}")
+        self._run(*initdb, "--no-sync", "-E", "UTF8", "--locale=C")
+        self.start()
+        migrate(self.new_database(_MIGRATED, template="template1"))
+
+    def start(self) -> None:
+        self._run("pg_ctl", "-D", self._data, "-o", self._options, "-l", self._root / "log", "-w", "start")
+
+    def stop(self, how: str = "fast") -> None:
+        """Stop it: `fast` cuts its connections, `immediate` is a crash."""
+        self._run("pg_ctl", "-D", self._data, "-m", how, "-w", "stop")
+
+    def new_database(self, name: str | None = None, template: str = _MIGRATED) -> str:
+        """Return the URL of a new database, by default a migrated one."""
+        name = name or f"test{next(self._names)}"
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        return f"postgresql+psycopg://postgres:{PASSWORD}@127.0.0.1:{self.port}/{name}"
+
+    def drop(self, url: str) -> None:
+        self.execute(f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
+
+    def execute(self, sql: str) -> None:
+        """Run a statement of an administrator."""
+        address = f"host=127.0.0.1 port={self.port} user=postgres password={PASSWORD} dbname=postgres"
+        with psycopg.connect(address, autocommit=True) as connection:
+            connection.execute(sql.encode())
+
+    def _run(self, program: str, *arguments: str | Path) -> None:
+        """Run one of its programs; none of them runs as root."""
+        user = "postgres" if os.geteuid() == 0 else None
+        with (self._root / "programs").open("ab") as output:
+            command = [self._binaries / program, *arguments]
+            subprocess.run(command, cwd=self._root, user=user, check=True, stdout=output, stderr=output)
+
+
+@contextmanager
+def postgres_server(*, durable: bool = False) -> Iterator[Postgres]:
+    """Run a server; where there is no PostgreSQL the test is skipped, and says how to get it."""
+    binaries = _binaries()
+    if binaries is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    with tempfile.TemporaryDirectory(prefix="skyrl-postgres-") as directory:
+        if os.geteuid() == 0:
+            owner = pwd.getpwnam("postgres")
+            os.chown(directory, owner.pw_uid, owner.pw_gid)
+        server = Postgres(binaries, Path(directory), durable=durable)
+        server.create()
+        try:
+            yield server
+        finally:
+            server.stop("immediate")
+
+
+def _binaries() -> Path | None:
+    """Return the directory of the newest version's programs."""
+    if found := shutil.which("initdb"):
+        return Path(found).resolve().parent
+    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
+    return versions[-1] if versions else None
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
