@@ -27,6 +27,7 @@ PROMPTS = {f"next:{letter}": following for letter, following in zip("ABCDEFGHIJ"
 GROUP_SIZE = 32  # answers per prompt and step
 WARM_UP_UNTIL, WARM_UP_MOST, WARM_UP_REPEATS = 0.12, 60, 4  # probability of the right answer; steps; copies
 WARM_UP_LEARNING_RATE, LEARNING_RATE = 5e-3, 4e-3
+FULL_RATE_STEPS = 30  # then the rate falls as 1 / step: a policy that answers rightly is left alone
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed
         for answer in answers
     ]
     passed = trainer.forward_backward(data, "importance_sampling")
-    stepped = trainer.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
+    learning_rate = LEARNING_RATE * min(1.0, FULL_RATE_STEPS / (number + 1))
+    stepped = trainer.optim_step(types.AdamParams(learning_rate=learning_rate))
     loss = passed.result().metrics["loss:sum"]
     stepped.result()
     answers = [answer for group in groups.values() for answer in group]

@@ -19,7 +19,8 @@ SkyrlTinkerError              500  server
 ├── StorageError              500  server   a disk is broken; models and weights are as before
 │   └── DiskFullError         500  server   it has no room: the same work may succeed later
 ├── OverloadedError           429  server   too many requests wait; says when to try again
-│   └── NoRoomError           503  server   the disk is nearly full
+│   ├── NoRoomError           503  server   the disk is nearly full
+│   └── DatabaseError         503  server   the database is full, busy or away
 └── StartupError              500  server   the server cannot start; the message says what to change
 """
 
@@ -115,6 +116,10 @@ class OverloadedError(SkyrlTinkerError):
 
 
 class NoRoomError(OverloadedError):
+    status = 503
+
+
+class DatabaseError(OverloadedError):
     status = 503
 
 

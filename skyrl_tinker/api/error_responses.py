@@ -10,10 +10,12 @@ from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import OperationalError
 from starlette.responses import JSONResponse
 
-from skyrl_tinker.errors import OverloadedError, SkyrlTinkerError
+from skyrl_tinker.errors import DatabaseError, OverloadedError, SkyrlTinkerError
 from skyrl_tinker.protocol.schemas.base import describe
 from skyrl_tinker.redaction import redact
 
+EXPECTED = (SkyrlTinkerError, OperationalError)
+"""What `refusal` answers; the database may be full, busy or away."""
 RETRY_S = 2
 _log = logging.getLogger(__name__)
 
@@ -21,13 +23,13 @@ _log = logging.getLogger(__name__)
 def install(app: FastAPI) -> None:
     app.add_exception_handler(SkyrlTinkerError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_parameters)
-    app.add_exception_handler(OperationalError, _database_failed)
+    app.add_exception_handler(OperationalError, _refuse)
     app.add_exception_handler(404, _no_route)
     app.add_exception_handler(Exception, _internal_error)
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, SkyrlTinkerError)
+    assert isinstance(error, EXPECTED)
     return refusal(request, error)
 
 
@@ -37,8 +39,11 @@ async def _refuse_parameters(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": redact("; ".join(describe(item) for item in error.errors()))}, 400)
 
 
-def refusal(request: Request, error: SkyrlTinkerError) -> JSONResponse:
-    """Return the response for an error of our own."""
+def refusal(request: Request, error: SkyrlTinkerError | OperationalError) -> JSONResponse:
+    """Return the response for an error of our own; nothing was acknowledged where the database failed."""
+    if isinstance(error, OperationalError):  # the key ring logs it
+        cause = str(error.orig).partition("\n")[0]
+        error = DatabaseError(f"the database failed, send this again: {redact(cause)}", RETRY_S)
     if error.status >= 500 and not isinstance(error, OverloadedError):  # which may come by the thousand
         _log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, OverloadedError) else None
@@ -54,13 +59,6 @@ async def _no_route(request: Request, _: Exception) -> JSONResponse:
         },
         404,
     )
-
-
-async def _database_failed(request: Request, error: Exception) -> JSONResponse:
-    """Ask the client to try again: the database is full, busy or away, and nothing was acknowledged."""
-    _log.error("%s %s: %s", request.method, request.url.path, error)
-    text = f"the database failed, try again: {redact(str(getattr(error, 'orig', error)))}"
-    return JSONResponse({"detail": text}, 503, {"Retry-After": str(RETRY_S)})
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:

@@ -48,7 +48,7 @@ class Store:
         """Finish the writes already accepted, then close every connection."""
         await self._writer.close()
         while self._idle:
-            self._idle.pop().close()
+            self._database.release(self._idle.pop())
         while self._threaded:
             await self._threaded.pop().close()
         await self._database.settle()
@@ -73,7 +73,7 @@ class Store:
             if self._database.usable(conn):
                 self._idle.append(conn)
             else:
-                conn.close()
+                self._database.release(conn)
 
     async def fetch(self, op: Op[T]) -> T:
         """Run `op` on one state of the database, in a thread: for bodies and listings, which may be large."""

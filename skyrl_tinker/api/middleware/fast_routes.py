@@ -14,7 +14,6 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api import error_responses
-from skyrl_tinker.errors import SkyrlTinkerError
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -51,6 +50,6 @@ class FastPaths:
         request = Request(scope, receive)
         try:
             answer = await handler(request)
-        except SkyrlTinkerError as error:
+        except error_responses.EXPECTED as error:
             answer = error_responses.refusal(request, error)
         await answer(scope, receive, send)

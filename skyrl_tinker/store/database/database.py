@@ -44,6 +44,10 @@ class Database(ABC):
         """Return whether a connection can run another transaction."""
         return True
 
+    def release(self, conn: Connection) -> None:
+        """Close a connection, which may be broken."""
+        conn.close()
+
     @abstractmethod
     async def settle(self) -> None:
         """Finish what `written` has begun."""

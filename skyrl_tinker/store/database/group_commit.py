@@ -188,7 +188,7 @@ class Writer:
     def _disconnect(self) -> None:
         conn, self._conn = self._conn, None
         if conn is not None:
-            conn.close()
+            self._database.release(conn)
 
 
 def _run_isolated(conn: Connection, write: _Write) -> None:

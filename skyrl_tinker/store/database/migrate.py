@@ -5,8 +5,10 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.bundled import bundled
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.database import Database
 from skyrl_tinker.store.database.opening import file_of, open_database
 
@@ -16,12 +18,16 @@ SCRIPTS = bundled("alembic")
 def migrate(url: str, home: Path | None = None) -> None:
     """Create the tables, and the file of SQLite, if there are none; upgrade them to head.
 
-    `home`: of the server, by default the database's directory. Raises StartupError for a URL that names no
-    database that is served.
+    `home`: of the server, by default the database's directory. Raises StartupError for a database that is not
+    there, and for one of another kind.
     """
     if (file := file_of(url)) is not None:
         _private(file)
     with closing(open_database(url, home)) as database:
+        try:
+            database.release(database.connect())
+        except OperationalError as error:
+            raise StartupError(f"database_url: cannot connect: {error.orig}") from error
         upgrade(database)
 
 

@@ -91,9 +91,12 @@ class PostgresDatabase(Database):
         """Do nothing: there are connections only."""
 
     def usable(self, conn: Connection) -> bool:
-        if not conn.invalidated and raw(conn).closed:
-            conn.invalidate()  # or SQLAlchemy would roll back when it is closed
-        return not conn.invalidated
+        return not conn.invalidated and not raw(conn).closed
+
+    def release(self, conn: Connection) -> None:
+        if not conn.invalidated:
+            conn.invalidate()  # or SQLAlchemy would roll back, which fails on a broken one
+        conn.close()
 
     def _begin(self, conn: Connection) -> str:
         """Begin behind all other writers. Returns the transaction's id."""

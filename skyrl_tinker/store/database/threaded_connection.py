@@ -1,6 +1,8 @@
 """A connection in a thread of its own."""
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import aiosqlite
@@ -47,5 +49,6 @@ class ThreadedConnection:
         await self._thread.close()
 
     def _connect(self) -> Any:
+        """Return what aiosqlite closes in its thread."""
         self._conn = self._database.connect()
-        return self._conn
+        return SimpleNamespace(close=partial(self._database.release, self._conn))

@@ -1,0 +1,71 @@
+"""A server on PostgreSQL, which stops for a while, and whose engine is killed: a longer wait, no more."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from tinker import types
+
+from tests.e2e.support.client import prompt, random_tokens
+from tests.faults.test_engine_death import client_of, kill_engine, rounds
+from tests.support.postgres import postgres_server
+from tests.support.serve import HEAL_S, Serve, serving, wait_until
+
+AWAY_S = 10
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+
+
+def test_work_goes_on_to_the_bit_after_the_database_was_away_and_the_engine_died(tmp_path: Path) -> None:
+    with (
+        postgres_server(durable=True) as postgres,
+        serving(tmp_path / "home", "--database-url", postgres.new_database(template="template1")) as server,
+        client_of(server) as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        assert not list(server.home.glob("*.db*")), "nothing is in SQLite"
+        expected = rounds([client.new_lora()], 6)
+        model = client.new_lora()
+        before = rounds([model], 2)
+        sampler = model.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=100, seed=5, temperature=1.0, stop=[])
+        asked = [prompt(random_tokens(8, seed=seed)) for seed in range(20)]
+        samples = [sampler.sample(each, 1, params).result().sequences[0].tokens for each in asked]
+
+        postgres.stop()
+        in_flight = [sampler.sample(each, 1, params) for each in asked]
+        training = threads.submit(rounds, [model], 2, 2)
+        _is_told(server, AWAY_S)
+        postgres.start()
+        assert [future.result(HEAL_S).sequences[0].tokens for future in in_flight] == samples
+        assert [*before, *training.result(HEAL_S)] == expected[:4]
+
+        kill_engine(server)
+        assert rounds([model], 2, first=4) == expected[4:]
+        assert wait_until(server.ready, HEAL_S)
+
+
+def _is_told(server: Serve, seconds: float) -> None:
+    """While the database is away, requests are answered with when to send them again, not with a fault."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        answer = httpx.post(f"{server.url}/api/v1/create_session", json={"sdk_version": "0.38.0"}, timeout=60)
+        assert answer.status_code == 503, answer.text
+        assert answer.headers["Retry-After"] == "2"
+        assert "the database failed, send this again" in answer.json()["detail"]
+        time.sleep(1)
+
+
+def test_a_database_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    server = Serve(tmp_path / "home", "--database-url", "postgresql+psycopg://u:hidden@127.0.0.1:9/none")
+    _, complaint = server.process.communicate(timeout=60)
+    assert server.process.returncode == 1
+    assert "database_url" in complaint
+    assert "Connection refused" in complaint
+    assert "hidden" not in complaint
+    assert complaint.count("\n") <= 2, "and one of PostgreSQL's own"
