@@ -25,7 +25,9 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep import cleanup
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
+from skyrl_tinker.store import store
 from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.database import Database, json_text
 from tests.simulation.backends import QueuesOnly, SamplerHttp
 from tests.simulation.faults import disk_full, point
 from tests.simulation.virtual_loop import PROCESS, VirtualLoop
@@ -88,7 +90,7 @@ class _Engine:
         "sqlite://",
         creator=lambda: sqlite.connect(_Engine._path),
         poolclass=NullPool,
-        json_serializer=sqlite.json_text,
+        json_serializer=json_text,
     )
 
     def __init__(self, path: str, home: Path | None) -> None:
@@ -103,19 +105,23 @@ class _Engine:
 class _ThreadedConnection:
     """Connection whose reads run on the loop."""
 
-    def __init__(self, conn: Connection) -> None:
-        self._conn = conn
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._conn = database.connect()
 
     @classmethod
-    async def open(cls, engine: _Engine) -> "_ThreadedConnection":
-        return cls(engine.connect())
+    async def open(cls, database: Database) -> "_ThreadedConnection":
+        return cls(database)
 
     async def read(self, op: Callable[[Connection], Any]) -> Any:
         def work() -> Any:
-            with sqlite.transaction(self._conn):
+            with self._database.reading(self._conn):
                 return op(self._conn)
 
         return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    def usable(self) -> bool:
+        return True
 
     async def close(self) -> None:
         self._conn.close()
@@ -154,7 +160,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shutil, "disk_usage", _disk_usage)
     patch.setattr(TmpfsSpill, "_would_help", lambda _: True)
     patch.setattr(sqlite, "engine", _Engine)
-    patch.setattr(sqlite, "ThreadedConnection", _ThreadedConnection)
+    patch.setattr(store, "ThreadedConnection", _ThreadedConnection)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
     patch.setattr(compose, "EngineHttpServer", QueuesOnly)
