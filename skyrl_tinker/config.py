@@ -48,7 +48,9 @@ class Settings(BaseSettings):
     tls_key: Path | None = Field(None, description="The certificate's private key in PEM, not encrypted")
     insecure: bool = Field(False, description="Allow a host that is open to the network without API keys")
     home: Path = Field(Path(".skyrl-tinker"), description="Database, logs and checkpoints")
-    database_url: str | None = Field(None, description="SQLAlchemy URL [default: SQLite under home]")
+    database_url: str | None = Field(
+        None, description="postgresql+psycopg://USER@HOST/NAME, or a file [default: SQLite under home]"
+    )
     checkpoints: Path | None = Field(None, description="Where checkpoints lie [default: <home>/checkpoints]")
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu or cuda")

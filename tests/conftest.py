@@ -8,6 +8,8 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.postgres import Postgres, postgres_server
+
 if TYPE_CHECKING:
     from tests.inference.support.samplers import Served
 
@@ -51,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         if "ray_cluster" in item.fixturenames and _group(item.nodeid) != "ray_cluster"
     ]
     assert not strays, "they use Ray: name them in GROUPS"
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    with postgres_server() as server:
+        yield server
 
 
 def _starts_servers(item: pytest.Function) -> bool:

@@ -167,7 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         report = asyncio.run(measure(home, arguments.requests, arguments.result_bytes))
-        database = Path(sqlite.database(Settings(home=home).store_url))
+        database = home / "skyrl-tinker.db"
         print(json.dumps({**report, "db_mb": round(database.stat().st_size / 1e6, 1)}))
 
 

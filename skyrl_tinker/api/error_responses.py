@@ -7,15 +7,15 @@ import logging
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 from starlette.responses import JSONResponse
 
 from skyrl_tinker.errors import DatabaseError, OverloadedError, SkyrlTinkerError
 from skyrl_tinker.protocol.schemas.base import describe
 from skyrl_tinker.redaction import redact
 
-EXPECTED = (SkyrlTinkerError, OperationalError)
-"""What `refusal` answers; the database may be full, busy or away."""
+EXPECTED = (SkyrlTinkerError, OperationalError, DataError)
+"""What `refusal` answers; the database may be full, busy or away, or a text have a NUL."""
 RETRY_S = 2
 _log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(SkyrlTinkerError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_parameters)
     app.add_exception_handler(OperationalError, _refuse)
+    app.add_exception_handler(DataError, _refuse)
     app.add_exception_handler(404, _no_route)
     app.add_exception_handler(Exception, _internal_error)
 
@@ -39,10 +40,12 @@ async def _refuse_parameters(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": redact("; ".join(describe(item) for item in error.errors()))}, 400)
 
 
-def refusal(request: Request, error: SkyrlTinkerError | OperationalError) -> JSONResponse:
+def refusal(request: Request, error: SkyrlTinkerError | DBAPIError) -> JSONResponse:
     """Return the response for an error of our own; nothing was acknowledged where the database failed."""
-    if isinstance(error, OperationalError):  # the key ring logs it
+    if isinstance(error, DBAPIError):  # that the database is away, the key ring logs
         cause = str(error.orig).partition("\n")[0]
+        if isinstance(error, DataError):
+            return JSONResponse({"detail": f"the database cannot store this: {redact(cause)}"}, 400)
         error = DatabaseError(f"the database failed, send this again: {redact(cause)}", RETRY_S)
     if error.status >= 500 and not isinstance(error, OverloadedError):  # which may come by the thousand
         _log.error("%s %s: %s", request.method, request.url.path, error)

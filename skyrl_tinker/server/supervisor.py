@@ -29,6 +29,7 @@ from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import announcement
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.store import api_keys, server_state
+from skyrl_tinker.store.database.database import Fence
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 
@@ -149,12 +150,15 @@ class _Supervisor:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
         store = Store.open(self._settings.store_url, self._settings.root)
+        fence = store.fence()
         try:
-            await self._run_children(store)
+            fence.take()
+            await self._run_children(store, fence)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
             await self._end_children()
+            fence.close()
             await store.close()
             self._directories.pid_file.unlink(missing_ok=True)
             self._directories.delete_temporary()
@@ -163,7 +167,7 @@ class _Supervisor:
         """Stop at the first signal, kill at the second."""
         (self._kill if self._stop.is_set() else self._stop).set()
 
-    async def _run_children(self, store: Store) -> None:
+    async def _run_children(self, store: Store, fence: Fence) -> None:
         await store.write(lambda conn: server_state.put(conn, "base_model", asdict(self._facts)))
         own = {"pid": os.getpid(), "started_at": psutil.Process().create_time()}
         await store.write(lambda conn: server_state.put(conn, server_state.SERVER, own))
@@ -173,6 +177,7 @@ class _Supervisor:
                 tasks.create_task(self._keep_api()),
                 tasks.create_task(self._keep_engine(store)),
                 tasks.create_task(self._announce_ready(store)),
+                tasks.create_task(self._keep_fence(fence)),
                 tasks.create_task(self._record_processes()),
                 tasks.create_task(self._kill_stopped()),
                 tasks.create_task(self._rotate_logs()),
@@ -269,6 +274,13 @@ class _Supervisor:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             await asyncio.sleep(_RECORD_S)
+
+    async def _keep_fence(self, fence: Fence) -> None:
+        """Take the fence again where the database was away. Raises StartupError if another server has it."""
+        while True:
+            await asyncio.sleep(_RECORD_S)
+            with suppress(OperationalError):
+                await asyncio.to_thread(fence.take)
 
     async def _rotate_logs(self) -> None:
         while True:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.store.database.database import Database
+from skyrl_tinker.store.database.database import Database, Fence
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.threaded_connection import ThreadedConnection
@@ -43,6 +43,10 @@ class Store:
         `home`: the server's, which paths in rows are relative to; by default the directory of SQLite's file.
         """
         return cls(open_database(url, home))
+
+    def fence(self) -> Fence:
+        """Return what keeps a second server from this database."""
+        return self._database.fence()
 
     async def close(self) -> None:
         """Finish the writes already accepted, then close every connection."""

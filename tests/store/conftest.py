@@ -10,13 +10,7 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import base_sampler, create, new_session
-from tests.support.postgres import Postgres, postgres_server
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    with postgres_server() as server:
-        yield server
+from tests.support.postgres import Postgres
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -12,6 +12,16 @@ import orjson
 from sqlalchemy import Connection, Engine
 
 
+class Fence:
+    """What keeps a second server from a database; for a file, the lock of its home does."""
+
+    def take(self) -> None:
+        """Take it, or see that it is held still. Blocks. Raises StartupError if another server has it."""
+
+    def close(self) -> None:
+        """Let it go."""
+
+
 class Database(ABC):
     """What SQLite and PostgreSQL have in common. All of it raises SQLAlchemy's OperationalError."""
 
@@ -47,6 +57,9 @@ class Database(ABC):
     def release(self, conn: Connection) -> None:
         """Close a connection, which may be broken."""
         conn.close()
+
+    def fence(self) -> Fence:
+        return Fence()
 
     @abstractmethod
     async def settle(self) -> None:

@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import URL, Connection, NullPool, create_engine
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.store.database.database import Database, json_text
+from skyrl_tinker.store.database.database import Database, Fence, json_text
 
 if TYPE_CHECKING:
     import psycopg
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 DRIVER = "postgresql+psycopg"
 WRITERS = 7_310_593_858_020_254_313
 """Advisory lock of the transaction that writes; such locks are of one database."""
+SERVER = WRITERS + 1
+"""Advisory lock of the session of the only server that works on the database."""
 RESOLVE_S = 600.0
 """Time for which the fate of a commit is asked for whose answer was lost."""
 _RETRY_S = 0.5
@@ -81,6 +84,9 @@ class PostgresDatabase(Database):
             if not self._committed(transaction, error):
                 raise
 
+    def fence(self) -> Fence:
+        return _SessionLock(self)
+
     def written(self, size: int) -> None:
         """Do nothing: the server keeps its own log."""
 
@@ -136,6 +142,43 @@ class PostgresDatabase(Database):
             time.sleep(_RETRY_S)
 
 
+class _SessionLock(Fence):
+    """Advisory lock of a session, which ends with its connection and is then taken again."""
+
+    def __init__(self, database: PostgresDatabase) -> None:
+        self._database = database
+        self._conn: Connection | None = None
+        self._using = Lock()  # `take` may run in a thread still when `close` is called
+
+    def take(self) -> None:
+        with self._using:
+            if not self._held():
+                self._release()
+                self._conn = self._database.connect()
+                row = execute(self._conn, f"SELECT pg_try_advisory_lock({SERVER})").fetchone()
+                if row != (True,):
+                    self._release()
+                    raise StartupError("database_url: another server works on this database")
+
+    def close(self) -> None:
+        with self._using:
+            self._release()
+
+    def _held(self) -> bool:
+        if self._conn is None:
+            return False
+        try:
+            execute(self._conn, "SELECT 1")
+        except OperationalError:
+            return False
+        return True
+
+    def _release(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            self._database.release(conn)
+
+
 def raw(conn: Connection) -> "psycopg.Connection[Any]":
     """Return the driver's connection beneath one of PostgresDatabase."""
     driver: psycopg.Connection[Any] | None = conn.connection.driver_connection
@@ -144,13 +187,15 @@ def raw(conn: Connection) -> "psycopg.Connection[Any]":
 
 
 def execute(conn: Connection, sql: str, parameters: Any = None) -> "psycopg.Cursor[Any]":
-    """Run SQL in the driver. Raises SQLAlchemy's OperationalError."""
+    """Run SQL in the driver. Raises SQLAlchemy's OperationalError, and DataError for text with a NUL."""
     import psycopg
 
     try:
         return raw(conn).execute(sql, parameters)
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
         raise OperationalError(sql, None, error) from error
+    except psycopg.DataError as error:
+        raise DataError(sql, None, error) from error
 
 
 @contextmanager

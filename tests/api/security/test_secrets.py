@@ -16,7 +16,6 @@ import pytest
 from skyrl_tinker.api.security import signing_secrets
 from skyrl_tinker.config import Settings
 from skyrl_tinker.store import api_keys
-from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store, write_once
 from tests.api.security.test_tenancy import CASES, Things, create
@@ -126,7 +125,7 @@ def put_everywhere(client: Client, own: Things, secret: str) -> None:
 
 def columns(settings: Settings) -> Iterator[tuple[str, bytes]]:
     """All that each column of the database holds."""
-    with closing(sqlite3.connect(sqlite.database(settings.store_url))) as raw:
+    with closing(sqlite3.connect(settings.root / "skyrl-tinker.db")) as raw:
         for (table,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
             for _, column, *_ in raw.execute(f"PRAGMA table_info({table})").fetchall():
                 held = [value for (value,) in raw.execute(f"SELECT {column} FROM {table}")]

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_postgresql
@@ -123,6 +124,26 @@ async def test_while_the_server_is_away_all_fails_and_then_goes_on(
     with store.read() as conn:
         assert server_state.get(conn, "count") == 5
     assert await store.fetch(lambda conn: conn.scalar(text("SELECT session_id FROM sessions"))) == session
+
+
+async def test_one_server_at_a_time_works_on_a_database(store: Store, postgres: Postgres) -> None:
+    first, second = store.fence(), store.fence()
+    first.take()
+    for _ in range(2):
+        first.take()
+        with pytest.raises(StartupError, match="another server works on this database"):
+            second.take()
+    postgres.stop()
+    for fence in (first, second):
+        with pytest.raises(OperationalError):
+            fence.take()
+    postgres.start()
+    second.take()
+    with pytest.raises(StartupError):
+        first.take()
+    second.close()
+    first.take()
+    first.close()
 
 
 async def test_a_cut_connection_in_the_middle_of_an_op_undoes_it_alone(
