@@ -29,7 +29,7 @@ from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import announcement
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.store import api_keys, server_state
-from skyrl_tinker.store.database.database import Fence
+from skyrl_tinker.store.database.abstract_database import Fence
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.store.database.database import Database, Fence
+from skyrl_tinker.store.database.abstract_database import Database, Fence
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.threaded_connection import ThreadedConnection

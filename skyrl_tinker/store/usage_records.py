@@ -26,7 +26,7 @@ from sqlalchemy import (
 from skyrl_tinker.domain.ids import OwnerId, Reach, RequestKind, openai_session
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.database.rows import upsert
+from skyrl_tinker.store.database.rows import total, upsert
 from skyrl_tinker.store.database.tables import Future, Model, Result, SamplingSession, Session, UsageRecord
 from skyrl_tinker.store.owners import within
 
@@ -94,7 +94,7 @@ def hourly_between(conn: Connection, reach: Reach, first: int, end: int) -> list
             UsageRecord.session_id,
             UsageRecord.base_model,
             UsageRecord.kind,
-            *(func.sum(getattr(UsageRecord, name)) for name in _TOKENS),
+            *(total(getattr(UsageRecord, name)) for name in _TOKENS),
         )
         .join(Session, Session.session_id == UsageRecord.session_id)
         .where(within(reach), UsageRecord.hour >= first, UsageRecord.hour < end)
@@ -120,7 +120,7 @@ def _of_results(*where: ColumnElement[bool]) -> Select[Any]:
             Future.session_id,
             base_model,
             Future.kind,
-            *(func.sum(getattr(Result, name)) for name in _TOKENS),
+            *(total(getattr(Result, name)) for name in _TOKENS),
         )
         .join(Future, Future.id == Result.future_id)
         .join(Session, Session.session_id == Future.session_id)

@@ -27,7 +27,7 @@ from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
 from skyrl_tinker.store import store
 from skyrl_tinker.store.database import sqlite
-from skyrl_tinker.store.database.database import Database, json_text
+from skyrl_tinker.store.database.abstract_database import Database, json_text
 from tests.simulation.backends import QueuesOnly, SamplerHttp
 from tests.simulation.faults import disk_full, point
 from tests.simulation.virtual_loop import PROCESS, VirtualLoop

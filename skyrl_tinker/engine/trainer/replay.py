@@ -53,7 +53,7 @@ Progress = Callable[[int, int], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedModels:
     """Models that there were, units replayed for them, and models that cannot be brought back, with why."""
 
     models: int
@@ -96,7 +96,7 @@ class Replay:
         self.units = 0  # replayed so far
         self.differences = 0  # losses that were not those delivered
 
-    async def run(self, repeat_saves: RepeatSaves, progress: Progress) -> Replayed:
+    async def run(self, repeat_saves: RepeatSaves, progress: Progress) -> ReplayedModels:
         """Bring back all models that are ready, on ranks without models.
 
         Those of requests that kill the ranks each time are lost, too.
@@ -122,7 +122,7 @@ class Replay:
             await self._replay(rows, repeat_saves)
             self.units += 1
         self._deaths.clear()
-        return Replayed(len(histories), len(units), time.monotonic() - began, self._lost)
+        return ReplayedModels(len(histories), len(units), time.monotonic() - began, self._lost)
 
     def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
         """Return, once, a metric for a model whose replay gave other losses than were delivered."""

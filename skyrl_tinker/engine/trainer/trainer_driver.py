@@ -22,7 +22,7 @@ from skyrl_tinker.engine.scheduling.throughput import TrainerPace, UnitTimes
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
 from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
-from skyrl_tinker.engine.trainer.replay import Replay, Replayed
+from skyrl_tinker.engine.trainer.replay import Replay, ReplayedModels
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, LaneView, TrainingView
@@ -269,7 +269,7 @@ class TrainerDriver:
 
         All that ran before the ranks broke is committed first, so nothing runs twice.
         """
-        replayed: Replayed | None = None
+        replayed: ReplayedModels | None = None
         while replayed is None:
             await self._execution.settle()
             with suppress(TrainerError):  # they died again: TrainerLostError if that goes on

@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.store.database.database import Database
+from skyrl_tinker.store.database.abstract_database import Database
 
 T = TypeVar("T")
 Op = Callable[[Connection], T]

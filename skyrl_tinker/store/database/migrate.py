@@ -9,7 +9,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.bundled import bundled
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.store.database.database import Database
+from skyrl_tinker.store.database.abstract_database import Database
 from skyrl_tinker.store.database.opening import file_of, open_database
 
 SCRIPTS = bundled("alembic")

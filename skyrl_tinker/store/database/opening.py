@@ -7,7 +7,7 @@ from sqlalchemy.exc import ArgumentError
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database import postgresql, sqlite
-from skyrl_tinker.store.database.database import Database
+from skyrl_tinker.store.database.abstract_database import Database
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 

@@ -16,7 +16,7 @@ from sqlalchemy import URL, Connection, NullPool, create_engine
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.store.database.database import Database, Fence, json_text
+from skyrl_tinker.store.database.abstract_database import Database, Fence, json_text
 
 if TYPE_CHECKING:
     import psycopg

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Insert, Row
+from sqlalchemy import BigInteger, Connection, Insert, Row, cast, func
 from sqlalchemy.dialects import postgresql, sqlite
 
 AnyRow = Row[*tuple[Any, ...]]
@@ -20,3 +20,8 @@ def insert_id(conn: Connection, row: Insert, values: dict[str, Any]) -> int:
 def upsert(conn: Connection, table: Any) -> Any:
     """Return an INSERT that has `on_conflict_do_update`, which both databases have and SQL has not."""
     return postgresql.insert(table) if conn.dialect.name == "postgresql" else sqlite.insert(table)
+
+
+def total(column: Any) -> Any:
+    """Return SQL: the sum of an integer column as an integer, which PostgreSQL makes a decimal number."""
+    return cast(func.sum(column), BigInteger)

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.store.database.database import json_text
+from skyrl_tinker.store.database.abstract_database import json_text
 
 BUSY_TIMEOUT_S = 30.0
 DRIVER = "sqlite+aiosqlite"

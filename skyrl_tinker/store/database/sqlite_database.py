@@ -7,7 +7,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from skyrl_tinker.store.database import sqlite
-from skyrl_tinker.store.database.database import Database
+from skyrl_tinker.store.database.abstract_database import Database
 from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
 from skyrl_tinker.store.database.write_lock import WriteLock
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import aiosqlite
 from sqlalchemy import Connection
 
-from skyrl_tinker.store.database.database import Database
+from skyrl_tinker.store.database.abstract_database import Database
 
 T = TypeVar("T")
 

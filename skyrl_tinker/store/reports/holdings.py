@@ -8,6 +8,7 @@ from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.domain.state_size import state_bytes
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.store.checkpoint_records import is_live
+from skyrl_tinker.store.database.rows import total
 from skyrl_tinker.store.database.tables import Future, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_from_row
 from skyrl_tinker.store.owners import owned_by
@@ -37,7 +38,7 @@ def resident_bytes(conn: Connection, owner: OwnerId | None, facts: BaseModelFact
 def stored_bytes(conn: Connection, owner: OwnerId | None) -> int:
     """Return the bytes of the live checkpoints."""
     query = (
-        select(func.coalesce(func.sum(SavedCheckpoint.size_bytes), 0))
+        select(func.coalesce(total(SavedCheckpoint.size_bytes), 0))
         .join(Model, Model.key == SavedCheckpoint.model_key)
         .join(Session, Session.session_id == Model.session_id)
         .where(owned_by(owner), *is_live())

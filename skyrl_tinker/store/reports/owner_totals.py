@@ -11,6 +11,7 @@ from skyrl_tinker.domain.ids import ALL_OWNERS, ModelState, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.checkpoint_records import is_live
+from skyrl_tinker.store.database.rows import total
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 
 HOURS = 24
@@ -57,7 +58,7 @@ def _models(conn: Connection) -> Iterable[Any]:
 
 def _checkpoints(conn: Connection) -> Iterable[Any]:
     query = (
-        select(Session.owner_id, func.count(), func.sum(SavedCheckpoint.size_bytes))
+        select(Session.owner_id, func.count(), total(SavedCheckpoint.size_bytes))
         .join(Model, Model.session_id == Session.session_id)
         .join(SavedCheckpoint, SavedCheckpoint.model_key == Model.key)
         .where(*is_live())

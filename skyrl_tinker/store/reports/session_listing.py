@@ -24,6 +24,7 @@ from skyrl_tinker.domain.ids import OwnerId, Reach, SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.checkpoint_records import is_live
+from skyrl_tinker.store.database.rows import total
 from skyrl_tinker.store.database.tables import ApiKey, Model, SamplingSession, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import NO_PROJECT, OWNER_NAME, in_project, require_session, within
 
@@ -162,7 +163,7 @@ def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> li
             Session.display_name,
             Session.user_metadata,
             _of_checkpoints(func.count()),
-            _of_checkpoints(func.coalesce(func.sum(SavedCheckpoint.size_bytes), 0)),
+            _of_checkpoints(func.coalesce(total(SavedCheckpoint.size_bytes), 0)),
         )
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(*where)

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Select, func, or_, select
 
 from skyrl_tinker.domain.ids import Reach
 from skyrl_tinker.store.checkpoint_records import is_live
-from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.rows import AnyRow, total
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
 
@@ -51,7 +51,7 @@ def periods_between(conn: Connection, reach: Reach, start: float, end: float) ->
 
 def current_totals(conn: Connection, reach: Reach, project_id: str | None) -> list[StorageTotal]:
     """Return sums by owner and project, of what the caller sees; `project_id` None: of all projects."""
-    sums = func.count(), func.sum(SavedCheckpoint.size_bytes)
+    sums = func.count(), total(SavedCheckpoint.size_bytes)
     query = _within(reach, OWNER_NAME, Session.project_id, *sums).where(*is_live())
     query = query.group_by(Session.owner_id, OWNER_NAME, Session.project_id)
     if project_id is not None:

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Engine
 
 
 class Fence:
-    """What keeps a second server from a database; for a file, the lock of its home does."""
+    """Bar to a second server on one database; to that of a file, the lock of its home is one."""
 
     def take(self) -> None:
         """Take it, or see that it is held still. Blocks. Raises StartupError if another server has it."""
@@ -23,7 +23,7 @@ class Fence:
 
 
 class Database(ABC):
-    """What SQLite and PostgreSQL have in common. All of it raises SQLAlchemy's OperationalError."""
+    """Database of either kind. All its methods raise SQLAlchemy's OperationalError."""
 
     engine: Engine
 
