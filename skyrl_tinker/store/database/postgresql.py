@@ -30,7 +30,7 @@ RESOLVE_S = 600.0
 """Time for which the fate of a commit is asked for whose answer was lost."""
 _RETRY_S = 0.5
 _READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-_WRITE = f"BEGIN; SELECT pg_current_xact_id()::text FROM (SELECT pg_advisory_xact_lock({WRITERS})) AS turn"
+_WRITE = f"BEGIN; SELECT pg_current_xact_id()::text FROM pg_advisory_xact_lock({WRITERS}) AS turn"
 _PARAMETERS = {
     "application_name": "skyrl-tinker",
     "connect_timeout": "10",
@@ -38,8 +38,12 @@ _PARAMETERS = {
     "keepalives_interval": "5",
     "keepalives_count": "3",
     "tcp_user_timeout": "20000",
+    "options": "-c tcp_keepalives_idle=5 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=3"
+    " -c idle_in_transaction_session_timeout=60s",
 }
-"""Of a connection, unless the URL has others: a host that is gone is noticed within about 20 s."""
+"""Of a connection, unless the URL has others: a host that is gone is noticed within about 20 s, here and by
+the server, where it would hold the turn of all writers. A process that stands still loses it in a minute.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -129,12 +133,10 @@ class PostgresDatabase(Database):
 
     def _status(self, conn: Connection, transaction: str) -> str | None:
         """Return `committed` or `aborted`, None if nobody knows the transaction; waits while it runs."""
-        import psycopg
-
         while True:
             try:
                 row = execute(conn, "SELECT pg_xact_status(%s::xid8)", (transaction,)).fetchone()
-            except psycopg.errors.InvalidParameterValue:  # in the future of this server
+            except DataError:  # in the future of this server
                 return None
             status = None if row is None or row[0] is None else str(row[0])
             if status != "in progress":

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_postgresql
 from tests.store.support.rows import new_session
@@ -124,6 +125,26 @@ async def test_while_the_server_is_away_all_fails_and_then_goes_on(
     with store.read() as conn:
         assert server_state.get(conn, "count") == 5
     assert await store.fetch(lambda conn: conn.scalar(text("SELECT session_id FROM sessions"))) == session
+
+
+async def test_a_commit_that_a_promoted_copy_does_not_have_is_undone(url: str) -> None:
+    database = PostgresDatabase(make_url(url))
+    lost = OperationalError("COMMIT", None, OSError("cut"))
+    assert not database._committed(str(1 << 40), lost)
+
+
+async def test_who_stands_still_in_the_middle_of_a_write_loses_its_turn(url: str, store: Store) -> None:
+    database = PostgresDatabase(make_url(f"{url}?options=-c%20idle_in_transaction_session_timeout=300ms"))
+
+    async def stand_still() -> None:
+        with closing(database.connect()) as conn, database.writing(conn):
+            increase(conn)
+            await store.write(increase)
+
+    with pytest.raises(OperationalError):
+        await stand_still()
+    with store.read() as conn:
+        assert server_state.get(conn, "count") == 1
 
 
 async def test_one_server_at_a_time_works_on_a_database(store: Store, postgres: Postgres) -> None:
