@@ -69,14 +69,18 @@ class PostgresDatabase(Database):
 
     @contextmanager
     def reading(self, conn: Connection) -> Iterator[None]:
-        execute(conn, _READ)
+        _begin(conn, _READ)
         with _undone(conn):
             yield
         execute(conn, "COMMIT")
 
     @contextmanager
     def writing(self, conn: Connection) -> Iterator[None]:
-        transaction = self._begin(conn)
+        cursor = _begin(conn, _WRITE)
+        cursor.nextset()
+        row = cursor.fetchone()
+        assert row is not None
+        transaction = str(row[0])
         with _undone(conn):
             yield
         try:
@@ -107,14 +111,6 @@ class PostgresDatabase(Database):
         if not conn.invalidated:
             conn.invalidate()  # or SQLAlchemy would roll back, which fails on a broken one
         conn.close()
-
-    def _begin(self, conn: Connection) -> str:
-        """Begin behind all other writers. Returns the transaction's id."""
-        cursor = execute(conn, _WRITE)
-        cursor.nextset()
-        row = cursor.fetchone()
-        assert row is not None
-        return str(row[0])
 
     def _committed(self, transaction: str, lost: OperationalError) -> bool:
         """Return whether a transaction was committed whose connection broke in its commit.
@@ -198,6 +194,19 @@ def execute(conn: Connection, sql: str, parameters: Any = None) -> "psycopg.Curs
         raise OperationalError(sql, None, error) from error
     except psycopg.DataError as error:
         raise DataError(sql, None, error) from error
+
+
+def _begin(conn: Connection, sql: str) -> "psycopg.Cursor[Any]":
+    """Begin a transaction; on a new connection, if the server was away since the last one."""
+    try:
+        return execute(conn, sql)
+    except OperationalError:
+        if not conn.invalidated:
+            if not raw(conn).closed:
+                raise
+            conn.invalidate()
+        conn.rollback()  # SQLAlchemy's own idea of a transaction; then it connects by itself
+        return execute(conn, sql)
 
 
 @contextmanager

@@ -167,6 +167,18 @@ async def test_one_server_at_a_time_works_on_a_database(store: Store, postgres: 
     first.close()
 
 
+async def test_nobody_notices_a_restart_of_the_server_between_transactions(
+    store: Store, postgres: Postgres
+) -> None:
+    for count in (1, 2, 3):
+        await store.write(increase)
+        with store.read() as conn:
+            assert server_state.get(conn, "count") == count
+        assert await store.fetch(lambda conn: server_state.get(conn, "count")) == count
+        postgres.stop("immediate" if count == 1 else "fast")
+        postgres.start()
+
+
 async def test_a_cut_connection_in_the_middle_of_an_op_undoes_it_alone(
     store: Store, postgres: Postgres
 ) -> None:
