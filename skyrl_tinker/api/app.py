@@ -201,6 +201,7 @@ def _body_limits(settings: Settings) -> BodyLimits:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
+    await services.store.wait_until_there()
     await services.waiter.start()
     await services.keys.start()
     async with TaskGroup() as tasks:

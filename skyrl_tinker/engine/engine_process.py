@@ -105,6 +105,7 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     store = Store.open(settings.store_url, settings.root)
     bell = Doorbell.bind(directories.home, "engine")
     try:
+        await store.wait_until_there()
         status = EngineStatus(store, bell)
         metrics = make_metrics(settings, store)
         return await Engine(Environment(settings, directories, ray, store, bell, status, metrics)).run(stop)

@@ -1,16 +1,21 @@
 """Store shared by API and engine. An acknowledged write is on disk."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.store.database.abstract_database import Database, Fence
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.threaded_connection import ThreadedConnection
+
+RETRY_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 def write_once(url: str, op: Op[T], home: Path | None = None) -> T:
@@ -43,6 +48,16 @@ class Store:
         `home`: the server's, which paths in rows are relative to; by default the directory of SQLite's file.
         """
         return cls(open_database(url, home))
+
+    async def wait_until_there(self) -> None:
+        """Return once the database answers: it may be away when a process starts."""
+        while True:
+            try:
+                with self.read():
+                    return
+            except OperationalError as error:
+                _log.warning("the database does not answer, trying again in %.0f s: %s", RETRY_S, error)
+                await asyncio.sleep(RETRY_S)
 
     def fence(self) -> Fence:
         """Return what keeps a second server from this database."""
