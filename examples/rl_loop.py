@@ -27,7 +27,7 @@ PROMPTS = {f"next:{letter}": following for letter, following in zip("ABCDEFGHIJ"
 GROUP_SIZE = 32  # answers per prompt and step
 WARM_UP_UNTIL, WARM_UP_MOST, WARM_UP_REPEATS = 0.12, 60, 4  # probability of the right answer; steps; copies
 WARM_UP_LEARNING_RATE, LEARNING_RATE = 5e-3, 4e-3
-FULL_RATE_STEPS = 30  # then the rate falls as 1 / step: a policy that answers rightly is left alone
+FULL_RATE_STEPS = 40  # then the rate falls as 1 / step: a policy that answers rightly is left alone
 
 
 @dataclass(frozen=True)
