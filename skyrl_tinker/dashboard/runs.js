@@ -139,7 +139,7 @@ function showRun(node, run, failed) {
     ["rank", rank(run)], ["created", moment(run.created_at)], ["last request", moment(run.last_request_at)],
     ...Object.entries(run.user_metadata)]);
   if (node.firstChild) node.firstChild.replaceWith(about);
-  else node.append(about, end);
+  else node.append(about, h("p", {}, end));
 }
 
 function lastStep(columns) {
