@@ -89,17 +89,7 @@ def submit(url: str, requests: int, at_once: int) -> Part:
 
 async def _submit(url: str, requests: int, at_once: int) -> Part:
     store = Store.open(url)
-    session = await store.write(
-        lambda conn: session_records.create(
-            conn,
-            owner=None,
-            tags=[],
-            user_metadata={},
-            project_id=None,
-            display_name=None,
-            sdk_version="bench",
-        )
-    )
+    session = await store.write(lambda conn: session_records.create(conn, owner=None, sdk_version="bench"))
     sampler = await store.write(
         lambda conn: sampling_sessions.create(
             conn, session, 0, base_model="none", model_path=None, version_id=None

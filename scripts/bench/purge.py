@@ -70,17 +70,7 @@ class TimedStore:
 
 async def new_sessions(store: Store, count: int) -> list[str]:
     return [
-        await store.write(
-            lambda conn: session_records.create(
-                conn,
-                owner=None,
-                tags=[],
-                user_metadata={},
-                project_id=None,
-                display_name=None,
-                sdk_version="0.38.0",
-            )
-        )
+        await store.write(lambda conn: session_records.create(conn, owner=None, sdk_version="0.38.0"))
         for _ in range(count)
     ]
 

@@ -135,13 +135,7 @@ def _write(source: Path, base: ServedBase, directory: Path) -> tuple[LoraSpec, i
 def _record(conn: Connection, adapter: _Import) -> TinkerPath:
     """Insert the checkpoint, and the training run of its path: released, in a session of its own."""
     session = session_records.create(
-        conn,
-        owner=adapter.owner,
-        tags=["import-adapter"],
-        user_metadata={},
-        project_id=None,
-        display_name=None,
-        sdk_version="import-adapter",
+        conn, owner=adapter.owner, tags=["import-adapter"], sdk_version="import-adapter"
     )
     metadata = {"imported_from": str(adapter.source.absolute())}
     run = NewModel(session, 0, adapter.base.name, adapter.spec, DEFAULT_OPTIMIZER, metadata)

@@ -104,9 +104,7 @@ def _require_or_create_session(conn: Connection, owner: OwnerId | None, where: D
         conn,
         owner=owner,
         tags=["copy_weights"],
-        user_metadata={},
         project_id=where.project_id,
-        display_name=None,
         sdk_version="",
         session_id=where.session_id,
     )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -21,11 +22,11 @@ def create(
     conn: Connection,
     *,
     owner: OwnerId | None,
-    tags: Sequence[str],
-    user_metadata: Mapping[str, Any],
-    project_id: str | None,
-    display_name: str | None,
     sdk_version: str,
+    tags: Sequence[str] = (),
+    user_metadata: Mapping[str, Any] = MappingProxyType({}),
+    project_id: str | None = None,
+    display_name: str | None = None,
     session_id: SessionId | None = None,
 ) -> SessionId:
     """Create a session; `session_id`, by default random, must be new."""

@@ -45,15 +45,7 @@ def fail(settings: Settings, *arguments: str | Path) -> str:
 
 def add_checkpoint(settings: Settings, directory: Path) -> None:
     def add(conn: Connection) -> None:
-        session = session_records.create(
-            conn,
-            owner=None,
-            tags=[],
-            user_metadata={},
-            project_id=None,
-            display_name=None,
-            sdk_version="",
-        )
+        session = session_records.create(conn, owner=None, sdk_version="")
         spec = LoraSpec(4, 0)
         model = NewModel(session, 0, "tiny", spec, DEFAULT_OPTIMIZER, {})
         key = model_records.add(conn, model, ModelState.READY, None)

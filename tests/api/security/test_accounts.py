@@ -123,7 +123,7 @@ def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> No
 
     def keyless(conn: Connection) -> SessionId:
         about = {"project_id": None, "display_name": None, "sdk_version": "0.38.0"}
-        return session_records.create(conn, owner=None, tags=[], user_metadata={}, **about)
+        return session_records.create(conn, owner=None, **about)
 
     def owned(conn: Connection) -> None:
         owners.require_session(conn, api_keys.live_id(conn, "carol"), session)

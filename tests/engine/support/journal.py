@@ -24,17 +24,7 @@ def _digest() -> bytes:
 
 
 async def new_session(store: Store) -> SessionId:
-    return await store.write(
-        lambda conn: session_records.create(
-            conn,
-            owner=None,
-            tags=[],
-            user_metadata={},
-            project_id=None,
-            display_name=None,
-            sdk_version="0.38.0",
-        )
-    )
+    return await store.write(lambda conn: session_records.create(conn, owner=None, sdk_version="0.38.0"))
 
 
 async def submit_create(

@@ -25,8 +25,6 @@ async def new_session(store: Store, owner: OwnerId | None = None) -> SessionId:
             owner=owner,
             tags=["a"],
             user_metadata={"k": [1, None]},
-            project_id=None,
-            display_name=None,
             sdk_version="0.38.0",
         )
     )
