@@ -40,7 +40,7 @@ def training_run(run: Run) -> TrainingRun:
 def run_summary(run: Run) -> RunSummary:
     return RunSummary(
         run_id=run.model_id,
-        session_id=run.model_id.rpartition(":train:")[0],
+        session_id=run.session_id,
         owner=run.owner,
         base_model=run.base_model,
         lora_rank=None if run.state is ModelState.FAILED else run.lora_rank,

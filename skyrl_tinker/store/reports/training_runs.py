@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, func, or_, select
 
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, Reach
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
@@ -25,6 +25,7 @@ class Run:
     """Model with its newest checkpoint of each kind (`last`); `lora_rank` 0: full parameters."""
 
     model_id: ModelId
+    session_id: SessionId
     owner: str
     base_model: str
     lora_rank: int
@@ -130,6 +131,7 @@ def _runs(
         select(
             Model.key,
             Model.model_id,
+            Model.session_id,
             OWNER_NAME.label("owner"),
             Model.base_model,
             Model.lora_rank,
@@ -171,6 +173,7 @@ def _last(
 def _run(row: AnyRow, last: Mapping[CheckpointKind, CheckpointRow], point: Point | None) -> Run:
     return Run(
         ModelId(row.model_id),
+        SessionId(row.session_id),
         row.owner,
         row.base_model,
         row.lora_rank,
