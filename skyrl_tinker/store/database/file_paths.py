@@ -36,5 +36,6 @@ def relocate(conn: Connection, old: Path, new: Path) -> int:
 
 
 def _home(conn: Connection) -> Path:
-    home: Path = conn.get_execution_options()["home"]
+    home: Path | None = conn.get_execution_options()["home"]
+    assert home is not None, "a database that is no file was opened without its server's home"
     return home

@@ -24,10 +24,6 @@ def migrate(url: str, home: Path | None = None) -> None:
     if (file := file_of(url)) is not None:
         _private(file)
     with closing(open_database(url, home)) as database:
-        try:
-            database.release(database.connect())
-        except OperationalError as error:
-            raise StartupError(f"database_url: cannot connect: {error.orig}") from error
         upgrade(database)
 
 
@@ -40,10 +36,14 @@ def _private(path: Path) -> None:
 
 
 def upgrade(database: Database) -> None:
-    """Upgrade in one transaction: the DDL of both databases is transactional."""
+    """Upgrade in one transaction: the DDL of both databases is transactional. Raises StartupError."""
     config = Config()
     config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
+    try:
+        connection = database.connect()
+    except OperationalError as error:
+        raise StartupError(f"database_url: cannot connect: {error.orig}") from error
     # SQLAlchemy's transaction comes first: without one, alembic would commit each step by itself.
-    with database.connect() as connection, connection.begin(), database.writing(connection):
+    with connection, connection.begin(), database.writing(connection):
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

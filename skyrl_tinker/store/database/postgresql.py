@@ -51,7 +51,7 @@ class PostgresDatabase(Database):
     """Database of a server of PostgreSQL 13 or newer."""
 
     def __init__(self, url: URL, home: Path | None = None) -> None:
-        """`home`: what `file_paths` are relative to. Raises StartupError without psycopg."""
+        """`home`: what `file_paths` are relative to; without it these fail. StartupError without psycopg."""
         try:
             import psycopg  # noqa: F401  (an extra)
         except ImportError as error:
@@ -64,7 +64,7 @@ class PostgresDatabase(Database):
             isolation_level="AUTOCOMMIT",  # transactions are begun explicitly
             json_serializer=json_text,
             connect_args={name: value for name, value in _PARAMETERS.items() if name not in url.query},
-            execution_options={"home": home or Path.cwd()},
+            execution_options={"home": home},
         )
 
     @contextmanager

@@ -56,9 +56,11 @@ async def test_what_lies_below_the_home_moves_with_it(
     await moved.close()
 
 
-async def test_what_lies_elsewhere_stays_where_it_is(store: Store, url: str, model: ModelRow) -> None:
+async def test_what_lies_elsewhere_stays_where_it_is(
+    store: Store, url: str, model: ModelRow, tmp_path: Path
+) -> None:
     await store.write(lambda conn: record(conn, model, Path("/disk")))
-    for home in (None, Path("/moved/home")):
+    for home in (tmp_path, Path("/moved/home")):
         opened = Store.open(url, home)
         with opened.read() as conn:
             assert read(conn, model.key) == ["/disk/a", "/disk/a", "/disk/s"]
