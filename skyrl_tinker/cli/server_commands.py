@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 def status(url: Url = None, home: Home = None, config_file: Config = None, as_json: AsJson = False) -> None:
     """Show a running server: problems first, then trainer, samplers and queue. TINKER_API_KEY says whose."""
     with one_line_errors():
-        now = RunningServer(config.load(config_file, home=home), url).now()
+        now = _running(url, home, config_file).now()
     print(json.dumps(now) if as_json else "\n".join(running_server.status_lines(now)))
     if not now["ready"]:
         raise typer.Exit(1)
@@ -35,7 +36,7 @@ def status(url: Url = None, home: Home = None, config_file: Config = None, as_js
 def ps(url: Url = None, home: Home = None, config_file: Config = None, as_json: AsJson = False) -> None:
     """Show the processes and replicas of a running server."""
     with one_line_errors():
-        now = RunningServer(config.load(config_file, home=home), url).now()
+        now = _running(url, home, config_file).now()
     shown = {name: now[name] for name in ("processes", "replicas")}
     print(json.dumps(shown) if as_json else "\n".join(running_server.process_lines(now)).strip())
 
@@ -51,7 +52,7 @@ def top(
 ) -> None:
     """Show `status` and `ps` again and again."""
     with one_line_errors(), suppress(KeyboardInterrupt):
-        server = RunningServer(config.load(config_file, home=home), url)
+        server = _running(url, home, config_file)
         running_server.watch(server, interval, times, as_json=as_json)
 
 
@@ -65,7 +66,7 @@ def runs(
 ) -> None:
     """Show training runs, and why some failed: one's own, with an admin key those of all."""
     with one_line_errors():
-        found = RunningServer(config.load(config_file, home=home), url).runs(most)
+        found = _running(url, home, config_file).runs(most)
     print(json.dumps(found) if as_json else "\n".join(running_server.run_lines(found)).strip())
 
 
@@ -78,7 +79,7 @@ def end(
 ) -> None:
     """End a session, as of a script that was stopped: its models leave the trainer, its checkpoints stay."""
     with one_line_errors():
-        RunningServer(config.load(config_file, home=home), url).end(session.partition(":")[0])
+        _running(url, home, config_file).end(session.partition(":")[0])
 
 
 @app.command()
@@ -91,7 +92,7 @@ def usage(
 ) -> None:
     """Show tokens, checkpoints and storage by owner: one's own, with an admin key those of all."""
     with one_line_errors():
-        used = RunningServer(config.load(config_file, home=home), url).usage(hours)
+        used = _running(url, home, config_file).usage(hours)
     print(json.dumps(used) if as_json else "\n".join(running_server.usage_lines(used)).strip())
 
 
@@ -109,3 +110,7 @@ def logs(
         shown = server_logs.last_lines(files, lines)
         for line in chain(shown, server_logs.follow(files)) if follow else shown:
             print(line, flush=True)
+
+
+def _running(url: str | None, home: Path | None, config_file: Path | None) -> RunningServer:
+    return RunningServer(config.load(config_file, home=home), url)
