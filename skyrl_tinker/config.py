@@ -198,7 +198,16 @@ class Settings(BaseSettings):
         gt=0,
         description="Difference that causes a warning, at start a refusal [default: 1e-3, for bfloat16 0.25]",
     )
-    ray_address: str | None = Field(None, description="Ray cluster to join; refused so far")
+    ray_address: str | None = Field(
+        None,
+        description="Ray cluster to join, as HOST:6379 or auto; this host must be a node of it "
+        "[default: one of our own on this host]",
+    )
+    network_interface: str | None = Field(
+        None,
+        description="Network interface of the traffic between trainer ranks, and of weights over NCCL "
+        "[default: that of the address which Ray has for the host]",
+    )
 
     long_poll_s: float = Field(20.0, gt=0, lt=45, description="Longest wait of a request for a result")
     session_timeout_s: float = Field(

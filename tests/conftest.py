@@ -103,7 +103,7 @@ def ray_cluster() -> Iterator[None]:
             patch.setenv(name, value)
         ray.init(
             include_dashboard=False,
-            num_cpus=2,
+            num_cpus=64,  # bookkeeping: every test may have ranks and replicas
             object_store_memory=256 << 20,
             log_to_driver=False,
             logging_level="error",

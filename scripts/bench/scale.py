@@ -153,7 +153,7 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
         servers = ExternalServers(urls, startup_s=30.0, hang_s=30.0, max_model_len=CONTEXT + 1)
         await servers.ready()
         to_end: launch.ToEnd = []
-        fleet = await launch.assemble(settings, servers, SEPARATE, home, to_end)
+        fleet = await launch.assemble(settings, servers, SEPARATE, FACTS.directory, home, to_end)
         for end in to_end:
             stack.push_async_callback(end)
         metrics = Metrics()

@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--chunk-mb", type=int, default=32)
     arguments = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="weight-sync-", dir="/dev/shm"))  # where versions lie
-    ray.init(include_dashboard=False, num_cpus=2, object_store_memory=256 * MiB, log_to_driver=False)
+    ray.init(include_dashboard=False, num_cpus=64, object_store_memory=256 * MiB, log_to_driver=False)
     try:
         if arguments.model is None:
             make_model(home / "model", hidden=384, layers=14, vocab=2048)

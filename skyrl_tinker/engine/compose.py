@@ -166,6 +166,8 @@ def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelF
         resident_models=settings.resident_models,
         memory_gb=settings.trainer_memory_gb,
         gradient_checkpointing=settings.gradient_checkpointing,
+        network_interface=settings.network_interface,
+        memory_root=str(directories.ephemeral_dir),
     )
 
 
@@ -191,6 +193,7 @@ def sampler_spec(
         weight_backend=backend_of(_transport_name(settings)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         shared_gpus=shared_gpus,
+        network_interface=settings.network_interface,
         token=secrets.token_hex(32),
         vllm_args=settings.vllm_args,
     )

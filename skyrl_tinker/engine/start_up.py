@@ -70,7 +70,9 @@ class StartUp:
             spec = sampler_spec(settings, directories, facts, shared)
             servers = launch_servers(settings, spec, self._shutdowns)
             tasks.create_task(self._await_ready("sampler", servers.ready()))
-        fleet = await assemble(settings, servers, placement, directories.log_dir, self._shutdowns)
+        fleet = await assemble(
+            settings, servers, placement, facts.directory, directories.log_dir, self._shutdowns
+        )
         samplers = make_samplers(settings, facts, trainer, fleet, self._env.metrics)
         if settings.external_urls:
             await fleet.adopt(samplers.equip)
@@ -104,6 +106,7 @@ class StartUp:
 
     async def _start_trainer(self, trainer: TrainerGroup) -> startup_check.Probe | None:
         await self._await_ready("trainer", trainer.ready())
+        await trainer.require_shared([self._directories.checkpoint_root, self._directories.snapshot_dir])
         probed = await startup_check.probe(trainer, self._facts) if self._settings.canary else None
         if self._settings.colocated:
             await trainer.offload()  # the samplers have the first phase

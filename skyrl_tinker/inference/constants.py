@@ -21,5 +21,11 @@ REPLICA = "X-Skyrl-Tinker-Replica"
 KEY_CHECK = "SKYRL_TINKER_KEY_CHECK"
 """Environment variable with the URL at which the router has the tokens of its clients checked."""
 
+VERSION_PULL = "skyrl_tinker.inference.plugin.version_pull.VersionPull"
+"""Middleware of vLLM with which a server on another host than ours gets weights."""
+
+PROBE = "/skyrl-tinker/version-pull"
+"""Path of that middleware which answers 204."""
+
 ENABLED_BY = "SKYRL_TINKER_VLLM"
 """Environment variable that switches our plugin on; we set it for the servers that we start."""

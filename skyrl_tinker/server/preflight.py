@@ -29,8 +29,6 @@ def check_settings(settings: Settings) -> None:
     _check_tls(settings)
     _check_dtype(settings)
     _check_otlp(settings)
-    if settings.ray_address is not None:
-        raise StartupError("--ray-address: joining a Ray cluster is not supported yet; leave it out")
 
 
 def check_placement(settings: Settings) -> None:

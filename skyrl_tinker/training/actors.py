@@ -5,10 +5,8 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -21,11 +19,13 @@ from skyrl_tinker.errors import (
     TrainerError,
     UserError,
 )
+from skyrl_tinker.training.rank_placement import RankPlacement
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 STRAGGLERS_S = 2.0
 """Time that the other ranks get to report their own errors after one rank failed."""
-EXIT_S = 5.0
+CONCURRENCY = {"ctl": 1, "sync": 2, "checkpoints": 1, "sampler_weights": 1}
+"""Threads of a rank beside its default one, by their group."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +51,8 @@ class RankProcess:
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         from skyrl_tinker.training.worker import Worker  # torch belongs to this process, not to the engine's
 
-        self._worker = Worker(spec, rank)
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._worker = Worker(spec, rank, address)
         self._rank = rank
         self._sender: Any = None
 
@@ -88,22 +89,38 @@ class Actors:
     """
 
     def __init__(self, spec: TrainerSpec) -> None:
-        """Start the actors without waiting for them."""
-        gpus = 1 if spec.device == "cuda" else 0
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "num_gpus": gpus,
-            "concurrency_groups": {"ctl": 1, "sync": 2, "checkpoints": 1, "sampler_weights": 1},
-        }
-        actor: Any = ray.remote(**options)(RankProcess)
-        self._actors = tuple(actor.remote(spec, rank) for rank in range(spec.ranks))
-        self.pids: list[int] = []  # by rank; empty before `join`
+        """Ask for places in the cluster without waiting for them."""
+        self._spec = spec
+        self._placement = RankPlacement(spec)
+        self._actors: tuple[Any, ...] = ()  # by rank; empty before `join`
+        self.pids: list[int] = []  # likewise
+
+    @property
+    def far_ranks(self) -> list[int]:
+        """The ranks on other hosts than that of rank 0 and the engine."""
+        return self._placement.far_ranks
 
     async def join(self) -> None:
-        """Wait until every rank has joined the process group and loaded the base model."""
+        """Wait until every rank has joined the process group and loaded the base model.
+
+        Raises TrainerError where the cluster has no room for them.
+        """
+        places = await self._placement.reserve()
+        options: dict[str, Any] = {"concurrency_groups": CONCURRENCY}  # which Ray's types do not know
+        make: Any = ray.remote(**options)(RankProcess)
+        self._actors = tuple(
+            make.options(**place).remote(self._spec, rank) for rank, place in enumerate(places)
+        )
         await self.ping()
-        place = (await self.call(0, "meeting_place")).value
-        await self.call_all("join", place)
+        meeting = (await self.call(0, "meeting_place", self._placement.hosts)).value
+        await self.call_all("join", meeting)
+        for rank in self.far_ranks:  # left by an engine that died while it brought them here
+            await self.call(rank, "remove_files", self.memory_root)
+
+    @property
+    def memory_root(self) -> str:
+        """Directory in the memory of each host, of which the engine reads that of its own."""
+        return self._spec.memory_root
 
     async def call(self, rank: int, method: str, *args: Any) -> RankReply:
         call = self._actors[rank].call.remote(method, *args)
@@ -157,7 +174,10 @@ class Actors:
         return tuple([await _reply(call, rank, "gpu", TrainerError) for rank, call in enumerate(calls)])
 
     async def ping(self) -> None:
-        """Check that every process responds, also while a step runs. Raises RankDiedError."""
+        """Check that every process responds, also while a step runs. Raises RankDiedError.
+
+        While the cluster makes room for them there is none.
+        """
         calls = [actor.ping.options(concurrency_group="ctl").remote() for actor in self._actors]
         try:
             self.pids = list(await asyncio.gather(*calls))
@@ -169,14 +189,11 @@ class Actors:
         """Kill all actors; calls in progress fail. Idempotent."""
         for actor in self._actors:
             ray.kill(actor)
+        self._placement.remove()
 
     async def wait_gone(self) -> None:
         """Wait until killed processes have ended and freed their memory."""
-        processes = []
-        for pid in self.pids:
-            with suppress(psutil.NoSuchProcess):
-                processes.append(psutil.Process(pid))
-        await asyncio.to_thread(psutil.wait_procs, processes, timeout=EXIT_S)
+        await self._placement.wait_gone(self.pids)
 
     async def _call_senders(self, pick: Callable[[Any], Any], method: str, *args: Any) -> list[Any]:
         ranks = range(len(self._actors))

@@ -12,6 +12,8 @@ from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.errors import RankDiedError, SkyrlTinkerError
 from skyrl_tinker.training.actors import Actors, Writer
 
+BLOCK_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class CapturedState:
@@ -36,6 +38,7 @@ class CapturedState:
         try:
             return await self._write(str(scratch), directory)
         except SkyrlTinkerError as error:
+            await self._drop_far(str(scratch))
             left = [scratch]
             if isinstance(error, RankDiedError):  # its peers may write on until they are gone
                 self.ranks.kill()
@@ -52,11 +55,33 @@ class CapturedState:
             )
             return alone
         parts = await self.ranks.write_call_all(self.writer, "persist_state", self.number, scratch)
+        if Path(directory).is_relative_to(self.ranks.memory_root):
+            for rank in self.ranks.far_ranks:
+                await self._bring(rank, Path(scratch))
+            await self._drop_far(scratch)
         files: dict[str, FileEntry] = {name: entry for part in parts for name, entry in part.items()}
         size: int = await self.ranks.write_call(
             0, self.writer, "commit_state", self.number, files, scratch, directory
         )
         return size
+
+    async def _bring(self, rank: int, directory: Path) -> None:
+        """Copy what a rank has written to its host's memory to ours."""
+        files: dict[str, int] = await self._far(rank, "list_files", str(directory))
+        for name, size in files.items():
+            with (directory / name).open("wb") as file:
+                for offset in range(0, size, BLOCK_BYTES):
+                    block = await self._far(rank, "read_file", str(directory / name), offset, BLOCK_BYTES)
+                    await asyncio.to_thread(file.write, block)
+
+    async def _drop_far(self, directory: str) -> None:
+        """Remove it from the hosts of other ranks; what those hold that died is theirs no more."""
+        for rank in self.ranks.far_ranks if directory.startswith(self.ranks.memory_root) else ():
+            with suppress(SkyrlTinkerError):
+                await self._far(rank, "remove_files", directory)
+
+    async def _far(self, rank: int, method: str, *args: Any) -> Any:
+        return await self.ranks.write_call(rank, self.writer, method, *args)
 
     async def open_in_senders(self, limit: int) -> list[Any]:
         """Have each rank's weight sender open what the rank holds of a full model; its answers, by rank.

@@ -1,21 +1,23 @@
 """Process group of the ranks: gloo on CPU, NCCL on CUDA.
 
-Strangers on the machine: the ranks meet at a private file, their ports are on loopback, those of gloo, which
-ask for no token, let nobody in once all have met, and nothing that comes through them is unpickled.
+Strangers: ranks of one host meet at a private file, and those of several at a port of the first one's
+address, on a network that must be private. The ports of that meeting and of gloo, which ask for no token, let
+nobody in once all have met, and nothing that comes through them is unpickled.
 """
 
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skyrl_tinker import errors
@@ -98,22 +100,72 @@ def _decoded(content: bytes) -> SkyrlTinkerError:
     return error
 
 
-def meeting_place() -> Path:
-    """Make a directory of this user alone, for the file at which the ranks meet."""
-    return Path(tempfile.mkdtemp(prefix="ranks-"))
+class MeetingPlace(Protocol):
+    """Where the ranks find each other. Plain data, for all of them."""
+
+    def open(self, rank: int, world: int, limit: timedelta) -> Store: ...
 
 
-def join(place: Path, rank: int, world: int, device: str, timeout_s: float) -> Ranks:
-    """Form the group; every rank must call it. A peer that hangs fails a collective after `timeout_s`."""
+@dataclass(frozen=True, slots=True)
+class MeetingFile:
+    """Meeting of one host: a file in a directory of this user alone."""
+
+    directory: str
+
+    @classmethod
+    def make(cls) -> "MeetingFile":
+        return cls(tempfile.mkdtemp(prefix="ranks-"))
+
+    def open(self, rank: int, world: int, limit: timedelta) -> Store:
+        store = FileStore(str(Path(self.directory) / "store"), world)
+        store.set_timeout(limit)
+        return store
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingPort:
+    """Meeting of several hosts: a port of rank 0."""
+
+    host: str
+    port: int
+
+    def open(self, rank: int, world: int, limit: timedelta) -> Store:
+        if rank > 0:
+            return TCPStore(self.host, self.port, world, False, limit, wait_for_workers=False)
+        listener = socket.create_server((self.host, self.port))
+        return TCPStore(
+            self.host,
+            self.port,
+            world,
+            True,
+            limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def meeting_place(hosts: int = 1, address: str = "127.0.0.1") -> MeetingPlace:
+    """Choose where ranks on that many hosts meet; on rank 0 only, whose IP address is `address`."""
+    if hosts == 1:
+        return MeetingFile.make()
+    with socket.create_server((address, 0)) as free:
+        return MeetingPort(address, free.getsockname()[1])
+
+
+def join(
+    place: MeetingPlace, rank: int, world: int, device: str, timeout_s: float, interface: str = "lo"
+) -> Ranks:
+    """Form the group over a network interface; every rank must call it.
+
+    A peer that hangs fails a collective after `timeout_s`.
+    """
     limit = timedelta(seconds=timeout_s)
-    store = FileStore(str(place / "store"), world)
-    store.set_timeout(limit)
-    os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = interface
     if device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
-        return _join(store, rank, world, "nccl", device, limit)
+        return _join(place.open(rank, world, limit), rank, world, "nccl", device, limit)
     with closing_new_listeners():
-        return _join(store, rank, world, "gloo", device, limit)
+        return _join(place.open(rank, world, limit), rank, world, "gloo", device, limit)
 
 
 def _join(store: Store, rank: int, world: int, backend: str, device: str, limit: timedelta) -> Ranks:

@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -21,7 +23,7 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.errors import StartupError, TrainerError
 from skyrl_tinker.training.actors import Actors, RankReply
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
@@ -96,6 +98,23 @@ class TrainerGroup:
         """Wait until every rank has joined the process group and loaded the base model."""
         await self._ranks.join()
         self._restart_policy.born()
+
+    async def require_shared(self, directories: Sequence[Path]) -> None:
+        """Raise StartupError unless the ranks of all hosts see what this process writes to `directories`."""
+        if not self._ranks.far_ranks:
+            return
+        text = secrets.token_hex(16)
+        files = {str(directory / f".shared-{text}"): text for directory in directories}
+        await asyncio.to_thread(_write_all, files)
+        try:
+            unseen = [path for reply in await self._ranks.call_all("sees", files) for path in reply.value]
+        finally:
+            await asyncio.to_thread(_remove_all, files)
+        if unseen:
+            raise StartupError(
+                f"{Path(unseen[0]).parent} is not the same directory on all hosts of the ranks: put it on "
+                "storage that they share (home, checkpoints), or use ranks of one host"
+            )
 
     async def restart(self) -> None:
         """Replace broken ranks by fresh ones, which have the base model and nothing else.
@@ -307,3 +326,13 @@ class TrainerGroup:
         number = next(self._captures)
         contents: list[CheckpointContents] = await self._on_all_ranks(method, model, number, *args)
         return CapturedState(number, contents[0], self._ranks)
+
+
+def _write_all(files: Mapping[str, str]) -> None:
+    for path, text in files.items():
+        Path(path).write_text(text)
+
+
+def _remove_all(files: Iterable[str]) -> None:
+    for path in files:
+        Path(path).unlink()

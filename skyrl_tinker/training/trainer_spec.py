@@ -10,7 +10,9 @@ class TrainerSpec:
     `token_budget`: tokens per packed row. `timeout_s`: time that a collective waits for its peers.
     `resident_models`: LoRA models whose state is on the device at once, 0 = all. `memory_gb`: memory of
     models per rank, None = the machine's. `gradient_checkpointing`: layers run twice to keep less;
-    None: in rows that would not fit otherwise.
+    None: in rows that would not fit otherwise. `network_interface`: of the traffic between ranks, None = that
+    of the address which Ray has for the host. `memory_root`: directory in the memory of each host; what ranks
+    write below it on other hosts is brought to that of the engine.
     """
 
     directory: str  # of the base model, Hugging Face layout
@@ -23,6 +25,8 @@ class TrainerSpec:
     resident_models: int = 0
     memory_gb: float | None = None
     gradient_checkpointing: bool | None = None
+    network_interface: str | None = None
+    memory_root: str = "/dev/shm"
 
 
 def retry_budget(token_budget: int) -> int:

@@ -1,5 +1,6 @@
 """One rank of the trainer: a plain class, which Ray runs as an actor and tests use directly."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily, StepItem, StepOutput
 from skyrl_tinker.errors import StateLostError, TrainerError
+from skyrl_tinker.interfaces import interface_of
 from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput
 from skyrl_tinker.training.checkpoints import checkpoint_load, checkpoint_save
 from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
-from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.distributed import MeetingPlace, Ranks
 from skyrl_tinker.training.memory import allocator, memory_budget
 from skyrl_tinker.training.memory.activation_memory import ActivationMemory
 from skyrl_tinker.training.memory.device_cache import DeviceCache
@@ -40,24 +42,28 @@ class Worker:
     `drop_captured`.
     """
 
-    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, address: str = "127.0.0.1") -> None:
+        """`address`: IP address of this host among those of the ranks."""
         torch.set_num_threads(spec.threads)
         allocator.keep_freed()
         self.spec = spec
         self.rank = rank
+        self._address = address
         self._models: dict[ModelKey, TrainableModel] = {}
         self._device_cache = DeviceCache(self._models, spec.resident_models)
         self._base_buffer = OffloadBuffer()
         self._captured: dict[int, Captured] = {}
         self._offloaded = False
 
-    def meeting_place(self) -> Path:
-        """Make the place at which the ranks meet, on rank 0 only."""
-        return distributed.meeting_place()
+    def meeting_place(self, hosts: int) -> MeetingPlace:
+        """Choose the place at which ranks on that many hosts meet, on rank 0 only."""
+        return distributed.meeting_place(hosts, self._address)
 
-    def join(self, place: Path) -> None:
+    def join(self, place: MeetingPlace) -> None:
         spec = self.spec
-        self.attach(distributed.join(place, self.rank, spec.ranks, spec.device, spec.timeout_s))
+        interface = spec.network_interface or interface_of(self._address)
+        ranks = distributed.join(place, self.rank, spec.ranks, spec.device, spec.timeout_s, interface)
+        self.attach(ranks)
 
     def attach(self, ranks: Ranks, causal_lm: Any = None) -> None:
         """Load the base model, sharded over `ranks`; or take `causal_lm`, which calls our attention."""
@@ -170,6 +176,24 @@ class Worker:
         """Persist and commit what only this rank writes, in any thread. Returns bytes."""
         return self.commit_state(number, self.persist_state(number, scratch), scratch, directory)
 
+    def list_files(self, directory: str) -> dict[str, int]:
+        """Return the sizes of the files in a directory on this host."""
+        return {file.name: file.stat().st_size for file in Path(directory).iterdir()}
+
+    def read_file(self, path: str, offset: int, size: int) -> bytes:
+        """Return at most `size` bytes of a file on this host."""
+        with Path(path).open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def remove_files(self, directory: str) -> None:
+        """Remove a directory on this host; harmless if there is none."""
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def sees(self, files: Mapping[str, str]) -> list[str]:
+        """Return the paths that do not have the given content on this host."""
+        return [path for path, text in files.items() if not _has(Path(path), text)]
+
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
         model = self._model_to_change(key)
         checkpoint_load.load(model, Path(directory), optimizer=optimizer, ranks=self._ranks)
@@ -233,3 +257,10 @@ class Worker:
         self._require_known(key)
         self._device_cache.load([key])
         return self._models[key]
+
+
+def _has(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except OSError:
+        return False

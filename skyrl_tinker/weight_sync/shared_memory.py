@@ -1,4 +1,4 @@
-"""Transport to samplers on the trainer's host: they map the files in tmpfs and are sent only the names."""
+"""Transport to samplers that map a version's files in their host's tmpfs, and are sent only the names."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,12 @@ class SharedMemoryTransport:
     def __init__(self, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()
         self._limit = chunk_bytes
+        self._directory = ""
         self._chunks: Sequence[StoredChunk] = ()
 
     async def open(self, source: WeightSource) -> Sequence[StoredChunk]:
         assert isinstance(source, Path), "files only: takes_captured says so"
+        self._directory = str(source.absolute())
         self._chunks = await asyncio.to_thread(read_chunks, source, self._limit)
         return self._chunks
 
@@ -43,9 +45,10 @@ class SharedMemoryTransport:
 
     async def load(self, index: int) -> Message:
         chunk = self._chunks[index]
-        files = [entry.file for entry in chunk.entries]
+        files = [Path(entry.file).name for entry in chunk.entries]
         last = index == len(self._chunks) - 1
-        return {"names": chunk.names, "shapes": chunk.shapes, "files": files, "last": last}
+        where = {"directory": self._directory, "files": files}
+        return {"names": chunk.names, "shapes": chunk.shapes, **where, "last": last}
 
     async def send(self) -> None:
         pass
@@ -65,7 +68,8 @@ class MappedFiles:
 
     def receive(self, update: Any) -> Mapping[str, "Callable[[], torch.Tensor]"]:
         """Open the files. SafetensorError for a damaged file, also when a tensor is not in it."""
-        return {name: self._tensor(file, name) for name, file in zip(update.names, update.files, strict=True)}
+        named = zip(update.names, update.files, strict=True)
+        return {name: self._tensor(f"{update.directory}/{file}", name) for name, file in named}
 
     def forget(self) -> None:
         self._files = {}

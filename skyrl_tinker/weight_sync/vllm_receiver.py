@@ -38,11 +38,13 @@ class StagedInit(WeightTransferInitInfo):
 class StagedUpdate(WeightTransferUpdateInfo):
     """One chunk. `last`: the set is complete with it; `discard`: forget what is staged.
 
-    shared_memory names a file per tensor; gloo dtypes, and sizes in bytes within the broadcast buffer.
+    shared_memory names a directory, and in it a file per tensor; gloo dtypes, and sizes in bytes
+    within the broadcast buffer.
     """
 
     names: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
+    directory: str = ""
     files: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)

@@ -276,6 +276,7 @@ async def test_fresh_ranks_that_do_not_come_up_are_given_up_and_started_again(tw
     restarting = asyncio.create_task(two.restart())
     while not restarting.done():
         await two.watch(patience_s=0.1)  # they need seconds to answer at first
+        await asyncio.sleep(0.01)
     with pytest.raises(TrainerError):
         await restarting
     await two.restart()

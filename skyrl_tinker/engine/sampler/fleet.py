@@ -260,7 +260,7 @@ class Fleet:
             self._proxy_url = router.url
 
     async def _equip(self, url: str, equip: Equip) -> None:
-        newcomer = RemoteInferenceClient(url, (url,), self.client.token)
+        newcomer = RemoteInferenceClient(url, (url,), self.client.token, self.client.locate)
         try:
             await equip(newcomer)
         finally:

@@ -12,6 +12,7 @@ from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.servers.version_server import VersionServer
 from skyrl_tinker.inference.servers.vllm_arguments import data_parallel_size, workers
 
 STEP_S = {"cuda": 60.0, "cpu": 600.0}
@@ -42,10 +43,14 @@ async def assemble(
     settings: Settings,
     servers: ServerGroup | ExternalServers,
     placement: Placement,
+    base_model: str,
     log_dir: Path,
     to_end: ToEnd,
 ) -> Fleet:
-    """Make the fleet of `servers`, which are ready. A single one needs no router."""
+    """Make the fleet of `servers`, which are ready. A single one needs no router.
+
+    `base_model`: its directory.
+    """
     router, token = None, servers.token
     if len(servers.urls) > 1 and settings.router_url is None:
         token = token or secrets.token_hex(32)  # servers by URL ask for none
@@ -54,7 +59,9 @@ async def assemble(
         to_end.append(router.shutdown)
         await router.start(servers.urls)
     proxy_url = settings.router_url or (router.url if router else servers.urls[0])
-    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, token)
+    versions = VersionServer(base_model)
+    to_end.append(versions.close)
+    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, token, versions.locate)
     if settings.prefill_urls:
         client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once
     to_end.append(client.close)

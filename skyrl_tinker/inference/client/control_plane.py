@@ -18,10 +18,17 @@ PauseMode = Literal["abort", "wait", "keep"]
 Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One message for all replicas, or one for each."""
 Params = Mapping[str, str] | Sequence[tuple[str, str]]
+Locate = Callable[[str, str], Awaitable[str]]
+"""What the replica at a URL knows a directory of this host by."""
 Call = Callable[[str], Awaitable[Any]]
 """A call to the replica at this URL."""
 T = TypeVar("T", bool, str)
 _log = logging.getLogger(__name__)
+
+
+async def same_path(_: str, directory: str) -> str:
+    """Locate a directory of replicas that are all on this host."""
+    return directory
 
 
 @dataclass
@@ -33,10 +40,11 @@ class ControlPlane:
     in_flight: InFlight = field(default_factory=InFlight)
     patience_s: float = 60.0
     """Limit for an answer to a call that needs no time."""
+    locate: Locate = same_path
 
     def replica(self, url: str) -> "ControlPlane":
         """Return the control plane of one replica, over the same connections."""
-        return ControlPlane((url,), self.http, patience_s=self.patience_s)
+        return ControlPlane((url,), self.http, patience_s=self.patience_s, locate=self.locate)
 
     async def world_sizes(self) -> tuple[int, ...]:
         """Count the workers of each replica."""
@@ -152,6 +160,7 @@ class ControlPlane:
         await self._call_all("POST", "/start_weight_update", repeatable=False, long=True)
 
     async def update_weights(self, info: Messages) -> None:
+        """Send them a part of the weights; a `directory` in it is one of this host."""
         await self._messages("/update_weights", "update_info", info)
 
     async def finish_weight_update(self, version: str) -> None:
@@ -184,7 +193,8 @@ class ControlPlane:
     async def _load(self, url: str, name: str, path: str) -> bool:
         """Load it on one replica; False when it was there already."""
         try:
-            await self._call(url, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+            message = {"lora_name": name, "lora_path": await self._located(url, path)}
+            await self._call(url, "POST", "/v1/load_lora_adapter", message)
         except RefusedError as error:
             if "already been loaded" in error.answer.message:
                 return False
@@ -204,13 +214,21 @@ class ControlPlane:
         messages = [info] * len(urls) if isinstance(info, Mapping) else list(info)
         if len(messages) != len(urls):
             raise SamplerError(f"{len(messages)} messages for {len(urls)} replicas: their number has changed")
-        bodies = {url: {key: dict(message)} for url, message in zip(urls, messages, strict=True)}
-        _require(
-            await self._gather(
-                lambda url: self._call(url, "POST", path, bodies[url], repeatable=False, long=True),
-                urls,
-            )
-        )
+        by_url = dict(zip(urls, messages, strict=True))
+
+        async def send(url: str) -> Any:
+            message = dict(by_url[url])
+            if "directory" in message:
+                message["directory"] = await self._located(url, message["directory"])
+            return await self._call(url, "POST", path, {key: message}, repeatable=False, long=True)
+
+        _require(await self._gather(send, urls))
+
+    async def _located(self, url: str, directory: str) -> str:
+        try:
+            return await self.locate(url, directory)
+        except OSError as error:
+            raise UnreachableError(f"{url}: {error}") from error
 
     async def _call_all(
         self, method: str, path: str, json: Mapping[str, Any] | None = None, **options: Any

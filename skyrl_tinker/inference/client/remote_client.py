@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from skyrl_tinker.inference.client.control_plane import ControlPlane
+from skyrl_tinker.inference.client.control_plane import ControlPlane, Locate, same_path
 from skyrl_tinker.inference.client.data_plane import DataPlane
 from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
@@ -12,19 +12,20 @@ from skyrl_tinker.inference.client.in_flight import InFlight
 class RemoteInferenceClient:
     """Picklable. `data` reaches any replica by `proxy_url`, `control` all of `server_urls`.
 
-    `token`: what the servers ask for, if they do.
+    `token`: what the servers ask for, if they do. `locate`: by what those on other hosts know a directory.
     """
 
     proxy_url: str
     server_urls: tuple[str, ...]
     token: str = field(default="", repr=False)
+    locate: Locate = field(default=same_path, repr=False)
     data: DataPlane = field(init=False, repr=False, compare=False)
     control: ControlPlane = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         http, in_flight = JsonHttp(self.token), InFlight()
         self.data = DataPlane(self.proxy_url, http, in_flight)
-        self.control = ControlPlane(self.server_urls, http, in_flight)
+        self.control = ControlPlane(self.server_urls, http, in_flight, locate=self.locate)
 
     def retarget(self, proxy_url: str, server_urls: tuple[str, ...]) -> None:
         """Go on with other addresses: members left or came."""

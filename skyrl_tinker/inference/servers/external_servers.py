@@ -9,15 +9,16 @@ import aiohttp
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.client.vllm_responses import TRIAL, lists_experts, logprobs_mode
-from skyrl_tinker.inference.constants import BASE_MODEL
+from skyrl_tinker.inference.constants import BASE_MODEL, PROBE, VERSION_PULL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
+from skyrl_tinker.inference.servers.version_server import address_towards
 
 POLL_S = 1.0
 TRY_S = 5.0
 
 
 class ExternalServers:
-    """Counterpart of ServerGroup that waits for dead servers. They see our files under the same paths."""
+    """Counterpart of ServerGroup that waits for dead servers. Those of this host see our files."""
 
     token = ""
 
@@ -79,6 +80,11 @@ class ExternalServers:
 
     async def _require_fit(self, url: str) -> None:
         """Raise a SamplerError that says what the server was started without."""
+        if address_towards(url) is not None and not await _pulls(url):
+            raise SamplerError(
+                f"{url} ({self._setting}) is on another host and does not pull weights from this one: start "
+                f"it with --middleware {VERSION_PULL}"
+            )
         length, trial = await _prepare(url, self._setting)
         if length < self._max_model_len:
             raise SamplerError(
@@ -96,6 +102,14 @@ class ExternalServers:
                 f"{url} ({self._setting}) answers no routed experts, expected them (router_replay): "
                 "start it with --enable-return-routed-experts"
             )
+
+
+async def _pulls(url: str) -> bool:
+    try:
+        async with aiohttp.ClientSession() as http, http.get(url + PROBE) as answer:
+            return answer.status == 204
+    except aiohttp.ClientError as error:
+        raise SamplerError(f"{url} does not answer: {error}") from error
 
 
 async def _running() -> str | None:

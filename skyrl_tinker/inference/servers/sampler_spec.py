@@ -12,7 +12,15 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.constants import BASE_MODEL, ENABLED_BY, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
+from skyrl_tinker.inference.constants import (
+    BASE_MODEL,
+    ENABLED_BY,
+    MAX_SEQUENCES,
+    RESERVED_SEQUENCES,
+    TOKEN,
+    VERSION_PULL,
+)
+from skyrl_tinker.inference.servers.ports import LOOPBACK
 from skyrl_tinker.inference.servers.vllm_arguments import Arguments, as_flags, merged, workers
 
 SMALLEST_KV_BYTES = 64 * MiB
@@ -45,6 +53,7 @@ class SamplerSpec:
     gpu_memory_utilization: float = 0.85
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
     token: str = field(default="", repr=False)  # that every request must bear; empty: none
+    network_interface: str | None = None  # of weights from the trainer; None: that of the host's address
     vllm_args: Arguments = field(default_factory=dict)  # of the setting of that name
 
     @property
@@ -85,17 +94,18 @@ def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None =
         )
 
 
-def flags(spec: SamplerSpec, port: int) -> list[str]:
-    """Return the arguments of vLLM's API server."""
-    return as_flags({**_fixed(spec, port), **merged(_defaults(spec), spec.vllm_args)})
+def flags(spec: SamplerSpec, port: int, host: str = LOOPBACK) -> list[str]:
+    """Return the arguments of vLLM's API server, which listens on an IP address of its host."""
+    arguments = {**_fixed(spec, port, host), **merged(_defaults(spec), spec.vllm_args)}
+    return ["--middleware", VERSION_PULL, *as_flags(arguments)]  # behind the guard, which is added later
 
 
-def _fixed(spec: SamplerSpec, port: int) -> Arguments:
+def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:
     """Return what `vllm_args` may not give."""
     names = [BASE_MODEL, *(name for name in spec.model.names if name != BASE_MODEL)]
     common: Arguments = {
         "model": spec.model.directory,
-        "host": "127.0.0.1",
+        "host": host,
         "port": port,
         "dtype": spec.dtype,
         "max-model-len": spec.max_model_len,
@@ -148,8 +158,10 @@ def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible, "PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": ""}
 
 
-def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of vLLM's API server."""
+def environment(
+    spec: SamplerSpec, interface: str = "lo", inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the environment of vLLM's API server, which meets the trainer over a network interface."""
     common = {
         ENABLED_BY: "1",
         "HF_HUB_OFFLINE": "1",  # the model is always a local directory
@@ -161,8 +173,8 @@ def environment(spec: SamplerSpec, inherited: Mapping[str, str] = os.environ) ->
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_MAX_STOP_STRINGS": "1024",  # of its OpenAI routes, beyond our own limit; the default is 4
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # context + 1: the last token is sampled, never fed
-        "GLOO_SOCKET_IFNAME": "lo",  # or what the host's name points to
-        "NCCL_SOCKET_IFNAME": "lo",  # all that it meets is on this host
+        "GLOO_SOCKET_IFNAME": "lo",  # for workers, which are on one host; or what its name points to
+        "NCCL_SOCKET_IFNAME": spec.network_interface or interface,
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # the default 5 s races with pooled connections
     }
     cpu = {

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 import aiohttp
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
+from skyrl_tinker.inference.servers.replica_placement import ReplicaPlacement
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, require_memory
 from skyrl_tinker.inference.servers.vllm_server import ServerStatus, VllmServer
 
@@ -28,19 +28,22 @@ _log = logging.getLogger(__name__)
 class ServerGroup:
     """All replicas. Use it from one event loop; Ray must be initialised."""
 
-    def __init__(self, spec: SamplerSpec, replicas: list["_Replica"]) -> None:
+    def __init__(self, spec: SamplerSpec) -> None:
+        """Use `launch`."""
         self._spec = spec
-        self._replicas = replicas
+        self._placement = ReplicaPlacement(spec)
+        self._replicas = [self._start(index) for index in range(spec.replicas)]
         self._suspicion = Suspicion()
 
     @classmethod
     def launch(cls, spec: SamplerSpec) -> "ServerGroup":
         """Start the actors and their servers; returns at once, other failures show in `ready`.
 
-        SamplerError when all of them together do not fit the memory.
+        SamplerError when those of this host, if all are to be on it, do not fit the memory together.
         """
-        require_memory(spec, spec.replicas)
-        return cls(spec, [_Replica(spec, index) for index in range(spec.replicas)])
+        if len(_living_nodes()) == 1:
+            require_memory(spec, spec.replicas)
+        return cls(spec)
 
     async def ready(self) -> None:
         """Return when every server answers. SamplerError with the log's tail when one does not come up."""
@@ -73,8 +76,7 @@ class ServerGroup:
         SamplerError when it does not come up: try again.
         """
         await self._replicas[index].kill()
-        require_memory(self._spec)
-        self._replicas[index] = replica = _Replica(self._spec, index)
+        self._replicas[index] = replica = self._start(index)
         async with aiohttp.ClientSession() as http:
             await replica.ready(http)
         return replica.url
@@ -82,6 +84,7 @@ class ServerGroup:
     async def shutdown(self) -> None:
         """End every server and its actor, whatever state they are in."""
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
+        self._placement.remove()
 
     @property
     def token(self) -> str:
@@ -92,15 +95,18 @@ class ServerGroup:
         """Return process ids of the vLLM API servers; their engine processes are children of these."""
         return [replica.pid for replica in self._replicas if replica.pid]
 
+    def _start(self, index: int) -> "_Replica":
+        return _Replica(self._spec, index, self._placement)
+
 
 class _Replica:
     """One actor with one server."""
 
-    def __init__(self, spec: SamplerSpec, index: int) -> None:
+    def __init__(self, spec: SamplerSpec, index: int, placement: ReplicaPlacement) -> None:
         actor_class: Any = ray.remote(VllmServer)
         self._startup_s = spec.startup_s
-        options = _ray_options(spec, index)
-        self._actor = actor_class.options(num_cpus=0, max_restarts=0, **options).remote(spec, index)
+        self._placement = placement
+        self._actor = actor_class.options(max_restarts=0, **placement.options(index)).remote(spec, index)
         self._started = self._actor.start.remote()
         self._ended = False
         self.url = ""
@@ -108,7 +114,13 @@ class _Replica:
 
     async def ready(self, http: aiohttp.ClientSession) -> None:
         deadline = time.monotonic() + self._startup_s
-        status: ServerStatus = await _answer(self._started)
+        try:
+            status: ServerStatus = await asyncio.wait_for(_answer(self._started), self._startup_s)
+        except TimeoutError:
+            raise SamplerError(
+                f"there was no room for a replica within {self._startup_s:.0f} s (sampler_startup_s): "
+                + self._placement.describe()
+            ) from None
         self.url, self.pid = status.url, status.pid
         while await health(http, self.url, STARTUP_TRY_S) != 200:
             if (await self.status()).exit_code is not None:
@@ -151,13 +163,8 @@ class _Replica:
         ray.kill(self._actor)
 
 
-def _ray_options(spec: SamplerSpec, index: int) -> dict[str, Any]:
-    """Return Ray's options: GPUs of its own, or a place beside the trainer's ranks, which own the GPUs."""
-    shared = spec.gpus_of(index)
-    if shared:
-        beside = NodeAffinitySchedulingStrategy(shared[0].node, soft=False)
-        return {"num_gpus": 0, "scheduling_strategy": beside}
-    return {"num_gpus": spec.workers if spec.device == "cuda" else 0}
+def _living_nodes() -> list[Any]:
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 async def _answer(reference: Awaitable[T]) -> T:

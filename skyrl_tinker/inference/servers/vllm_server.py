@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import ray
 
 from skyrl_tinker.inference.servers.ports import reserve_port
-from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, environment, flags, visible_gpus
+from skyrl_tinker.inference.servers.sampler_spec import (
+    SamplerSpec,
+    environment,
+    flags,
+    require_memory,
+    visible_gpus,
+)
+from skyrl_tinker.interfaces import interface_of
 from skyrl_tinker.processes import die_with_parent
 
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` would need the dist to be named vllm
@@ -48,16 +56,23 @@ class VllmServer:
         self._log_start = 0
 
     def start(self) -> ServerStatus:
-        """Start the process; it is ready when GET <url>/health answers 200."""
-        self._port_guard = reserve_port()
+        """Start the process; it is ready when GET <url>/health answers 200.
+
+        SamplerError when it does not fit this host's memory.
+        """
+        require_memory(self._spec)
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._port_guard = reserve_port(address)
         port = self._port_guard.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}"
+        self._url = f"http://{address}:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", ENTRY, *flags(self._spec, port)],
-                env=environment(self._spec) | self._visible | {"TMPDIR": self._scratch.name},
+                [sys.executable, "-m", ENTRY, *flags(self._spec, port, address)],
+                env=environment(self._spec, interface_of(address))
+                | self._visible
+                | {"TMPDIR": self._scratch.name},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

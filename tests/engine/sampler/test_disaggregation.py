@@ -72,7 +72,8 @@ async def fleet(pair: Served, tmp_path: Path) -> AsyncIterator[Fleet]:
     external = ExternalServers(settings.external_urls, startup_s=30.0, hang_s=2.0, max_model_len=2)
     await external.ready()
     to_end: list[Callable[[], Awaitable[None]]] = []
-    yield await assemble(settings, external, SEPARATE, tmp_path / "router", to_end)
+    directory = pair.facts.directory
+    yield await assemble(settings, external, SEPARATE, directory, tmp_path / "router", to_end)
     for end in reversed(to_end):
         await end()
 

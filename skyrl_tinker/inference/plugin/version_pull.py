@@ -1,0 +1,99 @@
+"""Weight versions from another host: a server of vLLM pulls them before it loads them."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from skyrl_tinker.inference.constants import PROBE
+from skyrl_tinker.version_copies import VersionCopies
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_UPDATE, _BEGIN, _FINISH = "/update_weights", "/start_weight_update", "/finish_weight_update"
+
+
+class VersionPull:
+    """ASGI middleware that puts the path of a copy in the place of a URL of a VersionServer.
+
+    An adapter's copy is held until it is unloaded, one of full parameters until the next update begins or
+    this one is finished: vLLM maps the files until then.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._copies = VersionCopies()
+        self._adapters: dict[str, str] = {}  # URL by name
+        self._weights: set[str] = set()  # URLs
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path == PROBE:
+            await _answer(send, 204, b"")
+        elif path in (_LOAD, _UPDATE):
+            await self._with_copies(scope, receive, send)
+        elif path == _UNLOAD:
+            await self._unload(scope, receive, send)
+        elif path in (_BEGIN, _FINISH):
+            await self._app(scope, receive, send)
+            await self._release_weights()
+        else:
+            await self._app(scope, receive, send)
+
+    async def _with_copies(self, scope: Message, receive: Receive, send: Send) -> None:
+        body = json.loads(await _read(receive))
+        place, key = (
+            (body, "lora_path") if scope["path"] == _LOAD else (body.get("update_info", {}), "directory")
+        )
+        url = place.get(key)
+        if isinstance(url, str) and url.startswith("http://"):
+            try:
+                place[key] = str(await asyncio.to_thread(self._copies.hold, url))
+            except OSError as error:
+                await _answer(send, 502, f"{url} could not be pulled: {error}".encode())
+                return
+            if scope["path"] == _UPDATE:
+                self._weights.add(url)
+            else:
+                self._adapters[body["lora_name"]] = url
+        await self._app(*_with_body(scope, receive, json.dumps(body).encode()), send)
+
+    async def _unload(self, scope: Message, receive: Receive, send: Send) -> None:
+        content = await _read(receive)
+        await self._app(*_with_body(scope, receive, content), send)
+        url = self._adapters.pop(json.loads(content)["lora_name"], None)
+        if url is not None and url not in self._adapters.values():
+            await asyncio.to_thread(self._copies.release, url)
+
+    async def _release_weights(self) -> None:
+        released, self._weights = self._weights, set()
+        for url in released:
+            await asyncio.to_thread(self._copies.release, url)
+
+
+async def _read(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+def _with_body(scope: Message, receive: Receive, body: bytes) -> tuple[Message, Receive]:
+    """Return scope and messages of the same request with another body."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_body() -> Message:
+        return whole.pop() if whole else await receive()
+
+    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}, receive_body
+
+
+async def _answer(send: Send, status: int, text: bytes) -> None:
+    headers = [(b"content-length", str(len(text)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text})

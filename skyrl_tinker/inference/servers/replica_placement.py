@@ -1,0 +1,53 @@
+"""Places of the replicas in the Ray cluster: spread over its hosts, each replica whole on one."""
+
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
+
+
+class ReplicaPlacement:
+    """Reserved places, one for each replica; one whose host is lost is reserved again on another.
+
+    Replicas that share the trainer's GPUs have theirs beside the ranks, which own the GPUs.
+    """
+
+    def __init__(self, spec: SamplerSpec) -> None:
+        """Ask for the places; actors wait for them."""
+        self._spec = spec
+        # On a CPU they are nice, and take what the ranks leave; memory is what bounds them.
+        self._needed = {"GPU": spec.workers} if spec.device == "cuda" else {"CPU": 0.01}
+        self._group: PlacementGroup | None = None
+        if not spec.shared_gpus:
+            bundles: list[dict[str, float]] = [dict(self._needed) for _ in range(spec.replicas)]
+            self._group = placement_group(bundles, strategy="SPREAD")
+
+    def options(self, replica: int) -> dict[str, Any]:
+        """Return Ray's options for the replica's actor."""
+        if self._group is None:
+            beside = NodeAffinitySchedulingStrategy(self._spec.gpus_of(replica)[0].node, soft=False)
+            return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": beside}
+        counts = {f"num_{name.lower()}s": count for name, count in self._needed.items()}
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=replica)
+        return {"num_cpus": 0, **counts, "scheduling_strategy": place}
+
+    def describe(self) -> str:
+        """Describe what a replica needs, and what the nodes of the cluster have."""
+        ((kind, each),) = self._needed.items()
+        nodes = sorted(
+            (node["NodeManagerAddress"], int(node["Resources"].get(kind, 0)))
+            for node in ray.nodes()  # type: ignore[no-untyped-call]
+            if node["Alive"]
+        )
+        listed = ", ".join(f"{count} at {address}" for address, count in nodes)
+        return (
+            f"each needs {each} {kind}; the Ray cluster has {kind}s: {listed or 'none'}, which others may use"
+        )
+
+    def remove(self) -> None:
+        """Give the places back. Idempotent."""
+        if self._group is not None:
+            remove_placement_group(self._group)

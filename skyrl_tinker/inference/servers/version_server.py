@@ -1,0 +1,93 @@
+"""Files of weight versions for samplers on other hosts, which pull them (plugin/version_pull.py)."""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from aiohttp import web
+
+SHUTDOWN_S = 1.0
+
+
+class VersionServer:
+    """Server of the directories that `locate` has named, each by a URL that nobody can guess.
+
+    It listens on the addresses of this host that others reach, once the first of them is named a directory.
+    """
+
+    def __init__(self, base_model: str) -> None:
+        """`base_model`: its directory lies at the same path on every host, and is never sent."""
+        self._base_model = base_model
+        self._key = secrets.token_bytes(32)
+        self._ports: dict[str, int] = {}  # by address
+        self._opening = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
+
+    async def locate(self, replica: str, directory: str) -> str:
+        """Return what a replica, given by its URL, knows `directory` by: itself on this host, else a URL.
+
+        Raises OSError when its host's name is unknown.
+        """
+        if directory == self._base_model:
+            return directory
+        own = await asyncio.to_thread(address_towards, replica)
+        if own is None:
+            return directory
+        async with self._opening:
+            port = self._ports.get(own) or await self._listen(own)
+        return f"http://{own}:{port}/{self._signature(directory)}{quote(directory)}"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _listen(self, address: str) -> int:
+        if self._runner is None:
+            app = web.Application()
+            app.add_routes([web.get("/{signature}/{directory:.+}", self._answer)])
+            self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+            await self._runner.setup()
+        listener = socket.create_server((address, 0))
+        await web.SockSite(self._runner, listener).start()
+        self._ports[address] = int(listener.getsockname()[1])
+        return self._ports[address]
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        """List the files of a directory with their sizes, or send one of them."""
+        directory = f"/{request.match_info['directory']}"
+        if not hmac.compare_digest(request.match_info["signature"], self._signature(directory)):
+            raise web.HTTPNotFound
+        files = await asyncio.to_thread(_files, Path(directory))
+        name = request.query.get("file")
+        if name is None:
+            return web.json_response(files)
+        if name not in files:
+            raise web.HTTPNotFound
+        return web.FileResponse(Path(directory) / name)
+
+    def _signature(self, directory: str) -> str:
+        return hmac.new(self._key, directory.encode(), hashlib.sha256).hexdigest()
+
+
+def address_towards(url: str) -> str | None:
+    """Return the address of this host from which it reaches a URL; None if the URL is on this host.
+
+    Raises OSError when its name is unknown.
+    """
+    parts = urlsplit(url)
+    family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # chooses the route; a datagram socket sends nothing
+        own = str(probe.getsockname()[0])
+    return None if own == target[0] else own
+
+
+def _files(directory: Path) -> dict[str, int]:
+    """Return the sizes of a version's files; of none where it is gone."""
+    if not directory.is_dir():
+        raise web.HTTPNotFound
+    return {file.name: file.stat().st_size for file in directory.iterdir() if file.is_file()}

@@ -1,0 +1,116 @@
+"""Places of the ranks in the Ray cluster: the first on the engine's host, others as near as there is room."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.training.trainer_spec import TrainerSpec
+
+ROOM_S = 60.0
+"""Time that the cluster gets to make room: after a loss Ray frees what the dead held, or a node comes."""
+WAIT_S = 1
+EXIT_S = 5.0
+
+
+class RankPlacement:
+    """Reserved places, one for each rank.
+
+    Rank 0 is on the host of the engine, which reads what it writes to that host's memory. Ranks of one host
+    have neighbouring numbers, as NCCL's rings want them.
+    """
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        """Ask for the places; `reserve` waits for them."""
+        self._needed = {"GPU": 1} if spec.device == "cuda" else {"CPU": 1}
+        self._here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        bundles: list[dict[str, float]] = [dict(self._needed) for _ in range(spec.ranks)]
+        bundles[0][f"node:{self._here}"] = 0.001
+        self._group = placement_group(bundles, strategy="PACK")
+        self._removed = False
+        self.nodes: tuple[str, ...] = ()  # by rank, as Ray names them; empty before `reserve`
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts that have ranks."""
+        return len(set(self.nodes))
+
+    @property
+    def far_ranks(self) -> list[int]:
+        """The ranks on other hosts than that of rank 0 and the engine."""
+        return [rank for rank, node in enumerate(self.nodes) if node != self.nodes[0]]
+
+    async def reserve(self) -> list[dict[str, Any]]:
+        """Wait for the places; return the options of each rank's actor. Raises TrainerError without room."""
+        deadline = time.monotonic() + ROOM_S
+        while not await asyncio.to_thread(self._group.wait, WAIT_S):  # ready() would start a process
+            if self._removed or time.monotonic() > deadline:
+                raise TrainerError(self._refusal())
+        node_of: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        hosts = Counter(node_of.values())
+        order = sorted(node_of, key=lambda each: (node_of[each] != node_of[0], -hosts[node_of[each]], each))
+        self.nodes = tuple(node_of[bundle] for bundle in order)
+        return [self._options(bundle) for bundle in order]
+
+    def remove(self) -> None:
+        """Give the places back. Idempotent."""
+        self._removed = True
+        remove_placement_group(self._group)
+
+    async def wait_gone(self, pids: Collection[int]) -> None:
+        """Wait until these processes, by rank, have ended; on a host that is gone they have."""
+        by_node: dict[str, list[int]] = {}
+        for node, pid in zip(self.nodes, pids, strict=False):  # no pids: they never were there
+            by_node.setdefault(node, []).append(pid)
+        here = ray.get_runtime_context().get_node_id()
+        await asyncio.gather(
+            *(_wait_gone(found, None if node == here else node) for node, found in by_node.items())
+        )
+
+    def _options(self, bundle: int) -> dict[str, Any]:
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        counts = {f"num_{name.lower()}s": count for name, count in self._needed.items()}
+        return {"num_cpus": 0, **counts, "scheduling_strategy": place}
+
+    def _refusal(self) -> str:
+        ranks = len(self._group.bundle_specs)
+        ((kind, each),) = self._needed.items()
+        found = {
+            node["NodeManagerAddress"]: int(node["Resources"].get(kind, 0))
+            for node in ray.nodes()  # type: ignore[no-untyped-call]
+            if node["Alive"]
+        }
+        listed = ", ".join(f"{count} at {address}" for address, count in sorted(found.items()))
+        return (
+            f"the Ray cluster has no room for {ranks} trainer ranks with {each} {kind} each, the first on "
+            f"the engine's host {self._here}; it has {kind}s: {listed or 'none'}, which others may use"
+        )
+
+
+async def _wait_gone(pids: list[int], node: str | None) -> None:
+    """Wait for processes of this host, or of another node."""
+    if node is None:
+        await asyncio.to_thread(_wait_ended, pids)
+        return
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": place}
+    task: Any = ray.remote(**options)(_wait_ended)
+    with suppress(RayError, TimeoutError):  # the node is gone, and they with it
+        await asyncio.wait_for(task.remote(pids), 2 * EXIT_S)
+
+
+def _wait_ended(pids: list[int]) -> None:
+    processes = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    psutil.wait_procs(processes, timeout=EXIT_S)
