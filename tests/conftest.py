@@ -97,6 +97,7 @@ def ray_cluster() -> Iterator[None]:
         "RAY_enable_worker_prestart": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, as the engine's own
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
@@ -107,7 +108,6 @@ def ray_cluster() -> Iterator[None]:
             object_store_memory=256 << 20,
             log_to_driver=False,
             logging_level="error",
-            _node_ip_address="127.0.0.1",
         )
     yield
     ray.shutdown()

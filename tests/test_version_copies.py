@@ -58,7 +58,9 @@ async def test_a_copy_has_the_files_and_goes_with_the_last_who_holds_it(url: str
 
 async def test_what_a_killed_process_held_goes_when_the_next_one_starts(url: str, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from skyrl_tinker.version_copies import VersionCopies\n"
-    code += f"VersionCopies(Path({str(tmp_path / 'copies')!r})).hold({url!r}); import os; os.kill(os.getpid(), 9)"
+    code += (
+        f"VersionCopies(Path({str(tmp_path / 'copies')!r})).hold({url!r}); import os; os.kill(os.getpid(), 9)"
+    )
     killed = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code])
     assert killed.returncode == -9
     assert any(path.is_dir() for path in (tmp_path / "copies").iterdir())

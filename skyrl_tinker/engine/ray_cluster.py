@@ -25,7 +25,7 @@ class RayCluster:
         self._remove_files()
         directory.mkdir()
         if settings.ray_address is None:
-            _init_local(settings.trainer_ranks + 1, directory)
+            _init_local(settings.trainer_ranks, directory)
         else:
             ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         self._daemons = [child for child in psutil.Process().children() if child.name() in DAEMONS]
@@ -55,7 +55,7 @@ class RayCluster:
 
 def _init_local(cpus: int, directory: Path) -> None:
     ray.init(
-        num_cpus=cpus,  # bookkeeping only: one for each rank, and one for all replicas
+        num_cpus=cpus,  # bookkeeping only: one for each rank
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,

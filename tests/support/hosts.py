@@ -2,12 +2,16 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from skyrl_tinker.processes import die_with_parent
 
 TOOLS = ("unshare", "nsenter", "ip")
 NETWORK = "10.77.0"
@@ -25,7 +29,7 @@ class Host:
         self.address = f"{NETWORK}.{number}"
         self._network = network
         own = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-        self._holder = subprocess.Popen([*network.enter, *own, "sh", "-c", _OWN_MOUNTS])
+        self._holder = _hold(*network.enter, *own, "sh", "-c", _OWN_MOUNTS)
         self._first = _only_child(self._holder.pid)
         network.run(
             "ip", "link", "add", self._link, "type", "veth", "peer", "eth0", "netns", str(self._first)
@@ -110,8 +114,7 @@ class _Network:
     """Namespace with the bridge between the hosts; it ends with this process."""
 
     def __init__(self) -> None:
-        command = ["unshare", *_user_namespace(), "--net", "--mount", *_WAIT]
-        self._holder = subprocess.Popen(command)
+        self._holder = _hold("unshare", *_user_namespace(), "--net", "--mount", *_WAIT)
         self.user = ("--user", "--preserve-credentials") if _user_namespace() else ()
         self.enter = ("nsenter", "--target", str(self._holder.pid), *self.user, "--net", "--mount")
         _wait_for(lambda: os.readlink(f"/proc/{self._holder.pid}/ns/net") != os.readlink("/proc/self/ns/net"))
@@ -129,6 +132,11 @@ class _Network:
     def close(self) -> None:
         self._holder.kill()
         self._holder.wait()
+
+
+def _hold(*command: str) -> Process:
+    """Start what keeps namespaces there; it ends with this process, also when that is killed."""
+    return subprocess.Popen(command, preexec_fn=partial(die_with_parent, signal.SIGKILL))
 
 
 def _user_namespace() -> Sequence[str]:

@@ -8,6 +8,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 
+_OPTIONS = {"GPU": "num_gpus", "memory": "memory"}
+"""Ray's options of actors by resource."""
+
 
 class ReplicaPlacement:
     """Reserved places, one for each replica; one whose host is lost is reserved again on another.
@@ -18,8 +21,8 @@ class ReplicaPlacement:
     def __init__(self, spec: SamplerSpec) -> None:
         """Ask for the places; actors wait for them."""
         self._spec = spec
-        # On a CPU they are nice, and take what the ranks leave; memory is what bounds them.
-        self._needed = {"GPU": spec.workers} if spec.device == "cuda" else {"CPU": 0.01}
+        # On a CPU they are nice and take what the ranks leave: a byte, since a place must have something.
+        self._needed = {"GPU": spec.workers} if spec.device == "cuda" else {"memory": 1}
         self._group: PlacementGroup | None = None
         if not spec.shared_gpus:
             bundles: list[dict[str, float]] = [dict(self._needed) for _ in range(spec.replicas)]
@@ -30,7 +33,7 @@ class ReplicaPlacement:
         if self._group is None:
             beside = NodeAffinitySchedulingStrategy(self._spec.gpus_of(replica)[0].node, soft=False)
             return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": beside}
-        counts = {f"num_{name.lower()}s": count for name, count in self._needed.items()}
+        counts = {_OPTIONS[name]: count for name, count in self._needed.items()}
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=replica)
         return {"num_cpus": 0, **counts, "scheduling_strategy": place}
 
