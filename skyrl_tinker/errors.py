@@ -99,6 +99,10 @@ class RankDiedError(TrainerError):
     pass
 
 
+class NoPlaceError(TrainerError):
+    """The Ray cluster has no place for all ranks now; it may have later."""
+
+
 class TrainerLostError(SkyrlTinkerError):
     pass
 

@@ -72,13 +72,13 @@ async def test_nobody_guesses_a_url(url: str, tmp_path: Path) -> None:
     copies = VersionCopies(tmp_path / "copies")
     signature = url.split("/")[3]
     for wrong in (url.replace(signature, "0" * 64), url.replace("v%201", ""), f"{url}/../.."):
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="404"):
             await asyncio.to_thread(copies.hold, wrong)
     assert list((tmp_path / "copies").iterdir()) == []
 
 
 async def test_a_version_that_is_gone_leaves_nothing(url: str, version: Path, tmp_path: Path) -> None:
-    version.rename(version.with_name("elsewhere"))
+    await asyncio.to_thread(version.rename, version.with_name("elsewhere"))
     copies = VersionCopies(tmp_path / "copies")
     with pytest.raises(OSError, match="404"):
         await asyncio.to_thread(copies.hold, url)

@@ -103,7 +103,7 @@ class Actors:
     async def join(self) -> None:
         """Wait until every rank has joined the process group and loaded the base model.
 
-        Raises TrainerError where the cluster has no room for them.
+        Raises NoPlaceError where the cluster has no room for them.
         """
         places = await self._placement.reserve()
         options: dict[str, Any] = {"concurrency_groups": CONCURRENCY}  # which Ray's types do not know

@@ -13,10 +13,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.errors import NoPlaceError
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
-ROOM_S = 60.0
+ROOM_S = 30.0
 """Time that the cluster gets to make room: after a loss Ray frees what the dead held, or a node comes."""
 WAIT_S = 1
 EXIT_S = 5.0
@@ -50,11 +50,11 @@ class RankPlacement:
         return [rank for rank, node in enumerate(self.nodes) if node != self.nodes[0]]
 
     async def reserve(self) -> list[dict[str, Any]]:
-        """Wait for the places; return the options of each rank's actor. Raises TrainerError without room."""
+        """Wait for the places; return the options of each rank's actor. Raises NoPlaceError."""
         deadline = time.monotonic() + ROOM_S
         while not await asyncio.to_thread(self._group.wait, WAIT_S):  # ready() would start a process
             if self._removed or time.monotonic() > deadline:
-                raise TrainerError(self._refusal())
+                raise NoPlaceError(self._refusal())
         node_of: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         hosts = Counter(node_of.values())
         order = sorted(node_of, key=lambda each: (node_of[each] != node_of[0], -hosts[node_of[each]], each))

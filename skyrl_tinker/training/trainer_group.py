@@ -23,7 +23,7 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.errors import StartupError, TrainerError
+from skyrl_tinker.errors import NoPlaceError, StartupError, TrainerError
 from skyrl_tinker.training.actors import Actors, RankReply
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
@@ -119,11 +119,12 @@ class TrainerGroup:
     async def restart(self) -> None:
         """Replace broken ranks by fresh ones, which have the base model and nothing else.
 
-        Raises TrainerError when these die at once: try again. TrainerLostError: that does not help.
+        Raises TrainerError when these die at once, or have no room: try again. TrainerLostError: that does not help.
         """
         assert self.broken is not None, "the ranks are well"
         _log.warning("the trainer's processes are replaced: %s", self.broken)
-        self._restart_policy.died(self.broken)
+        if not isinstance(self.broken, NoPlaceError):
+            self._restart_policy.died(self.broken)
         self._require_ray()
         self._ranks.kill()
         await self._ranks.wait_gone()

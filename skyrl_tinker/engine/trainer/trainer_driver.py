@@ -275,10 +275,10 @@ class TrainerDriver:
             with suppress(TrainerError):  # they died again: TrainerLostError if that goes on
                 async with self._placement.training():
                     if self._trainer.broken is not None:
-                        self._incidents.append(
-                            Incident(time.time(), f"the trainer was lost: {self._trainer.broken}")
-                        )
-                        await report("the trainer was restarted")
+                        cause = f"the trainer was lost: {self._trainer.broken}"
+                        if not self._incidents or self._incidents[-1].text != cause:
+                            self._incidents.append(Incident(time.time(), cause))
+                        await report(f"the trainer is restarted: {self._trainer.broken}")
                         await self._trainer.restart()
                     replayed = await self._replay.run(
                         self._execution.repeat_saves, partial(_progress, report)

@@ -77,7 +77,7 @@ async def test_a_pass_that_dies_with_the_ranks_runs_once_more_and_nothing_twice(
     await all_done(world, second, step)
     assert await steps_of(world, model) == [[1, 2]]
     assert world.workers.restarts == 1
-    assert world.reports == ["", "the trainer was restarted", "replaying 0 of 1 units", ""]
+    assert world.reports == ["", f"the trainer is restarted: {DEAD}", "replaying 0 of 1 units", ""]
 
 
 async def test_idle_ranks_that_die_are_replaced_and_everything_replayed(world: World) -> None:
