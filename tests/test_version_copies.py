@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.inference.servers.version_server import VersionServer, address_towards
+from skyrl_tinker.inference.servers.version_server import VersionServer
+from skyrl_tinker.interfaces import address_towards
 from skyrl_tinker.version_copies import VersionCopies
 
 FILES = {"adapter_model.safetensors": b"weights" * 100_000, "adapter_config.json": b"{}"}

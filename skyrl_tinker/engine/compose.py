@@ -42,6 +42,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport
+from skyrl_tinker.weight_sync.gloo import LOOPBACK
 
 if TYPE_CHECKING:
     from skyrl_tinker.engine.telemetry.otlp_export import SpanExport
@@ -145,9 +146,16 @@ def make_metrics(settings: Settings, store: Store) -> Metrics:
 
 
 def make_samplers(
-    settings: Settings, facts: BaseModelFacts, trainer: TrainerGroup, fleet: Fleet, metrics: Metrics
+    settings: Settings,
+    facts: BaseModelFacts,
+    trainer: TrainerGroup,
+    fleet: Fleet,
+    metrics: Metrics,
+    host: str = LOOPBACK,
 ) -> Samplers:
-    transport = make_transport(_transport_name(settings), trainer, settings.weight_chunk_mb * MiB)
+    """`host`: address of this host for samplers on others."""
+    chunk_bytes = settings.weight_chunk_mb * MiB
+    transport = make_transport(_transport_name(settings), trainer, chunk_bytes, host)
     return Samplers(fleet, transport, facts, settings.max_cpu_loras, metrics)
 
 

@@ -30,6 +30,11 @@ class RayCluster:
             ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         self._daemons = [child for child in psutil.Process().children() if child.name() in DAEMONS]
 
+    @property
+    def address(self) -> str:
+        """IP address of this host in the cluster: loopback in one of our own."""
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
     def require_alive(self) -> None:
         """Raise TrainerLostError when a local daemon died: calls to actors would hang before they fail."""
         for daemon in self._daemons:

@@ -73,7 +73,7 @@ class StartUp:
         fleet = await assemble(
             settings, servers, placement, facts.directory, directories.log_dir, self._shutdowns
         )
-        samplers = make_samplers(settings, facts, trainer, fleet, self._env.metrics)
+        samplers = make_samplers(settings, facts, trainer, fleet, self._env.metrics, self._env.ray.address)
         if settings.external_urls:
             await fleet.adopt(samplers.equip)
         if (probed := probe.result()) is not None:

@@ -119,7 +119,8 @@ class TrainerGroup:
     async def restart(self) -> None:
         """Replace broken ranks by fresh ones, which have the base model and nothing else.
 
-        Raises TrainerError when these die at once, or have no room: try again. TrainerLostError: that does not help.
+        Raises TrainerError when these die at once, or have no place: try again. TrainerLostError: that does
+        not help.
         """
         assert self.broken is not None, "the ranks are well"
         _log.warning("the trainer's processes are replaced: %s", self.broken)

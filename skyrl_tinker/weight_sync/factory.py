@@ -4,7 +4,7 @@ from typing import Literal
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcTransport
-from skyrl_tinker.weight_sync.gloo import GlooTransport
+from skyrl_tinker.weight_sync.gloo import LOOPBACK, GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclTransport
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.transport import Senders, WeightTransport
@@ -43,11 +43,14 @@ def backend_of(name: TransportName) -> str:
     return _BACKENDS[name]
 
 
-def make_transport(name: TransportName, senders: Senders, chunk_bytes: int) -> WeightTransport:
+def make_transport(
+    name: TransportName, senders: Senders, chunk_bytes: int, host: str = LOOPBACK
+) -> WeightTransport:
+    """`host`: address of rank 0's host for samplers on others, loopback where there are none."""
     if name == "shared_memory":
         return SharedMemoryTransport(chunk_bytes)
     if name == "gloo":
-        return GlooTransport(senders, chunk_bytes)
+        return GlooTransport(senders, chunk_bytes, host)
     if name == "nccl":
         return NcclTransport(senders, chunk_bytes)
     return CudaIpcTransport(senders, chunk_bytes)

@@ -1,58 +1,61 @@
-"""Transport to samplers on CPU, so far on this host: chunks are broadcast over TCP and staged in memory.
+"""Transport to samplers on CPU: chunks are broadcast over TCP and staged in memory.
 
-The members meet at a file in a directory of this user alone; once all have met, their ports let nobody in.
+Members of one host meet at a file in a directory of this user alone, those of several at a port of the
+sender's address, on a network that must be private. Once all have met, no port lets anybody in.
 """
 
 import fcntl
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.interfaces import address_towards
 from skyrl_tinker.listeners import closing_new_listeners
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import Message
+from skyrl_tinker.weight_sync.transport import Message, Senders
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import FileStore
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroupGloo
 
 NAME = "gloo"
-HOST = "127.0.0.1"
-TIMEOUT_S = 60.0
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(seconds=60)
 """Limit for the members to meet, and for one chunk: a member that hangs fails it for all."""
 MEETING_POLL_S = 0.02
 STORE = "store"
 OPEN = "open"
-"""File that the sender locks as long as it takes part, so that its death, too, is seen at once."""
+GAVE_UP = "the trainer gave up the group before all samplers had joined"
 
 
 class GlooSender(BroadcastSender):
     device = "cpu"
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, host: str = LOOPBACK) -> None:
+        """`host`: address at which members on other hosts reach this one."""
         super().__init__(rank)
-        self._meeting: Path | None = None
-        self._lock: IO[bytes] | None = None
+        self._host = host
+        self._meeting: _FileMeeting | _PortMeeting | None = None
 
     def prepare(self) -> str:
-        """Return the directory in which the members meet, another one each time."""
+        """Return the address at which the members meet, another one each time."""
         self.leave()
-        if self._meeting is not None:
-            shutil.rmtree(self._meeting, ignore_errors=True)
-        self._meeting = Path(tempfile.mkdtemp(prefix="gloo-"))
-        self._lock = (self._meeting / OPEN).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        return str(self._meeting)
+        if isinstance(self._meeting, _FileMeeting):
+            self._meeting.remove()
+        self._meeting = _FileMeeting() if self._host == LOOPBACK else _PortMeeting(self._host)
+        return self._meeting.address
 
     def meet(self, address: str, world: int) -> None:
-        self._group = _join(Path(address), 0, world)
+        self._group = _join(address, 0, world)
 
     def broadcast(self, packed: "torch.Tensor") -> None:
         assert self._group is not None, "meet() comes first"
@@ -61,18 +64,21 @@ class GlooSender(BroadcastSender):
     def leave(self) -> None:
         """Leave, also in the middle of `meet`; a broadcast that waits for a member ends at its timeout.
 
-        The directory stays until the next meeting, to tell members that come late.
+        A file's directory stays until the next meeting, to tell members that come late.
         """
         self._group = None
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
+        if self._meeting is not None:
+            self._meeting.close()
 
 
 class GlooTransport(BroadcastTransport):
     backend = "skyrl_staged"
     staged = True
-    factory = GlooSender
+
+    def __init__(self, senders: Senders, chunk_bytes: int, host: str = LOOPBACK) -> None:
+        """`host`: address of rank 0's host, loopback where all members are on it."""
+        super().__init__(senders, chunk_bytes)
+        self.factory = partial(GlooSender, host=host)
 
     def join_message(self, address: str, rank_offset: int, world: int) -> Message:
         group = {"meeting": address, "rank_offset": rank_offset, "world_size": world}
@@ -92,7 +98,7 @@ class GlooReceiver:
     """Receiver in vLLM. A chunk's memory is free again when its last tensor is loaded."""
 
     def __init__(self, meeting: str, rank: int, world: int) -> None:
-        self._group = _join(Path(meeting), rank, world)
+        self._group = _join(meeting, rank, world)
 
     def receive(self, update: Any) -> Mapping[str, "Callable[[], torch.Tensor]"]:
         """Take part in the broadcast whatever the message says, so that no member waits for this worker."""
@@ -115,30 +121,87 @@ def _typed(part: "torch.Tensor", dtype: str, shape: list[int]) -> "Callable[[], 
     return lambda: tensor
 
 
-def _join(meeting: Path, rank: int, world: int) -> "ProcessGroupGloo":
+class _FileMeeting:
+    """A directory; the sender locks a file in it while it takes part, so that its death is seen at once."""
+
+    def __init__(self) -> None:
+        self.address = tempfile.mkdtemp(prefix="gloo-")
+        self._lock = (Path(self.address) / OPEN).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.address, ignore_errors=True)
+
+
+class _PortMeeting:
+    """A store on a port, which is closed when the sender leaves or dies."""
+
+    def __init__(self, host: str) -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        self.address = f"{host}:{port}"
+        self._store: Any = TCPStore(
+            host, port, None, True, TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def close(self) -> None:
+        self._store = None
+
+
+def _join(meeting: str, rank: int, world: int) -> "ProcessGroupGloo":
     """Join a group beside the process's default one. SamplerError when not all come."""
-    from torch._C._distributed_c10d import FileStore
     from torch.distributed import ProcessGroupGloo
 
-    store = FileStore(str(meeting / STORE))
-    store.set_timeout(timedelta(seconds=TIMEOUT_S))
-    _meet(store, meeting / OPEN, rank, world)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=TIMEOUT_S)
+    options._timeout = TIMEOUT
+    if meeting.startswith("/"):
+        store, host, require_open = _open_file(Path(meeting))
+    else:
+        store, host, require_open = _open_port(meeting)
+    try:
+        _meet(store, require_open, rank, world)
+    except RuntimeError as error:  # the connection broke
+        raise SamplerError(GAVE_UP) from error
     with closing_new_listeners():
-        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         return ProcessGroupGloo(store, rank, world, options)
 
 
-def _meet(store: "FileStore", door: Path, rank: int, world: int) -> None:
+def _open_file(meeting: Path) -> "tuple[Store, str, Callable[[], None]]":
+    """Return the store of a meeting, the address to listen on, and a check that the sender takes part."""
+    from torch._C._distributed_c10d import FileStore
+
+    store = FileStore(str(meeting / STORE))
+    store.set_timeout(TIMEOUT)
+    return store, LOOPBACK, partial(_require_open, meeting / OPEN)
+
+
+def _open_port(meeting: str) -> "tuple[Store, str, Callable[[], None]]":
+    """Return the same of a meeting at a port, whose store itself fails when the sender leaves."""
+    from torch._C._distributed_c10d import TCPStore
+
+    host, _, port = meeting.rpartition(":")
+    try:
+        store = TCPStore(host, int(port), None, False, TIMEOUT, wait_for_workers=False)
+    except RuntimeError as error:
+        raise SamplerError(GAVE_UP) from error
+    return store, address_towards(f"tcp://{meeting}") or host, lambda: None
+
+
+def _meet(store: "Store", require_open: Callable[[], None], rank: int, world: int) -> None:
     """Wait for all members: the group itself would wait for one that cannot come until its timeout."""
-    deadline = time.monotonic() + TIMEOUT_S
-    _require_open(door)
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    require_open()
     store.set(f"member {rank}", "")
     while not store.check([f"member {other}" for other in range(world)]):
-        _require_open(door)
+        require_open()
         if time.monotonic() > deadline:
-            raise SamplerError(f"not all samplers joined within {TIMEOUT_S:.0f} s")
+            raise SamplerError(f"not all samplers joined within {TIMEOUT.total_seconds():.0f} s")
         time.sleep(MEETING_POLL_S)
 
 
@@ -151,7 +214,7 @@ def _require_open(door: Path) -> None:
         return
     except FileNotFoundError:
         pass
-    raise SamplerError("the trainer gave up the group before all samplers had joined")
+    raise SamplerError(GAVE_UP)
 
 
 def _broadcast(group: Any, packed: "torch.Tensor") -> None:

@@ -30,10 +30,8 @@ class Host:
         self._network = network
         own = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         self._holder = _hold(*network.enter, *own, "sh", "-c", _OWN_MOUNTS)
-        self._first = _only_child(self._holder.pid)
-        network.run(
-            "ip", "link", "add", self._link, "type", "veth", "peer", "eth0", "netns", str(self._first)
-        )
+        self.first = _only_child(self._holder.pid)
+        network.run("ip", "link", "add", self._link, "type", "veth", "peer", "eth0", "netns", str(self.first))
         network.run("ip", "link", "set", self._link, "master", "bridge", "up")
         for line in (f"addr add {self.address}/24 dev eth0", "link set eth0 up", "link set lo up"):
             self.run("ip", *line.split())
@@ -47,7 +45,7 @@ class Host:
     @property
     def enter(self) -> tuple[str, ...]:
         """Beginning of a command line that runs on this host."""
-        return ("nsenter", "--target", str(self._first), *self._network.user, "--net", "--mount", "--pid")
+        return ("nsenter", "--target", str(self.first), *self._network.user, "--net", "--mount", "--pid")
 
     def popen(self, *command: str | Path, env: Mapping[str, str] | None = None, **options: Any) -> "Process":
         """Start a process on this host."""

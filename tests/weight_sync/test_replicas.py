@@ -27,7 +27,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.factory import make_transport
-from skyrl_tinker.weight_sync.gloo import TIMEOUT_S, GlooReceiver, GlooSender
+from skyrl_tinker.weight_sync.gloo import TIMEOUT, GlooReceiver, GlooSender
 from skyrl_tinker.weight_sync.sync import PARTIAL, sync_weights
 from skyrl_tinker.weight_sync.transport import Message, WeightSyncError, WeightTransport
 from tests.inference.support.samplers import (
@@ -367,7 +367,7 @@ async def test_a_quick_refusal_is_not_waited_for_by_the_others(
     transport = make_transport("gloo", trainer, CHUNK_BYTES)
     control, client = sabotaged(NoMember, *pair), client_of(*pair)
     with pytest.raises(WeightSyncError, match=f"init failed: {pair[1]}: no$") as caught:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(TIMEOUT.total_seconds()):
             await sync_weights(control, transport, tmp_path / "other", "v1")
     assert (caught.value.failed, caught.value.lost) == ((pair[1],), ())
     await sync_weights(client.control, transport, tmp_path / "other", "v2")
@@ -387,7 +387,7 @@ async def test_replicas_that_stand_still_for_an_update_that_fails_are_lost_and_n
     transport.staged = False
     transport.send = asyncio.Event().wait  # type: ignore[method-assign, assignment]
     control = sabotaged(NoReceiver, *pair)
-    async with asyncio.timeout(TIMEOUT_S / 2):
+    async with asyncio.timeout(TIMEOUT.total_seconds() / 2):
         with pytest.raises(
             WeightSyncError, match=f"update failed: {pair[1]}: no; to be replaced: "
         ) as caught:

@@ -11,7 +11,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.client.vllm_responses import TRIAL, lists_experts, logprobs_mode
 from skyrl_tinker.inference.constants import BASE_MODEL, PROBE, VERSION_PULL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
-from skyrl_tinker.inference.servers.version_server import address_towards
+from skyrl_tinker.interfaces import address_towards
 
 POLL_S = 1.0
 TRY_S = 5.0

@@ -6,9 +6,11 @@ import hmac
 import secrets
 import socket
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from aiohttp import web
+
+from skyrl_tinker.interfaces import address_towards
 
 SHUTDOWN_S = 1.0
 
@@ -71,19 +73,6 @@ class VersionServer:
 
     def _signature(self, directory: str) -> str:
         return hmac.new(self._key, directory.encode(), hashlib.sha256).hexdigest()
-
-
-def address_towards(url: str) -> str | None:
-    """Return the address of this host from which it reaches a URL; None if the URL is on this host.
-
-    Raises OSError when its name is unknown.
-    """
-    parts = urlsplit(url)
-    family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # chooses the route; a datagram socket sends nothing
-        own = str(probe.getsockname()[0])
-    return None if own == target[0] else own
 
 
 def _files(directory: Path) -> dict[str, int]:
