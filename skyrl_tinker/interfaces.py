@@ -1,5 +1,6 @@
 """Network interfaces and addresses of this host."""
 
+import ipaddress
 import socket
 from urllib.parse import urlsplit
 
@@ -24,4 +25,4 @@ def address_towards(url: str) -> str | None:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # chooses the route; a datagram socket sends nothing
         own = str(probe.getsockname()[0])
-    return None if own == target[0] else own
+    return None if own == target[0] or ipaddress.ip_address(target[0]).is_loopback else own

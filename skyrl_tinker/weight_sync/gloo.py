@@ -31,6 +31,7 @@ NAME = "gloo"
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
 """Limit for the members to meet, and for one chunk: a member that hangs fails it for all."""
+CONNECT_S = 10.0
 MEETING_POLL_S = 0.02
 STORE = "store"
 OPEN = "open"
@@ -56,6 +57,8 @@ class GlooSender(BroadcastSender):
 
     def meet(self, address: str, world: int) -> None:
         self._group = _join(address, 0, world)
+        if isinstance(self._meeting, _PortMeeting):
+            self._meeting.end(world)
 
     def broadcast(self, packed: "torch.Tensor") -> None:
         assert self._group is not None, "meet() comes first"
@@ -149,6 +152,14 @@ class _PortMeeting:
             host, port, None, True, TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 
+    def end(self, world: int) -> None:
+        """Close the port once all members are in the group. SamplerError when one does not come so far."""
+        try:
+            self._store.wait([f"joined {rank}" for rank in range(world)], TIMEOUT)
+        except RuntimeError as error:
+            raise SamplerError("a sampler that had come did not join the group") from error
+        self.close()
+
     def close(self) -> None:
         self._store = None
 
@@ -169,7 +180,9 @@ def _join(meeting: str, rank: int, world: int) -> "ProcessGroupGloo":
         raise SamplerError(GAVE_UP) from error
     with closing_new_listeners():
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        return ProcessGroupGloo(store, rank, world, options)
+        group = ProcessGroupGloo(store, rank, world, options)
+    store.set(f"joined {rank}", "")
+    return group
 
 
 def _open_file(meeting: Path) -> "tuple[Store, str, Callable[[], None]]":
@@ -187,8 +200,9 @@ def _open_port(meeting: str) -> "tuple[Store, str, Callable[[], None]]":
 
     host, _, port = meeting.rpartition(":")
     try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()  # the store would try for its timeout
         store = TCPStore(host, int(port), None, False, TIMEOUT, wait_for_workers=False)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise SamplerError(GAVE_UP) from error
     return store, address_towards(f"tcp://{meeting}") or host, lambda: None
 

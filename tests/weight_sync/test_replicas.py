@@ -306,17 +306,22 @@ class NoReceiver(ControlPlane):
         raise SamplerError("no")
 
 
+MEETINGS = pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["file", "port"])
+"""Members of one host meet at a file, those of several at a port of an address of the trainer's."""
+
 DYING_SENDER = """
+import sys
 from skyrl_tinker.weight_sync.gloo import GlooSender
-sender = GlooSender(0)
+sender = GlooSender(0, sys.argv[1])
 print(sender.prepare(), flush=True)
 input()
 """
 
 
-def test_who_comes_to_a_group_of_a_dead_trainer_gives_up_at_once() -> None:
+@MEETINGS
+def test_who_comes_to_a_group_of_a_dead_trainer_gives_up_at_once(host: str) -> None:
     """A replica samples nothing meanwhile."""
-    command = [sys.executable, "-c", DYING_SENDER]
+    command = [sys.executable, "-c", DYING_SENDER, host]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         meeting = trainer.stdout.readline().strip()
@@ -325,21 +330,23 @@ def test_who_comes_to_a_group_of_a_dead_trainer_gives_up_at_once() -> None:
     with pytest.raises(SamplerError, match="gave up the group"):
         GlooReceiver(meeting, rank=1, world=2)
     assert time.monotonic() - began < 1
-    shutil.rmtree(meeting)
+    shutil.rmtree(meeting, ignore_errors=True)
 
 
-def test_who_comes_to_a_group_that_was_given_up_is_told_so() -> None:
-    sender = GlooSender(0)
+@MEETINGS
+def test_who_comes_to_a_group_that_was_given_up_is_told_so(host: str) -> None:
+    sender = GlooSender(0, host)
     meeting = sender.prepare()
     sender.leave()
     with pytest.raises(SamplerError, match="gave up the group"):
         GlooReceiver(meeting, rank=1, world=2)
-    shutil.rmtree(meeting)
+    shutil.rmtree(meeting, ignore_errors=True)
 
 
-def test_a_group_lets_nobody_in_once_all_have_met_and_goes_on() -> None:
+@MEETINGS
+def test_a_group_lets_nobody_in_once_all_have_met_and_goes_on(host: str) -> None:
     """gloo would listen on for ever, on ports that ask for no token."""
-    sender, listening = GlooSender(0), set(_ports())
+    sender, listening = GlooSender(0, host), set(_ports())
     meeting = sender.prepare()
     with ThreadPoolExecutor() as threads:
         joining = threads.submit(GlooReceiver, meeting, 1, 2)
@@ -352,7 +359,7 @@ def test_a_group_lets_nobody_in_once_all_have_met_and_goes_on() -> None:
         sender.broadcast(torch.tensor([1, 2, 3], dtype=torch.uint8))
         assert receiving.result()["a"]().tolist() == [1, 2, 3]
     sender.leave()
-    shutil.rmtree(meeting)
+    shutil.rmtree(meeting, ignore_errors=True)
 
 
 def _ports() -> list[tuple[str, int]]:
