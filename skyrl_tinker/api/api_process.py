@@ -27,6 +27,7 @@ from skyrl_tinker.processes import die_with_parent, freeze_gc, raise_open_files_
 from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbells import bind_doorbell
 from skyrl_tinker.store.store import Store
 
 FACTS_WITHIN_S = 60.0
@@ -104,7 +105,7 @@ async def run(settings: Settings, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT."""
     store = Store.open(settings.store_url, settings.root)
     try:
-        bell = Doorbell.bind(settings.root, "api")
+        bell = bind_doorbell(settings.store_url, settings.root, "api")
         try:
             facts = await read_facts(store, bell)
             app = create_app(settings, store, facts, bell)

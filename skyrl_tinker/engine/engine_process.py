@@ -22,7 +22,7 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.redaction import log_to_stderr
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbells import bind_doorbell
 from skyrl_tinker.store.store import Store
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     store = Store.open(settings.store_url, settings.root)
-    bell = Doorbell.bind(directories.home, "engine")
+    bell = bind_doorbell(settings.store_url, directories.home, "engine")
     try:
         await store.wait_until_there()
         status = EngineStatus(store, bell)
