@@ -101,9 +101,12 @@ def _stored_facts(store: Store) -> object:
         return server_state.get(conn, "base_model")
 
 
-async def run(settings: Settings, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    store = Store.open(settings.store_url, settings.root)
+async def run(settings: Settings, listener: socket.socket, files_home: Path | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    `files_home`: what paths in rows are relative to, where that is not this process's home.
+    """
+    store = Store.open(settings.store_url, files_home or settings.root)
     try:
         bell = bind_doorbell(settings.store_url, settings.root, "api")
         try:
@@ -117,12 +120,17 @@ async def run(settings: Settings, listener: socket.socket) -> None:
         await store.close()
 
 
-def main() -> None:
+def prepare() -> None:
+    """Set up this process for many connections."""
     sys.setswitchinterval(_SWITCH_S)
-    die_with_parent()
     raise_open_files_limit()
     return_freed_memory()
     log_to_stderr()
+
+
+def main() -> None:
+    prepare()
+    die_with_parent()
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
     uvloop.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))
 

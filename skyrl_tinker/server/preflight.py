@@ -26,7 +26,7 @@ _BACKLOG = 4096  # thousands of long polls may connect at once
 def check_settings(settings: Settings) -> None:
     """Refuse settings that are not implemented yet or contradict each other, whatever the placement."""
     _check_samplers(settings)
-    _check_tls(settings)
+    check_tls(settings)
     _check_dtype(settings)
     _check_otlp(settings)
 
@@ -89,7 +89,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _check_tls(settings: Settings) -> None:
+def check_tls(settings: Settings) -> None:
     """Refuse a certificate that the API could not load: its process would die again and again."""
     cert, key = settings.tls_cert, settings.tls_key
     if (cert is None) != (key is None):

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
-from skyrl_tinker.server import log_files, preflight, start_plan
+from skyrl_tinker.server import log_files, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import announcement
 from skyrl_tinker.server.base_models import base_model
@@ -169,6 +170,7 @@ class _Supervisor:
 
     async def _run_children(self, store: Store, fence: Fence) -> None:
         await store.write(lambda conn: server_state.put(conn, "base_model", asdict(self._facts)))
+        await store.write(partial(shared_settings.publish, settings=self._settings))
         own = {"pid": os.getpid(), "started_at": psutil.Process().create_time()}
         await store.write(lambda conn: server_state.put(conn, server_state.SERVER, own))
         await self._set_engine_state(store, "starting", "starting the engine")

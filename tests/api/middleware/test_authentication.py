@@ -14,13 +14,14 @@ import pytest
 from starlette.routing import Route
 from starlette.types import Message
 
+from skyrl_tinker import signing_secrets
 from skyrl_tinker.api.middleware import authentication
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
-from skyrl_tinker.api.security import keyring, refusals, signing_secrets, tokens
+from skyrl_tinker.api.security import keyring, refusals, tokens
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.refusals import Refusal, Refusals
-from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.domain.ids import ALL_OWNERS
+from skyrl_tinker.signing_secrets import SigningSecrets
 from skyrl_tinker.store import api_keys, audit_log
 from tests.api.support.world import BASE, World
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 
-from skyrl_tinker.api.security import signing_secrets
+from skyrl_tinker import signing_secrets
 from skyrl_tinker.config import Settings
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.migrate import migrate

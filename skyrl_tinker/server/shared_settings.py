@@ -1,0 +1,61 @@
+"""Settings of the server that works on a database, in its store, for API processes on other hosts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection
+
+from skyrl_tinker import __version__
+from skyrl_tinker.config import Settings
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.signing_secrets import SigningSecrets
+from skyrl_tinker.store import server_state
+
+_OWN = {
+    "home",
+    "host",
+    "port",
+    "allowed_hosts",
+    "tls_cert",
+    "tls_key",
+    "insecure",
+    "database_url",
+    "log_mb",
+}
+"""Settings that each host has for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """`settings`: of the server. `home`: its home, which paths in rows are relative to."""
+
+    home: Path
+    settings: dict[str, Any]
+
+    def joined(self, own: Settings) -> Settings:
+        """Return the server's settings, but for those that were given here, and those of a host."""
+        given = own.model_dump(exclude_unset=True)
+        return Settings.model_validate(self.settings | given)
+
+
+def publish(conn: Connection, settings: Settings) -> None:
+    """Write down the settings, and what tells the secrets of the home from others."""
+    shared = settings.model_dump(mode="json", exclude=_OWN) | {"checkpoints": str(settings.checkpoint_root)}
+    value = {"version": __version__, "home": str(settings.root), "settings": shared}
+    server_state.put(conn, server_state.SETTINGS, value)
+    fingerprint = SigningSecrets(settings.root).current.fingerprint
+    server_state.put(conn, server_state.SECRETS, fingerprint)
+
+
+def read(conn: Connection) -> ServerSettings | None:
+    """Return what a server wrote, None before one did. Raises StartupError for another version's."""
+    value = server_state.get(conn, server_state.SETTINGS)
+    if value is None:
+        return None
+    if value["version"] != __version__:
+        raise StartupError(
+            f"the server on this database is skyrl-tinker {value['version']}, this is {__version__}: "
+            "install the same version on all hosts"
+        )
+    return ServerSettings(Path(value["home"]), value["settings"])
