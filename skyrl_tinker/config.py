@@ -52,6 +52,15 @@ class Settings(BaseSettings):
         None, description="postgresql+psycopg://USER@HOST/NAME, or a file [default: SQLite under home]"
     )
     checkpoints: Path | None = Field(None, description="Where checkpoints lie [default: <home>/checkpoints]")
+    snapshots: Path | None = Field(
+        None,
+        description="Where the server keeps what brings models back after a crash [default: under home]",
+    )
+    standby: bool = Field(
+        False,
+        description="Wait while another server works on the database (PostgreSQL), and take over once it "
+        "gives no sign of life; checkpoints and snapshots lie where both hosts find them",
+    )
     engine_listen: str | None = Field(
         None,
         description="HOST:PORT where the engine answers API processes on other hosts (skyrl-tinker api), "

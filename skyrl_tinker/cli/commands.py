@@ -49,6 +49,8 @@ _SERVED = (
     "home",
     "database_url",
     "checkpoints",
+    "snapshots",
+    "standby",
     "engine_listen",
     "device",
     "trainer_ranks",

@@ -166,7 +166,7 @@ def make_samplers(
 
 
 def make_tmpfs_spill(directories: Directories) -> TmpfsSpill:
-    return TmpfsSpill(directories.ephemeral_dir, directories.run_dir / "overflow")
+    return TmpfsSpill(directories.ephemeral_dir, directories.overflow_dir)
 
 
 def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelFacts) -> TrainerSpec:

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from skyrl_tinker import __version__
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.signing_secrets import SigningSecrets
+from skyrl_tinker.signing_secrets import SigningSecrets, require_copy
 from skyrl_tinker.store import server_state
 
 _OWN = {
@@ -20,6 +20,7 @@ _OWN = {
     "tls_cert",
     "tls_key",
     "insecure",
+    "standby",
     "database_url",
     "log_mb",
 }
@@ -41,11 +42,29 @@ class ServerSettings:
 
 def publish(conn: Connection, settings: Settings) -> None:
     """Write down the settings, and what tells the secrets of the home from others."""
-    shared = settings.model_dump(mode="json", exclude=_OWN) | {"checkpoints": str(settings.checkpoint_root)}
+    shared = settings.model_dump(mode="json", exclude=_OWN) | _places(settings)
     value = {"version": __version__, "home": str(settings.root), "settings": shared}
     server_state.put(conn, server_state.SETTINGS, value)
     fingerprint = SigningSecrets(settings.root).current.fingerprint
     server_state.put(conn, server_state.SECRETS, fingerprint)
+
+
+def require_same_places(conn: Connection, own: Settings) -> None:
+    """Refuse a standby without the files of the server that has worked on the database. StartupError."""
+    server = read(conn)
+    if server is None:
+        return
+    require_copy(own.root, server_state.get(conn, server_state.SECRETS))
+    for name, place in _places(own).items():
+        if server.settings[name] != place:
+            raise StartupError(
+                f"--standby: found {name} {place}, expected those of the server, {server.settings[name]}"
+            )
+
+
+def _places(settings: Settings) -> dict[str, str | None]:
+    snapshots = None if settings.snapshots is None else str(settings.snapshots.absolute())
+    return {"checkpoints": str(settings.checkpoint_root), "snapshots": snapshots}
 
 
 def read(conn: Connection) -> ServerSettings | None:

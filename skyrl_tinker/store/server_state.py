@@ -11,6 +11,8 @@ WARNING = "warning"
 
 ENGINE_ADDRESS = "engine_address"
 """Key of HOST:PORT by which API processes on other hosts reach the engine; None: by none."""
+LEASE = "lease"
+"""Key of the lease of the server that works on the database."""
 SECRETS = "secrets"
 """Key of the fingerprint of the signing secrets."""
 SETTINGS = "settings"

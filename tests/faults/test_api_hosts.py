@@ -28,16 +28,16 @@ def test_api_hosts_do_all_that_the_server_does_and_may_die(tmp_path: Path) -> No
     with postgres_server(durable=True) as postgres:
         shared = ("--database-url", postgres.new_database(), "--checkpoints", str(tmp_path / "checkpoints"))
         home = tmp_path / "home"
-        with serving(home, *shared, "--engine-listen", "127.0.0.1:0") as server:
-            with (
-                api_host(tmp_path / "one", *shared[:2], secrets_of=home) as one,
-                api_host(tmp_path / "other", *shared[:2], secrets_of=home) as other,
-            ):
-                first, second = one.wait_up().url, other.wait_up().url
-                assert wait_until(lambda: all(map(_ready, (server.url, first, second))), 10)
-                _train_and_die(first, second, one.process.kill)
-                for host in (one, other):
-                    assert not re.findall("WARNING.*|ERROR.*|Traceback", host.complaints())
+        with (
+            serving(home, *shared, "--engine-listen", "127.0.0.1:0") as server,
+            api_host(tmp_path / "one", *shared[:2], secrets_of=home) as one,
+            api_host(tmp_path / "other", *shared[:2], secrets_of=home) as other,
+        ):
+            first, second = one.wait_up().url, other.wait_up().url
+            assert wait_until(lambda: all(map(_ready, (server.url, first, second))), 10)
+            _train_and_die(first, second, one.process.kill)
+            for host in (one, other):
+                assert not re.findall("WARNING.*|ERROR.*|Traceback", host.complaints())
 
 
 def _ready(url: str) -> bool:
