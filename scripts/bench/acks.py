@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SamplingSessionId
 from skyrl_tinker.store import sampling_sessions, session_records
+from skyrl_tinker.store.cluster.doorbells import bind_doorbell
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.doorbells import bind_doorbell
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.store import Store
 

@@ -182,8 +182,8 @@ def rotate_secrets(home: Home = None, database_url: DatabaseUrl = None, config_f
     A running server refuses the old ones within a second: the SDK fetches a new token and goes on; downloads
     that are under way finish, and URLs that were handed out must be requested again.
     """
-    from skyrl_tinker import signing_secrets
     from skyrl_tinker.store import audit_log, server_state
+    from skyrl_tinker.store.cluster import signing_secrets
 
     with one_line_errors():
         _run(home, database_url, config_file, lambda conn: audit_log.record_key(conn, "secrets_rotate", None))

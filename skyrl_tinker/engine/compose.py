@@ -37,8 +37,8 @@ from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.inference.client.replica_metrics import replica_metrics
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
-from skyrl_tinker.signing_secrets import SigningSecrets
 from skyrl_tinker.store import owners
+from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec

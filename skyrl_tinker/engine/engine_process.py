@@ -23,9 +23,9 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.redaction import log_to_stderr
+from skyrl_tinker.store.cluster.doorbells import bind_doorbell
+from skyrl_tinker.store.cluster.server_lease import own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
-from skyrl_tinker.store.doorbells import bind_doorbell
-from skyrl_tinker.store.lease import own_epoch
 from skyrl_tinker.store.store import RETRY_S, Store
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.telemetry.engine_metrics import CONTENT_TYPE, Metrics
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.protocol.queue_views import QueuesView
-from skyrl_tinker.signing_secrets import ENGINE_HEADER
+from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER
 
 SHUTDOWN_S = 1.0
 _ANY = ("0.0.0.0", "::")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from skyrl_tinker import signing_secrets
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
@@ -17,6 +16,7 @@ from skyrl_tinker.server import preflight, shared_settings
 from skyrl_tinker.server.addresses import client_url
 from skyrl_tinker.server.shared_settings import ServerSettings
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.cluster import signing_secrets
 from skyrl_tinker.store.database.opening import file_of, open_database
 
 if TYPE_CHECKING:

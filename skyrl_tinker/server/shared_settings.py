@@ -9,8 +9,8 @@ from sqlalchemy import Connection
 from skyrl_tinker import __version__
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.signing_secrets import SigningSecrets, require_copy
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets, require_copy
 
 _OWN = {
     "home",

@@ -14,8 +14,8 @@ from skyrl_tinker.engine.http_server import EngineHttpServer, OpenAddress
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.protocol.queue_views import QueuesView
-from skyrl_tinker.signing_secrets import ENGINE_HEADER, SigningSecrets, rotate
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER, SigningSecrets, rotate
 from skyrl_tinker.store.store import Store
 
 

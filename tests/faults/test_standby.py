@@ -13,7 +13,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tinker.signing_secrets import FILE
+from skyrl_tinker.store.cluster.signing_secrets import FILE
 from tests.e2e.support.client import Client, prompt
 from tests.faults.test_engine_death import TOKENS, rounds
 from tests.support.api_host import api_host

@@ -10,8 +10,8 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.server import shared_settings
-from skyrl_tinker.signing_secrets import FILE, SigningSecrets, rotate
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.cluster.signing_secrets import FILE, SigningSecrets, rotate
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import write_once
 from tests.api.support.world import FACTS

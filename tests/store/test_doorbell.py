@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.store.cluster.doorbells import bind_doorbell
 from skyrl_tinker.store.doorbell import Doorbell, Role, SocketBell
-from skyrl_tinker.store.doorbells import bind_doorbell
 from skyrl_tinker.user_directory import user_directory
 from tests.store.support.databases import on_postgresql
 from tests.support.postgres import Postgres

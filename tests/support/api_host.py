@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_tinker.signing_secrets import FILE
+from skyrl_tinker.store.cluster.signing_secrets import FILE
 
 ABSENT = ("torch", "ray", "transformers", "vllm", "peft")
 

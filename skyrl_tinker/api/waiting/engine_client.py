@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER, error_body
-from skyrl_tinker.signing_secrets import ENGINE_HEADER, SigningSecrets
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER, SigningSecrets
 from skyrl_tinker.store.store import Store
 
 EVENTS = "text/event-stream"

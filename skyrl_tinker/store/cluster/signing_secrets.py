@@ -28,12 +28,12 @@ class Secrets:
 
     @property
     def engine_token(self) -> str:
-        """What API processes on other hosts show to the engine."""
+        """Token that API processes on other hosts show to the engine."""
         return self._derived(b"token of the engine")
 
     @property
     def fingerprint(self) -> str:
-        """What tells whether two hosts have the same secrets; not a secret itself."""
+        """Text that tells whether two hosts have the same secrets; not a secret itself."""
         return self._derived(b"fingerprint")
 
     def _derived(self, purpose: bytes) -> str:

@@ -10,9 +10,10 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import LeaseLostError, StartupError
-from skyrl_tinker.store import lease, server_state
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.cluster import server_lease
+from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
-from skyrl_tinker.store.lease import Lease, own_epoch
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_postgresql, on_sqlite
 from tests.support.postgres import Postgres
@@ -30,8 +31,8 @@ def homes(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "HOLD_S", 1.0)
-    monkeypatch.setattr(lease, "_LOOK_S", 0.1)
+    monkeypatch.setattr(server_lease, "HOLD_S", 1.0)
+    monkeypatch.setattr(server_lease, "_LOOK_S", 0.1)
 
 
 @pytest.fixture

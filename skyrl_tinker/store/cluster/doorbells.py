@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from skyrl_tinker.store.cluster.notify_bell import NotifyBell
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.doorbell import Doorbell, Role, SocketBell
-from skyrl_tinker.store.notify_bell import NotifyBell
 
 
 def bind_doorbell(url: str, home: Path, role: Role) -> Doorbell:
