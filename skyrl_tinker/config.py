@@ -52,6 +52,20 @@ class Settings(BaseSettings):
         None, description="postgresql+psycopg://USER@HOST/NAME, or a file [default: SQLite under home]"
     )
     checkpoints: Path | None = Field(None, description="Where checkpoints lie [default: <home>/checkpoints]")
+    snapshots: Path | None = Field(
+        None,
+        description="Where the server keeps what brings models back after a crash [default: under home]",
+    )
+    standby: bool = Field(
+        False,
+        description="Wait while another server works on the database (PostgreSQL), and take over once it "
+        "gives no sign of life; checkpoints and snapshots lie where both hosts find them",
+    )
+    engine_listen: str | None = Field(
+        None,
+        description="HOST:PORT where the engine answers API processes on other hosts (skyrl-tinker api), "
+        "of a private network [default: none]",
+    )
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu or cuda")
     trainer_ranks: int = Field(1, ge=1, le=64, description=f"FSDP workers [{_PLANNED}]")
@@ -353,6 +367,13 @@ class Settings(BaseSettings):
         True, description="Run the losses of create_custom_loss on the server, not on the client"
     )
 
+    @field_validator("engine_listen")
+    @classmethod
+    def _check_address(cls, given: str | None) -> str | None:
+        if given is not None:
+            _split_address(given)
+        return given
+
     @field_validator("vllm_args", mode="before")
     @classmethod
     def _read_pairs(cls, given: object) -> object:
@@ -384,6 +405,11 @@ class Settings(BaseSettings):
     @property
     def root(self) -> Path:
         return self.home.absolute()
+
+    @property
+    def engine_address(self) -> tuple[str, int] | None:
+        """Host and port of engine_listen."""
+        return None if self.engine_listen is None else _split_address(self.engine_listen)
 
     @property
     def colocated(self) -> bool:
@@ -419,6 +445,14 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
         model_config = SettingsConfigDict(toml_file=config)
 
     return Settings.model_validate(_FromFile(**overridden).model_dump(exclude_unset=True))
+
+
+def _split_address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"found {text!r}, expected HOST:PORT")
+    return host, int(port)
 
 
 def _json_or_text(value: str) -> Any:

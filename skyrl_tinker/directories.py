@@ -20,9 +20,13 @@ class Directories:
         self.run_dir = self.home / "run"
         self.log_dir = self.home / "logs"
         self.models_dir = self.home / "models"
-        self.snapshot_dir = self.home / "snapshots"
+        self.snapshot_dir, self.overflow_dir = self.home / "snapshots", self.home / "run" / "overflow"
+        if settings.snapshots is not None:
+            self.snapshot_dir = settings.snapshots.absolute() / "models"
+            self.overflow_dir = settings.snapshots.absolute() / "unnamed"
         self.settings_file = self.run_dir / "settings.json"
         self.server_lock = self.run_dir / "serve.lock"
+        self.api_lock = self.run_dir / "api.lock"
         self.engine_lock = self.run_dir / "engine.lock"
         self.pid_file = self.run_dir / "processes.json"
         self.bell_dir = user_directory(Path("/tmp"), self.home)
@@ -32,16 +36,16 @@ class Directories:
     def make(self) -> None:
         """Create every directory, closed to other users. Raises StartupError when one cannot be ours alone.
 
-        The permissions of a checkpoint directory that lies elsewhere, and is there, are not ours to change.
+        The permissions of a directory that lies elsewhere, and is there, are not ours to change.
         """
-        below = (self.run_dir, self.log_dir, self.models_dir, self.snapshot_dir)
-        for directory in (self.home, *below):
+        for directory in (self.home, self.run_dir, self.log_dir, self.models_dir):
             _make(directory)
             close_to_others(directory)
-        existed = self.checkpoint_root.exists()
-        _make(self.checkpoint_root)
-        if self.checkpoint_root.is_relative_to(self.home) or not existed:
-            close_to_others(self.checkpoint_root)
+        for directory in (self.checkpoint_root, self.snapshot_dir):
+            existed = directory.exists()
+            _make(directory)
+            if directory.is_relative_to(self.home) or not existed:
+                close_to_others(directory)
         for directory in (self.bell_dir, self.ephemeral_dir):
             if directory.parent.name.startswith("skyrl-tinker-"):
                 make_private(directory.parent)

@@ -22,6 +22,7 @@ SkyrlTinkerError              500  server
 │   ├── NoRoomError           503  server   the disk is nearly full
 │   └── DatabaseError         503  server   the database is full, busy or away
 └── StartupError              500  server   the server cannot start; the message says what to change
+    └── LeaseLostError        500  server   another server has taken over the database
 """
 
 from typing import ClassVar, Literal
@@ -137,3 +138,7 @@ class DiskFullError(StorageError):
 
 class StartupError(SkyrlTinkerError):
     pass
+
+
+class LeaseLostError(StartupError):
+    """Another server has taken over the database: this one must end, and has committed nothing since."""

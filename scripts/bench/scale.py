@@ -55,7 +55,7 @@ from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import Future
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -148,7 +148,7 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
         migrate(settings.store_url)
         store = Store.open(settings.store_url)
         stack.push_async_callback(store.close)
-        bell = Doorbell.bind(home, "engine")
+        bell = SocketBell.bind(home, "engine")
         stack.callback(bell.close)
         servers = ExternalServers(urls, startup_s=30.0, hang_s=30.0, max_model_len=CONTEXT + 1)
         await servers.ready()

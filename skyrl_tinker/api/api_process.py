@@ -26,6 +26,7 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.processes import die_with_parent, freeze_gc, raise_open_files_limit, return_freed_memory
 from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.cluster.doorbells import bind_doorbell
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
@@ -100,11 +101,14 @@ def _stored_facts(store: Store) -> object:
         return server_state.get(conn, "base_model")
 
 
-async def run(settings: Settings, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    store = Store.open(settings.store_url, settings.root)
+async def run(settings: Settings, listener: socket.socket, files_home: Path | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    `files_home`: what paths in rows are relative to, where that is not this process's home.
+    """
+    store = Store.open(settings.store_url, files_home or settings.root)
     try:
-        bell = Doorbell.bind(settings.root, "api")
+        bell = bind_doorbell(settings.store_url, settings.root, "api")
         try:
             facts = await read_facts(store, bell)
             app = create_app(settings, store, facts, bell)
@@ -116,12 +120,17 @@ async def run(settings: Settings, listener: socket.socket) -> None:
         await store.close()
 
 
-def main() -> None:
+def prepare() -> None:
+    """Set up this process for many connections."""
     sys.setswitchinterval(_SWITCH_S)
-    die_with_parent()
     raise_open_files_limit()
     return_freed_memory()
     log_to_stderr()
+
+
+def main() -> None:
+    prepare()
+    die_with_parent()
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
     uvloop.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))
 

@@ -52,7 +52,6 @@ from skyrl_tinker.api.routes import (
 )
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
-from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.api.services import Services, limits_of
 from skyrl_tinker.api.token_texts import TokenTexts
 from skyrl_tinker.api.waiting.backpressure import Backpressure
@@ -66,6 +65,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
@@ -113,9 +113,9 @@ def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Do
 def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> Services:
     """Build what one run of the app works with; its lifespan starts and ends them."""
     directories = Directories(settings)
-    engine = EngineClient(directories.engine_socket)
-    queues = EngineQueues(engine)
     signing = SigningSecrets(settings.root)
+    engine = EngineClient(directories.engine_socket, store, signing)
+    queues = EngineQueues(engine)
     metrics = ApiMetrics()
     keys = KeyRing(store, signing, settings.key_limits)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)

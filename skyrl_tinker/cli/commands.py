@@ -49,6 +49,9 @@ _SERVED = (
     "home",
     "database_url",
     "checkpoints",
+    "snapshots",
+    "standby",
+    "engine_listen",
     "device",
     "trainer_ranks",
     "trainer_dtype",
@@ -94,6 +97,34 @@ def serve(
             ready=lambda text: print(text, flush=True),
             progress=lambda text: print(f"skyrl-tinker: {text}", file=sys.stderr, flush=True),
             warn=lambda text: print(f"skyrl-tinker: warning: {text}", file=sys.stderr, flush=True),
+        )
+
+
+@app.command()
+@with_options(
+    "host",
+    "port",
+    "allowed_hosts",
+    "tls_cert",
+    "tls_key",
+    "insecure",
+    "home",
+    "database_url",
+    "checkpoints",
+)
+def api(config_file: Config = None, **given: Any) -> None:
+    """Answer clients on another host than the engine's, until Ctrl-C. Needs PostgreSQL, no torch, no vLLM.
+
+    Its settings are those of the server on --database-url, but for what is given here. --home has a copy of
+    signing-secrets.json of that server's home.
+    """
+    from skyrl_tinker.server import api_host
+
+    with one_line_errors():
+        api_host.serve_api(
+            config.load(config_file, **given),
+            ready=lambda text: print(text, flush=True),
+            progress=lambda text: print(f"skyrl-tinker: {text}", file=sys.stderr, flush=True),
         )
 
 

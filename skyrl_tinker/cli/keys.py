@@ -182,12 +182,16 @@ def rotate_secrets(home: Home = None, database_url: DatabaseUrl = None, config_f
     A running server refuses the old ones within a second: the SDK fetches a new token and goes on; downloads
     that are under way finish, and URLs that were handed out must be requested again.
     """
-    from skyrl_tinker.api.security import signing_secrets
-    from skyrl_tinker.store import audit_log
+    from skyrl_tinker.store import audit_log, server_state
+    from skyrl_tinker.store.cluster import signing_secrets
 
     with one_line_errors():
         _run(home, database_url, config_file, lambda conn: audit_log.record_key(conn, "secrets_rotate", None))
-        signing_secrets.rotate(config.load(config_file, home=home).root)
+        fresh = signing_secrets.rotate(config.load(config_file, home=home).root)
+        _run(
+            *(home, database_url, config_file),
+            lambda conn: server_state.put(conn, server_state.SECRETS, fresh.fingerprint),
+        )
     print("rotated: tokens and download URLs from before are refused")
 
 

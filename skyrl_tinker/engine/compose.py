@@ -16,7 +16,7 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.deadlines import Deadlines
-from skyrl_tinker.engine.http_server import EngineHttpServer
+from skyrl_tinker.engine.http_server import EngineHttpServer, OpenAddress
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import chat_abilities
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
@@ -38,6 +38,7 @@ from skyrl_tinker.inference.client.replica_metrics import replica_metrics
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store import owners
+from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
@@ -127,9 +128,22 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
             lambda: replica_metrics(fleet.client.control.http, fleet.members),
             lambda: QueuesView(driver.view(), sampler_driver.view()),
             settings.json_body_mb * MiB,
+            _open_address(settings),
         ),
         make_span_export(settings, store, metrics),
     )
+
+
+def _open_address(settings: Settings) -> OpenAddress | None:
+    if settings.engine_address is None:
+        return None
+    secrets = SigningSecrets(settings.root)
+
+    def token() -> str:
+        secrets.refresh()
+        return secrets.current.engine_token
+
+    return OpenAddress(*settings.engine_address, token)
 
 
 def make_span_export(settings: Settings, store: Store, metrics: Metrics) -> "SpanExport | None":
@@ -160,7 +174,7 @@ def make_samplers(
 
 
 def make_tmpfs_spill(directories: Directories) -> TmpfsSpill:
-    return TmpfsSpill(directories.ephemeral_dir, directories.run_dir / "overflow")
+    return TmpfsSpill(directories.ephemeral_dir, directories.overflow_dir)
 
 
 def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelFacts) -> TrainerSpec:

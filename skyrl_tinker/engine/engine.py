@@ -19,6 +19,7 @@ from skyrl_tinker.engine.status import EnginePhase
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.processes import freeze_gc, reap_orphans
+from skyrl_tinker.store import server_state
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 PING_S, PING_TIMEOUT_S = 2.0, 30.0
@@ -58,6 +59,12 @@ class Engine:
         await parts.drift_monitor.clear_warning()
         self._shutdowns.append(parts.http_server.close)
         await parts.http_server.start()
+        address = parts.http_server.address
+        await persistently(
+            lambda: self._env.store.write(
+                lambda conn: server_state.put(conn, server_state.ENGINE_ADDRESS, address)
+            )
+        )
         freeze_gc()
         cursor = await parts.trainer_driver.resume()
         backends.samplers.await_replay()

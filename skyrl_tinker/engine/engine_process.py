@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvloop
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
@@ -22,8 +23,10 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.redaction import log_to_stderr
-from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.store import Store
+from skyrl_tinker.store.cluster.doorbells import bind_doorbell
+from skyrl_tinker.store.cluster.server_lease import own_epoch
+from skyrl_tinker.store.database.abstract_database import LeaseFence
+from skyrl_tinker.store.store import RETRY_S, Store
 
 if TYPE_CHECKING:
     from skyrl_tinker.engine.ray_cluster import RayCluster
@@ -102,8 +105,8 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    store = Store.open(settings.store_url, settings.root)
-    bell = Doorbell.bind(directories.home, "engine")
+    store = Store.open(settings.store_url, settings.root, await _fence(settings))
+    bell = bind_doorbell(settings.store_url, directories.home, "engine")
     try:
         await store.wait_until_there()
         status = EngineStatus(store, bell)
@@ -112,6 +115,26 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     finally:
         bell.close()
         await store.close()
+
+
+async def _fence(settings: Settings) -> LeaseFence | None:
+    """Wait for the database. Return what ends this process where it would commit and has lost the lease.
+
+    It ends as if killed: what it would do about a failure, as to remove files, is no longer its business.
+    """
+    while True:
+        try:
+            epoch = own_epoch(settings.store_url, settings.root)
+            break
+        except OperationalError as error:
+            _log.warning("the database does not answer, trying again: %s", error)
+            await asyncio.sleep(RETRY_S)
+    return None if epoch is None else LeaseFence(epoch, _end_at_once)
+
+
+def _end_at_once() -> None:
+    _log.error("ended: another server has taken over the database")
+    os._exit(1)
 
 
 if __name__ == "__main__":

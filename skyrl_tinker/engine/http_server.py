@@ -1,20 +1,39 @@
-"""HTTP server on a private socket, for what the API cannot get through the journal: streams and metrics."""
+"""HTTP server on a private socket, for what the API cannot get through the journal: streams and metrics.
+
+With the setting engine_listen also on an address, for API processes on other hosts.
+"""
 
 import asyncio
+import hmac
+import socket as sockets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.telemetry.engine_metrics import CONTENT_TYPE, Metrics
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.protocol.queue_views import QueuesView
+from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER
 
 SHUTDOWN_S = 1.0
+_ANY = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAddress:
+    """Address to listen on (port 0: any), and the token that clients there must show, which may change."""
+
+    host: str
+    port: int
+    token: Callable[[], str]
 
 
 class EngineHttpServer:
-    """Trusts its clients: only processes of this user may connect, and the API has authorized the request."""
+    """Trusts its clients: they are of this user or know the token, and the API has authorized the request."""
 
     def __init__(
         self,
@@ -24,12 +43,15 @@ class EngineHttpServer:
         replica_metrics: Callable[[], Awaitable[bytes]],
         queues: Callable[[], QueuesView],
         body_bytes: int,
+        network: OpenAddress | None = None,
     ) -> None:
         self._socket = socket
+        self._network = network
+        self._address: str | None = None
         self._metrics = metrics
         self._replica_metrics = replica_metrics
         self._queues = queues
-        app = web.Application(client_max_size=body_bytes)
+        app = web.Application(client_max_size=body_bytes, middlewares=[self._authorized])
         reports = [
             web.get("/metrics", self._metrics_text),
             web.get("/queues", self._queues_json),
@@ -46,10 +68,39 @@ class EngineHttpServer:
         self._socket.unlink(missing_ok=True)  # left by an engine that was killed
         await web.UnixSite(self._runner, str(self._socket)).start()
         self._socket.chmod(0o600)
+        if self._network is not None:
+            self._address = await self._listen(self._network)
+
+    @property
+    def address(self) -> str | None:
+        """HOST:PORT by which other hosts reach it, once it is started; None: none does."""
+        return self._address
+
+    async def _listen(self, network: OpenAddress) -> str:
+        try:
+            await (site := web.TCPSite(self._runner, network.host, network.port)).start()
+        except OSError as error:
+            raise StartupError(
+                f"engine_listen: cannot listen on {network.host}:{network.port} ({error})"
+            ) from error
+        port = site.port
+        host = sockets.gethostname() if network.host in _ANY else network.host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def close(self) -> None:
         await self._runner.cleanup()
         self._socket.unlink(missing_ok=True)
+
+    @web.middleware
+    async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Ask who comes over the network for the token."""
+        if isinstance(request.get_extra_info("sockname"), tuple):  # of a Unix socket it is a path
+            shown = request.headers.get(ENGINE_HEADER, "")
+            if self._network is None or not hmac.compare_digest(
+                shown.encode(), self._network.token().encode()
+            ):
+                raise web.HTTPUnauthorized
+        return await handler(request)
 
     async def _metrics_text(self, _: web.Request) -> web.Response:
         text = await self._replica_metrics() + self._metrics.text()

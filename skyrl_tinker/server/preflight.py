@@ -10,10 +10,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.servers.vllm_arguments import check, workers
 from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.store import write_once
 from skyrl_tinker.weight_sync.factory import choose
 
@@ -26,9 +28,27 @@ _BACKLOG = 4096  # thousands of long polls may connect at once
 def check_settings(settings: Settings) -> None:
     """Refuse settings that are not implemented yet or contradict each other, whatever the placement."""
     _check_samplers(settings)
-    _check_tls(settings)
+    check_tls(settings)
+    _check_standby(settings)
     _check_dtype(settings)
     _check_otlp(settings)
+
+
+def _check_standby(settings: Settings) -> None:
+    """Refuse a standby that could not bring back what the server before it had."""
+    if not settings.standby:
+        return
+    if file_of(settings.store_url) is not None:
+        raise StartupError(
+            "--standby: found a database that is a file, expected --database-url postgresql+psycopg://…"
+        )
+    directories = Directories(settings)
+    for name, place in (("checkpoints", settings.checkpoint_root), ("snapshots", directories.snapshot_dir)):
+        if place.is_relative_to(settings.root):
+            raise StartupError(
+                f"--standby: found {name} under home, {place}; expected --{name} with a directory that all "
+                "hosts share, under the same path"
+            )
 
 
 def check_placement(settings: Settings) -> None:
@@ -89,7 +109,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _check_tls(settings: Settings) -> None:
+def check_tls(settings: Settings) -> None:
     """Refuse a certificate that the API could not load: its process would die again and again."""
     cert, key = settings.tls_cert, settings.tls_key
     if (cert is None) != (key is None):

@@ -8,8 +8,9 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,17 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.errors import StartupError
+from skyrl_tinker.errors import LeaseLostError, StartupError
 from skyrl_tinker.process_lock import process_lock
-from skyrl_tinker.server import log_files, preflight, start_plan
+from skyrl_tinker.server import log_files, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import announcement
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.store import api_keys, server_state
-from skyrl_tinker.store.database.abstract_database import Fence
-from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.store import Store
+from skyrl_tinker.store.cluster.server_lease import Lease
+from skyrl_tinker.store.database.abstract_database import LeaseFence
+from skyrl_tinker.store.database.migrate import is_migrated, migrate
+from skyrl_tinker.store.store import Store, write_once
 
 _STOP_S = 10.0  # children that have not ended by then are killed; the whole server ends within 15 s
 _KILL_GRACE_S = 2.0
@@ -64,14 +66,27 @@ def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> 
         if left := processes.end_leftovers(directories.pid_file, _KILL_GRACE_S):
             progress(f"ended {left} processes left by a killed server")
         directories.delete_orphaned()
+        settings = settings.model_copy(update={"home": directories.home})
+        facts = base_model.resolve(settings)
+        with closing(_take_database(settings, progress)) as lease:
+            preflight.check_host(settings)
+            with preflight.listen(settings.host, settings.port) as listener:
+                settings = settings.model_copy(update={"port": listener.getsockname()[1]})
+                directories.settings_file.write_text(settings.model_dump_json())
+                supervisor = _Supervisor(settings, directories, facts, listener, lease, ready, progress, warn)
+                asyncio.run(supervisor.run())
+
+
+def _take_database(settings: Settings, progress: Report) -> Lease:
+    """Take the lease, where there are tables before they are migrated under another server."""
+    if not is_migrated(settings.store_url):
         migrate(settings.store_url, settings.root)
-        preflight.check_host(settings)
-        with preflight.listen(settings.host, settings.port) as listener:
-            update = {"home": directories.home, "port": listener.getsockname()[1]}
-            settings = settings.model_copy(update=update)
-            facts = base_model.resolve(settings)
-            directories.settings_file.write_text(settings.model_dump_json())
-            asyncio.run(_Supervisor(settings, directories, facts, listener, ready, progress, warn).run())
+    if settings.standby:
+        write_once(settings.store_url, partial(shared_settings.require_same_places, own=settings))
+    lease = Lease(settings.store_url, settings.root)
+    lease.take(progress, standby=settings.standby)
+    migrate(settings.store_url, settings.root)
+    return lease
 
 
 @dataclass(slots=True)
@@ -127,6 +142,7 @@ class _Supervisor:
         directories: Directories,
         facts: BaseModelFacts,
         listener: socket.socket,
+        lease: Lease,
         ready: Report,
         progress: Report,
         warn: Report,
@@ -134,6 +150,7 @@ class _Supervisor:
         self._settings = settings
         self._directories = directories
         self._facts = facts
+        self._lease = lease
         self._ready = ready
         self._progress = progress
         self._warn = warn
@@ -149,16 +166,17 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
-        store = Store.open(self._settings.store_url, self._settings.root)
-        fence = store.fence()
+        epoch = self._lease.epoch
+        fence = None if epoch is None else LeaseFence(epoch)
+        store = Store.open(self._settings.store_url, self._settings.root, fence)
         try:
-            fence.take()
-            await self._run_children(store, fence)
+            await self._run_children(store)
         except ExceptionGroup as failures:
+            if isinstance(failures.exceptions[0], LeaseLostError):
+                self._kill.set()
             raise failures.exceptions[0] from None
         finally:
             await self._end_children()
-            fence.close()
             await store.close()
             self._directories.pid_file.unlink(missing_ok=True)
             self._directories.delete_temporary()
@@ -167,8 +185,9 @@ class _Supervisor:
         """Stop at the first signal, kill at the second."""
         (self._kill if self._stop.is_set() else self._stop).set()
 
-    async def _run_children(self, store: Store, fence: Fence) -> None:
+    async def _run_children(self, store: Store) -> None:
         await store.write(lambda conn: server_state.put(conn, "base_model", asdict(self._facts)))
+        await store.write(partial(shared_settings.publish, settings=self._settings))
         own = {"pid": os.getpid(), "started_at": psutil.Process().create_time()}
         await store.write(lambda conn: server_state.put(conn, server_state.SERVER, own))
         await self._set_engine_state(store, "starting", "starting the engine")
@@ -177,7 +196,7 @@ class _Supervisor:
                 tasks.create_task(self._keep_api()),
                 tasks.create_task(self._keep_engine(store)),
                 tasks.create_task(self._announce_ready(store)),
-                tasks.create_task(self._keep_fence(fence)),
+                tasks.create_task(self._keep_lease()),
                 tasks.create_task(self._record_processes()),
                 tasks.create_task(self._kill_stopped()),
                 tasks.create_task(self._rotate_logs()),
@@ -275,12 +294,12 @@ class _Supervisor:
                     process.kill()
             await asyncio.sleep(_RECORD_S)
 
-    async def _keep_fence(self, fence: Fence) -> None:
-        """Take the fence again where the database was away. Raises StartupError if another server has it."""
+    async def _keep_lease(self) -> None:
+        """Raise LeaseLostError once another server has taken over."""
         while True:
+            with suppress(OperationalError):  # the database may fail for a short time
+                await asyncio.to_thread(self._lease.keep)
             await asyncio.sleep(_RECORD_S)
-            with suppress(OperationalError):
-                await asyncio.to_thread(fence.take)
 
     async def _rotate_logs(self) -> None:
         while True:

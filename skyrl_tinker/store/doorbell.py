@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -12,11 +13,26 @@ from skyrl_tinker.user_directory import make_private, user_directory
 Role = Literal["engine", "api"]
 
 
-class Doorbell:
-    """Bell of one process, which also rings those of others."""
+class Doorbell(ABC):
+    """Bell of one process, which also rings those of others. Rings are kept until the first `wait`."""
+
+    @abstractmethod
+    async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109  (a timeout is an answer here)
+        """Wait for a ring since the last `wait`. Returns False after `timeout` seconds."""
+
+    @abstractmethod
+    def ring(self, role: Role) -> None:
+        """Wake the engine, or every API process. Never blocks; processes absent or awake are skipped."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class SocketBell(Doorbell):
+    """Datagram socket, for processes of one home."""
 
     def __init__(self, directory: Path, role: Role) -> None:
-        """Use `Doorbell.bind`."""
+        """Use `SocketBell.bind`."""
         self._directory = directory
         self._path = directory / ("engine.sock" if role == "engine" else f"api-{os.getpid()}.sock")
         self._rung = asyncio.Event()
@@ -26,8 +42,8 @@ class Doorbell:
         self._socket.bind(str(self._path))
 
     @classmethod
-    def bind(cls, home: Path, role: Role) -> "Doorbell":
-        """Bind this role's socket. Rings are kept from now on; `wait` needs a running loop.
+    def bind(cls, home: Path, role: Role) -> "SocketBell":
+        """Bind this role's socket.
 
         Raises StartupError if the directory belongs to another user.
         """
@@ -36,8 +52,7 @@ class Doorbell:
             make_private(path)
         return cls(place, role)
 
-    async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109  (a timeout is an answer here)
-        """Wait for a ring since the last `wait`. Returns False after `timeout` seconds."""
+    async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket, self._drain)
@@ -51,7 +66,6 @@ class Doorbell:
         return True
 
     def ring(self, role: Role) -> None:
-        """Wake the engine, or every API process. Never blocks; processes absent or awake are skipped."""
         for path in self._receivers(role):
             try:
                 self._socket.sendto(b"\0", str(path))

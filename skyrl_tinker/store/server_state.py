@@ -9,7 +9,14 @@ from skyrl_tinker.store.database.tables import ServerState
 WARNING = "warning"
 """Key of a warning to all users: text, or None."""
 
-
+ENGINE_ADDRESS = "engine_address"
+"""Key of HOST:PORT by which API processes on other hosts reach the engine; None: by none."""
+LEASE = "lease"
+"""Key of the lease of the server that works on the database."""
+SECRETS = "secrets"
+"""Key of the fingerprint of the signing secrets."""
+SETTINGS = "settings"
+"""Key of the server's settings, which API processes on other hosts take over."""
 SERVER = "server"
 """Key of `serve` itself: its pid, and when it was started."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.store.database.abstract_database import Database, Fence
+from skyrl_tinker.store.database.abstract_database import Database, LeaseFence
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.threaded_connection import ThreadedConnection
@@ -42,12 +42,13 @@ class Store:
         self._writer = Writer(database)
 
     @classmethod
-    def open(cls, url: str, home: Path | None = None) -> "Store":
+    def open(cls, url: str, home: Path | None = None, fence: LeaseFence | None = None) -> "Store":
         """Open a migrated database. Raises StartupError for a URL that names none that is served.
 
         `home`: the server's, which paths in rows are relative to; by default the directory of SQLite's file.
+        `fence`: what bars the writes of a server that another one has replaced.
         """
-        return cls(open_database(url, home))
+        return cls(open_database(url, home, fence))
 
     async def wait_until_there(self) -> None:
         """Return once the database answers: it may be away when a process starts."""
@@ -58,10 +59,6 @@ class Store:
             except OperationalError as error:
                 _log.warning("the database does not answer, trying again in %.0f s: %s", RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
-
-    def fence(self) -> Fence:
-        """Return what keeps a second server from this database."""
-        return self._database.fence()
 
     async def close(self) -> None:
         """Finish the writes already accepted, then close every connection."""

@@ -21,7 +21,7 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import Session
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.store import Store
 from tests.api.support.engine import Engine, working
 from tests.api.support.process import Api, launched
@@ -151,7 +151,7 @@ async def test_a_large_chunked_body_gets_its_413(api: Api, store: Store) -> None
     assert int(answer.headers["content-length"]) > 0
 
 
-class BrokenBell(Doorbell):
+class BrokenBell(SocketBell):
     async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109
         raise OSError("the socket is gone")
 
@@ -206,7 +206,7 @@ def _alive(pid: int) -> bool:
 
 
 async def test_without_facts_it_says_who_writes_them(store: Store, tmp_path: Path) -> None:
-    bell = Doorbell.bind(tmp_path, "api")
+    bell = SocketBell.bind(tmp_path, "api")
     with pytest.raises(StartupError, match="skyrl-tinker serve"):
         await read_facts(store, bell, within_s=0.2)
     await write_facts(store)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
 from tests.engine.support.world import World
 
@@ -24,7 +24,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 @pytest.fixture
 def bell(tmp_path: Path) -> Iterator[Doorbell]:
-    bound = Doorbell.bind(tmp_path, "engine")
+    bound = SocketBell.bind(tmp_path, "engine")
     yield bound
     bound.close()
 

@@ -59,7 +59,15 @@ from tests.support.certificates import write_certificate
             {"placement": "colocated", "device": "cuda", "vllm_args": {"data-parallel-size": 2}},
             r"1 trainer ranks share their GPUs with 2 sampler GPUs \(1 replicas x 2\)",
         ),
-        ({"ray_address": "auto"}, "--ray-address"),
+        ({"standby": True}, "--standby: found a database that is a file"),
+        (
+            {"standby": True, "database_url": "postgresql+psycopg://u@h/n", "snapshots": "/shared"},
+            "--standby: found checkpoints under home",
+        ),
+        (
+            {"standby": True, "database_url": "postgresql+psycopg://u@h/n", "checkpoints": "/shared"},
+            "--standby: found snapshots under home",
+        ),
         ({"otlp_endpoint": "localhost:4318"}, "otlp_endpoint: found 'localhost:4318', expected http://"),
         ({"device": "cuda", "trainer_dtype": "float32"}, "--trainer-dtype float32 with --device cuda"),
     ],

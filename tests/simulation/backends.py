@@ -260,8 +260,10 @@ class QueuesOnly:
         replica_metrics: object,
         queues: Callable[[], QueuesView],
         size: int,
+        network: None,
     ) -> None:
         self._queues = queues
+        self.address = None
 
     async def start(self) -> None:
         process = PROCESS.get()

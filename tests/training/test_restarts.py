@@ -22,7 +22,7 @@ from skyrl_tinker.engine.trainer import trainer_driver
 from skyrl_tinker.errors import RankDiedError, TrainerError, TrainerLostError
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.store import Store
@@ -66,7 +66,7 @@ class Trained:
         url = f"sqlite+aiosqlite:///{home / 'store.db'}"
         migrate(url)
         self.store = Store.open(url)
-        self._bell = Doorbell.bind(home, "engine")
+        self._bell = SocketBell.bind(home, "engine")
         self.world = self._engine()
         self.models: list[ModelId] = []
         self.outputs: list[Any] = []

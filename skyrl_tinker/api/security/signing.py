@@ -11,8 +11,8 @@ from urllib.parse import quote, urlencode
 
 from fastapi import Request
 
-from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.errors import ForbiddenError
+from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 
 LIFE_S = 3600
 _REMEDY = "request a new one from the server"

@@ -1,8 +1,9 @@
-"""The engine as the API sees it: its HTTP server on a private socket, and its state in the store."""
+"""The engine as the API sees it: its HTTP server, and its state in the store."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,11 +12,13 @@ import orjson
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 from starlette.requests import ClientDisconnect
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER, error_body
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER, SigningSecrets
 from skyrl_tinker.store.store import Store
 
 EVENTS = "text/event-stream"
@@ -50,21 +53,39 @@ class EngineUnavailableError(Exception):
     """The engine does not answer: it is starting, or dead."""
 
 
-class EngineClient:
-    """HTTP client of the engine, for one event loop; to be closed."""
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Way to the engine: connections, the beginning of its URLs, headers."""
 
-    def __init__(self, socket: Path) -> None:
+    pool: aiohttp.ClientSession
+    url: str
+    headers: dict[str, str]
+
+
+class EngineClient:
+    """HTTP client of the engine, for one event loop; to be closed.
+
+    It takes the engine's socket if there is one, else its address in the store, as on another host.
+    """
+
+    def __init__(self, socket: Path, store: Store, secrets: SigningSecrets) -> None:
         self._socket = socket
-        self._session: aiohttp.ClientSession | None = None
+        self._store = store
+        self._secrets = secrets
+        self._pools: dict[str, aiohttp.ClientSession] = {}
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        for pool in self._pools.values():
+            await pool.close()
 
     async def get(self, path: str) -> bytes:
         """Return the body. EngineUnavailableError, also when there is none within GET_S."""
         try:
-            async with asyncio.timeout(GET_S), self._pool().get(f"http://engine{path}") as answer:
+            way = self._way()
+            async with (
+                asyncio.timeout(GET_S),
+                way.pool.get(way.url + path, headers=way.headers, raise_for_status=True) as answer,
+            ):
                 return await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailableError from error
@@ -83,20 +104,41 @@ class EngineClient:
         headers = {"Content-Type": "application/json"}
         if (owner := request.scope.get("owner")) is not None:
             headers[OWNER_HEADER] = str(owner)
-        url = f"http://engine{request.url.path}"
-        answer = await self._pool().post(url, data=await request.body(), headers=headers)
+        way, body = self._way(), await request.body()
+        answer = await way.pool.post(way.url + request.url.path, data=body, headers=headers | way.headers)
+        if answer.status == HTTPStatus.UNAUTHORIZED:  # the secrets of one of the two are new
+            answer.close()
+            raise EngineUnavailableError
         if answer.content_type == EVENTS:
             return StreamingResponse(_pieces(answer), answer.status, media_type=EVENTS)
         async with answer:
             return Response(await answer.read(), answer.status, media_type=answer.content_type)
 
-    def _pool(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.UnixConnector(str(self._socket), limit=0),
-                timeout=aiohttp.ClientTimeout(total=None),
+    def _way(self) -> _Way:
+        if self._socket.exists():
+            return _Way(self._pool("unix"), "http://engine", {})
+        try:
+            with self._store.read() as conn:
+                address = server_state.get(conn, server_state.ENGINE_ADDRESS)
+        except OperationalError as error:
+            raise EngineUnavailableError from error
+        if address is None:
+            raise EngineUnavailableError
+        token = {ENGINE_HEADER: self._secrets.current.engine_token}
+        return _Way(self._pool("network"), f"http://{address}", token)
+
+    def _pool(self, name: str) -> aiohttp.ClientSession:
+        if name not in self._pools:
+            unix = name == "unix"
+            self._pools[name] = aiohttp.ClientSession(
+                connector=(
+                    aiohttp.UnixConnector(str(self._socket), limit=0)
+                    if unix
+                    else aiohttp.TCPConnector(limit=0)
+                ),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=GET_S),
             )
-        return self._session
+        return self._pools[name]
 
 
 async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

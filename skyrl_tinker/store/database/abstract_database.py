@@ -6,20 +6,29 @@ which takes longer than most statements: 0.6 ms for one row of SQLite's against 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from sqlalchemy import Connection, Engine
 
+from skyrl_tinker.errors import LeaseLostError
 
-class Fence:
-    """Bar to a second server on one database; to that of a file, the lock of its home is one."""
 
-    def take(self) -> None:
-        """Take it, or see that it is held still. Blocks. Raises StartupError if another server has it."""
+@dataclass(frozen=True, slots=True)
+class LeaseFence:
+    """Bar to commits of a server whose lease has ended. `lost` is called where one would be made."""
 
-    def close(self) -> None:
-        """Let it go."""
+    epoch: int
+    lost: Callable[[], None] = lambda: None
+
+    def check(self, row: Sequence[Any] | None) -> None:
+        """Raise LeaseLostError unless the epoch that the database has, in a row, is that of the lease."""
+        if row is None or row[0] != self.epoch:
+            self.lost()
+            raise LeaseLostError("database_url: another server has taken over")
 
 
 class Database(ABC):
@@ -57,9 +66,6 @@ class Database(ABC):
     def release(self, conn: Connection) -> None:
         """Close a connection, which may be broken."""
         conn.close()
-
-    def fence(self) -> Fence:
-        return Fence()
 
     @abstractmethod
     async def settle(self) -> None:

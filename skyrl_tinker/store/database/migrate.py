@@ -5,6 +5,7 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from sqlalchemy import Connection, inspect
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.bundled import bundled
@@ -27,6 +28,14 @@ def migrate(url: str, home: Path | None = None) -> None:
         upgrade(database)
 
 
+def is_migrated(url: str) -> bool:
+    """Return whether there are tables, of any version; the file of SQLite may be missing. StartupError."""
+    if (file := file_of(url)) is not None and not file.exists():
+        return False
+    with closing(open_database(url)) as database, _connected(database) as connection:
+        return bool(inspect(connection).has_table("alembic_version"))
+
+
 def _private(path: Path) -> None:
     """Make the file private: it holds all users' work. SQLite gives the files beside it the same mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,11 +48,15 @@ def upgrade(database: Database) -> None:
     """Upgrade in one transaction: the DDL of both databases is transactional. Raises StartupError."""
     config = Config()
     config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
-    try:
-        connection = database.connect()
-    except OperationalError as error:
-        raise StartupError(f"database_url: cannot connect: {error.orig}") from error
+    connection = _connected(database)
     # SQLAlchemy's transaction comes first: without one, alembic would commit each step by itself.
     with connection, connection.begin(), database.writing(connection):
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+
+
+def _connected(database: Database) -> Connection:
+    try:
+        return database.connect()
+    except OperationalError as error:
+        raise StartupError(f"database_url: cannot connect: {error.orig}") from error

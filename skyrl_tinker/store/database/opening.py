@@ -7,21 +7,22 @@ from sqlalchemy.exc import ArgumentError
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database import postgresql, sqlite
-from skyrl_tinker.store.database.abstract_database import Database
+from skyrl_tinker.store.database.abstract_database import Database, LeaseFence
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 
 _EXPECTED = f"expected {sqlite.DRIVER}:////absolute/path/to/file.db or {postgresql.DRIVER}://user:password@host/database"
 
 
-def open_database(url: str, home: Path | None = None) -> Database:
+def open_database(url: str, home: Path | None = None, fence: LeaseFence | None = None) -> Database:
     """Open a database, which need not exist yet if it is a file. Raises StartupError for another URL.
 
-    `home`: what paths in rows are relative to, by default the directory of a file.
+    `home`: what paths in rows are relative to, by default the directory of a file. `fence`: what bars its
+    writes, of PostgreSQL.
     """
     if (path := file_of(url)) is not None:
         return SqliteDatabase(str(path), home)
-    return PostgresDatabase(make_url(url), home)
+    return PostgresDatabase(make_url(url), home, fence)
 
 
 def file_of(url: str) -> Path | None:

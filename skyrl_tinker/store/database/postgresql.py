@@ -9,14 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import URL, Connection, NullPool, create_engine
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.store.database.abstract_database import Database, Fence, json_text
+from skyrl_tinker.store.database.abstract_database import Database, LeaseFence, json_text
 
 if TYPE_CHECKING:
     import psycopg
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
 DRIVER = "postgresql+psycopg"
 WRITERS = 7_310_593_858_020_254_313
 """Advisory lock of the transaction that writes; such locks are of one database."""
-SERVER = WRITERS + 1
-"""Advisory lock of the session of the only server that works on the database."""
 RESOLVE_S = 600.0
 """Time for which the fate of a commit is asked for whose answer was lost."""
 _RETRY_S = 0.5
 _READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _WRITE = f"BEGIN; SELECT pg_current_xact_id()::text FROM pg_advisory_xact_lock({WRITERS}) AS turn"
+_EPOCH = "; SELECT (value->>'epoch')::bigint FROM server_state WHERE key = 'lease'"
+"""Behind _WRITE: a statement of its own sees what was committed before the turn came."""
 _PARAMETERS = {
     "application_name": "skyrl-tinker",
     "connect_timeout": "10",
@@ -39,10 +38,10 @@ _PARAMETERS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "20000",
     "options": "-c tcp_keepalives_idle=5 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=3"
-    " -c idle_in_transaction_session_timeout=60s",
+    " -c idle_in_transaction_session_timeout=20s",
 }
 """Of a connection, unless the URL has others: a host that is gone is noticed within about 20 s, here and by
-the server, where it would hold the turn of all writers. A process that stands still loses it in a minute.
+the server, where it would hold the turn of all writers. A process that stands still loses it as soon.
 """
 _log = logging.getLogger(__name__)
 
@@ -50,8 +49,9 @@ _log = logging.getLogger(__name__)
 class PostgresDatabase(Database):
     """Database of a server of PostgreSQL 13 or newer."""
 
-    def __init__(self, url: URL, home: Path | None = None) -> None:
+    def __init__(self, url: URL, home: Path | None = None, fence: LeaseFence | None = None) -> None:
         """`home`: what `file_paths` are relative to; without it these fail. StartupError without psycopg."""
+        self._fence = fence
         try:
             import psycopg  # noqa: F401  (an extra)
         except ImportError as error:
@@ -76,12 +76,15 @@ class PostgresDatabase(Database):
 
     @contextmanager
     def writing(self, conn: Connection) -> Iterator[None]:
-        cursor = _begin(conn, _WRITE)
+        cursor = _begin(conn, _WRITE if self._fence is None else _WRITE + _EPOCH)
         cursor.nextset()
         row = cursor.fetchone()
         assert row is not None
         transaction = str(row[0])
         with _undone(conn):
+            if self._fence is not None:
+                cursor.nextset()
+                self._fence.check(cursor.fetchone())
             yield
         try:
             execute(conn, "COMMIT")
@@ -91,9 +94,6 @@ class PostgresDatabase(Database):
             _log.warning("the answer to a commit was lost, asking for its fate: %s", error)
             if not self._committed(transaction, error):
                 raise
-
-    def fence(self) -> Fence:
-        return _SessionLock(self)
 
     def written(self, size: int) -> None:
         """Do nothing: the server keeps its own log."""
@@ -138,43 +138,6 @@ class PostgresDatabase(Database):
             if status != "in progress":
                 return status
             time.sleep(_RETRY_S)
-
-
-class _SessionLock(Fence):
-    """Advisory lock of a session, which ends with its connection and is then taken again."""
-
-    def __init__(self, database: PostgresDatabase) -> None:
-        self._database = database
-        self._conn: Connection | None = None
-        self._using = Lock()  # `take` may run in a thread still when `close` is called
-
-    def take(self) -> None:
-        with self._using:
-            if not self._held():
-                self._release()
-                self._conn = self._database.connect()
-                row = execute(self._conn, f"SELECT pg_try_advisory_lock({SERVER})").fetchone()
-                if row != (True,):
-                    self._release()
-                    raise StartupError("database_url: another server works on this database")
-
-    def close(self) -> None:
-        with self._using:
-            self._release()
-
-    def _held(self) -> bool:
-        if self._conn is None:
-            return False
-        try:
-            execute(self._conn, "SELECT 1")
-        except OperationalError:
-            return False
-        return True
-
-    def _release(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            self._database.release(conn)
 
 
 def raw(conn: Connection) -> "psycopg.Connection[Any]":

@@ -16,12 +16,13 @@ from starlette.types import Message
 
 from skyrl_tinker.api.middleware import authentication
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
-from skyrl_tinker.api.security import keyring, refusals, signing_secrets, tokens
+from skyrl_tinker.api.security import keyring, refusals, tokens
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.refusals import Refusal, Refusals
-from skyrl_tinker.api.security.signing_secrets import SigningSecrets
 from skyrl_tinker.domain.ids import ALL_OWNERS
 from skyrl_tinker.store import api_keys, audit_log
+from skyrl_tinker.store.cluster import signing_secrets
+from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from tests.api.support.world import BASE, World
 
 SESSION = {"sdk_version": "0.38.0"}

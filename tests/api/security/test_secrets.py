@@ -13,9 +13,9 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 
-from skyrl_tinker.api.security import signing_secrets
 from skyrl_tinker.config import Settings
 from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.cluster import signing_secrets
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store, write_once
 from tests.api.security.test_tenancy import CASES, Things, create

@@ -10,7 +10,7 @@ from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store import model_records, sampling_sessions
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import finish, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
@@ -86,7 +86,7 @@ class Engine:
 
 @asynccontextmanager
 async def working(store: Store, home: Path) -> AsyncIterator[Engine]:
-    bell = Doorbell.bind(home, "engine")
+    bell = SocketBell.bind(home, "engine")
     engine = Engine(store, bell)
     task = asyncio.create_task(engine.run())
     try:

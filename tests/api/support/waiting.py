@@ -24,7 +24,7 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.protocol.queue_views import QueuesView, ReplicaView, SamplingView
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.store import Store
 from tests.api.support.whole import Samplers, Trainer
 from tests.api.support.world import FACTS, Json, World, running
@@ -69,7 +69,7 @@ class Waiting:
     looks: int = 0
 
     def __post_init__(self) -> None:
-        self.bell = Doorbell.bind(self.settings.root, "engine")
+        self.bell = SocketBell.bind(self.settings.root, "engine")
         store, trainer, samplers = self.store, cast(Any, self.trainer), cast(Any, self.samplers)
         metrics = self.metrics = Metrics()
         outbox = Outbox(store, self.bell, metrics)

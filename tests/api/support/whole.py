@@ -26,7 +26,7 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.protocol.queue_views import SamplingView
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.api.support.world import FACTS, World, running
@@ -170,7 +170,7 @@ async def whole(settings: Settings, apis: int) -> AsyncIterator[Whole]:
     directories = Directories(settings)
     directories.make()
     store = Store.open(settings.store_url)
-    bell = Doorbell.bind(settings.root, "engine")
+    bell = SocketBell.bind(settings.root, "engine")
     engine = Engine(settings, store, bell)
     made = Whole(settings, engine)
     task = asyncio.create_task(engine.run())

@@ -18,7 +18,7 @@ from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, Samp
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, server_state
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import finish, outcomes, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
@@ -161,7 +161,7 @@ def settings_for(home: Path, **changes: Any) -> Settings:
 async def running(settings: Settings, facts: BaseModelFacts = FACTS) -> AsyncIterator[World]:
     """The app of `settings`, whose database is migrated already."""
     store = Store.open(settings.store_url)
-    bell = Doorbell.bind(settings.root, "api")
+    bell = SocketBell.bind(settings.root, "api")
     try:
         app = create_app(settings, store, facts, bell)
         transport = httpx.ASGITransport(app)

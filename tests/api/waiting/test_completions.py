@@ -16,7 +16,7 @@ from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import completions
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
@@ -172,7 +172,7 @@ async def test_the_sdk_waits_for_many_samples_on_one_connection(settings: Settin
     changes = {"sample_use_retrieve_futures": together, "long_poll_s": 20.0}
     settings = settings.model_copy(update=changes)
     store = Store.open(settings.store_url)
-    bells = Doorbell.bind(settings.root, "api"), Doorbell.bind(settings.root, "engine")
+    bells = SocketBell.bind(settings.root, "api"), SocketBell.bind(settings.root, "engine")
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(settings, store, FACTS, bells[0])
     server = ApiServer(app)

@@ -8,14 +8,14 @@ from skyrl_tinker.api.waiting import long_poll
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.futures import finish, outcomes
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import base_sampler, new_session, sample
 
 
 async def test_more_results_than_are_read_at_once_reach_all_who_wait(settings: Settings) -> None:
-    store, bell = Store.open(settings.store_url), Doorbell.bind(settings.root, "api")
+    store, bell = Store.open(settings.store_url), SocketBell.bind(settings.root, "api")
     waiter = FutureWaiter(store, bell)
     await waiter.start()
     sampler = await base_sampler(store, await new_session(store))

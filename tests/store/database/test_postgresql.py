@@ -11,7 +11,6 @@ import pytest
 from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.store import Store
@@ -145,26 +144,6 @@ async def test_who_stands_still_in_the_middle_of_a_write_loses_its_turn(url: str
         await stand_still()
     with store.read() as conn:
         assert server_state.get(conn, "count") == 1
-
-
-async def test_one_server_at_a_time_works_on_a_database(store: Store, postgres: Postgres) -> None:
-    first, second = store.fence(), store.fence()
-    first.take()
-    for _ in range(2):
-        first.take()
-        with pytest.raises(StartupError, match="another server works on this database"):
-            second.take()
-    postgres.stop()
-    for fence in (first, second):
-        with pytest.raises(OperationalError):
-            fence.take()
-    postgres.start()
-    second.take()
-    with pytest.raises(StartupError):
-        first.take()
-    second.close()
-    first.take()
-    first.close()
 
 
 async def test_nobody_notices_a_restart_of_the_server_between_transactions(

@@ -19,7 +19,7 @@ from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pass_results import forward_backward_output_json
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
@@ -118,7 +118,7 @@ class Bench:
 
     async def _work(self, group: Watched, unit_tokens: int, wanted: Sequence[Accepted]) -> None:
         """Wait until all is answered."""
-        bell = Doorbell.bind(self._home, "engine")
+        bell = SocketBell.bind(self._home, "engine")
         world = World(self._store, bell, self._home / "checkpoints", group, unit_tokens)
         async with asyncio.timeout(200):
             for each in wanted:

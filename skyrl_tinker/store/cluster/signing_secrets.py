@@ -1,8 +1,11 @@
 """Secrets that sign JWTs and download URLs, in a file of the home that only its user reads.
 
-They are in no database, hence in no backup of it. All API processes of a home share the file.
+They are in no database, hence in no backup of it. All API processes of a home share the file; other hosts
+have a copy of it.
 """
 
+import hashlib
+import hmac
 import json
 import os
 import secrets
@@ -10,6 +13,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from skyrl_tinker.errors import StartupError
+
+ENGINE_HEADER = "X-Skyrl-Tinker-Engine"
+"""Header with the engine's token in requests to it from other hosts."""
 FILE = "signing-secrets.json"
 _BYTES = 32
 
@@ -19,11 +26,40 @@ class Secrets:
     jwt: bytes
     download: bytes
 
+    @property
+    def engine_token(self) -> str:
+        """Token that API processes on other hosts show to the engine."""
+        return self._derived(b"token of the engine")
 
-def rotate(home: Path) -> None:
+    @property
+    def fingerprint(self) -> str:
+        """Text that tells whether two hosts have the same secrets; not a secret itself."""
+        return self._derived(b"fingerprint")
+
+    def _derived(self, purpose: bytes) -> str:
+        return hmac.new(self.jwt + self.download, purpose, hashlib.sha256).hexdigest()
+
+
+def rotate(home: Path) -> Secrets:
     """Replace the secrets: what the old ones signed is worthless as soon as the servers notice."""
     scratch = _write_scratch(home)
     scratch.replace(home / FILE)
+    return SigningSecrets(home).current
+
+
+def require_copy(home: Path, fingerprint: str | None) -> None:
+    """Refuse a home without the secrets of the server that works on the database, which `fingerprint` tells.
+
+    Raises StartupError.
+    """
+    file = home / FILE
+    if fingerprint is None or (file.exists() and SigningSecrets(home).current.fingerprint == fingerprint):
+        return
+    found = "other ones" if file.exists() else "none"
+    raise StartupError(
+        f"{file}: found {found}, expected the secrets of the server that works on this database; copy {FILE} "
+        "from its home, which the other hosts sign and check tokens and URLs with"
+    )
 
 
 class SigningSecrets:
