@@ -63,6 +63,7 @@ def postgres() -> Iterator[Postgres]:
 
 def _starts_servers(item: pytest.Function) -> bool:
     places = ("tests/e2e/", "tests/cookbook/", "tests/faults/", "tests/scripts/test_gpu_check_serve.py")
+    places += ("tests/scripts/test_cluster_up.py",)
     places += ("tests/simulation/",)  # simulated servers, too
     return item.nodeid.startswith(places) or "ray_cluster" in item.fixturenames
 

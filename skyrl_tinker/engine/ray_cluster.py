@@ -60,6 +60,7 @@ class RayCluster:
 
 def _init_local(cpus: int, directory: Path) -> None:
     ray.init(
+        address="local",  # also where this host is a node of another cluster
         num_cpus=cpus,  # bookkeeping only: one for each rank
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,

@@ -114,6 +114,8 @@ def place(
     """
     if settings.device == "cpu" or settings.external_urls:
         return _placed(settings, "separate")
+    if settings.ray_address is not None:
+        return _placed(_divided(settings), "separate")
     if not settings.plan:
         return settings if settings.placement != "auto" else _placed(settings, _placement(settings, probe()))
     gpus = probe()
@@ -123,6 +125,17 @@ def place(
     lines = (f"  {choice}" for choice in found.choices)
     tell("\n".join((f"planned for {_named(gpus)} (not with --no-plan):", *lines)))
     return settings.model_copy(update={choice.setting: choice.value for choice in found.choices})
+
+
+def _divided(settings: Settings) -> Settings:
+    """Return settings that say themselves how a cluster's GPUs are divided."""
+    missing = [name for name in ("trainer_ranks", "replicas") if name not in settings.model_fields_set]
+    if missing:
+        raise StartupError(
+            f"--ray-address with --device cuda: set {' and '.join(missing)}: a plan is made for GPUs of one "
+            "host only, and which GPUs the cluster has is not known before it is joined"
+        )
+    return settings
 
 
 def _placed(settings: Settings, placement: str) -> Settings:

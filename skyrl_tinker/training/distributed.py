@@ -101,7 +101,7 @@ def _decoded(content: bytes) -> SkyrlTinkerError:
 
 
 class MeetingPlace(Protocol):
-    """Where the ranks find each other. Plain data, for all of them."""
+    """Place at which the ranks find each other. Plain data, for all of them."""
 
     def open(self, rank: int, world: int, limit: timedelta) -> Store: ...
 

@@ -1,7 +1,15 @@
-"""A Ray cluster of two hosts, each with its own network and memory: ranks and replicas on both."""
+"""A server on several hosts, each with its own network, processes and memory.
 
+The first host has the head of a Ray cluster and the engine, the second further ranks and replicas. A third
+one answers clients, joins the Ray cluster when the second is lost, and stands by for the first. A fourth has
+the database. Tests are in this order, on one server.
+"""
+
+import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -10,86 +18,131 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl_tinker.store.cluster.signing_secrets import FILE
 from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.faults.test_engine_death import rounds
-from tests.support.cluster import HostServer, cluster_server, start_ray
+from tests.support.cluster import HostServer, on_host, start_ray
 from tests.support.hosts import Host, hosts, why_not
+from tests.support.postgres import postgres_server
 from tests.support.serve import HEAL_S, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 TOKENS = random_tokens(30, seed=1)
 GAP = 1e-3
+TAKEN_S = 120
+Rounds = list[list[tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    head: Host
+    worker: Host
+    third: Host
+    server: HostServer
+    api: HostServer
 
 
 @pytest.fixture(scope="module")
-def machines() -> Iterator[tuple[Host, ...]]:
+def cluster() -> Iterator[Cluster]:
+    """Checkpoints and snapshots are on storage that the hosts share; homes are their own."""
     if reason := why_not():
         pytest.skip(reason)
-    with hosts(3) as made:
-        yield made
+    with ExitStack() as stack:
+        head, worker, third, database = stack.enter_context(hosts(4))
+        shared = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp", prefix="skyrl-cluster-"))
+        )
+        postgres = stack.enter_context(postgres_server(durable=True, host=database))
+        for host in (head, worker):
+            start_ray(host, head, cpus=1)
+        options = ["--standby", "--database-url", postgres.url()]
+        options += [
+            part for each in ("checkpoints", "snapshots") for part in (f"--{each}", str(shared / each))
+        ]
+        over_ray = ("--ray-address", "auto", "--trainer-ranks", "2", "--replicas", "2")
+        listening = ("--engine-listen", f"{head.address}:8100")
+        server = stack.enter_context(on_host(head, shared / "head", *options, *listening, *over_ray))
+        server.wait_ready()
+        (shared / "api").mkdir()
+        (shared / "standby").mkdir()
+        for home in ("api", "standby"):
+            shutil.copy(server.home / FILE, shared / home / FILE)
+        api = stack.enter_context(on_host(third, shared / "api", *options[1:5], command="api"))
+        assert wait_until(api.ready, HEAL_S), api.output()
+        listening = ("--engine-listen", f"{third.address}:8100", "--port", "8001")
+        stack.enter_context(on_host(third, shared / "standby", *options, *listening))
+        yield Cluster(head, worker, third, server, api)
 
 
-@pytest.fixture(scope="module")
-def cluster(machines: tuple[Host, ...]) -> Iterator[HostServer]:
-    """A home on storage that the hosts share; the third host is not in the cluster yet."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="skyrl-cluster-") as shared:
-        options = ("--trainer-ranks", "2", "--replicas", "2")
-        with cluster_server(machines[:2], Path(shared) / "home", *options) as server:
-            yield server
-
-
-@pytest.fixture
-def client(cluster: HostServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    with tinker.ServiceClient(base_url=cluster.url) as service:
-        yield Client(cluster.url, service)
 
 
-def test_each_host_has_a_rank_and_a_replica(cluster: HostServer, machines: tuple[Host, ...]) -> None:
-    for host in machines[:2]:
+@contextmanager
+def client_of(server: HostServer) -> Iterator[Client]:
+    with tinker.ServiceClient(base_url=server.url) as service:
+        yield Client(server.url, service)
+
+
+def test_each_host_has_a_rank_and_a_replica(cluster: Cluster) -> None:
+    for host in (cluster.head, cluster.worker):
         titles = host.run("ps", "-eo", "args")
         assert titles.count("ray::RankProcess") == 1
         assert titles.count("ray::VllmServer") == 1
 
 
-def test_adapters_and_full_weights_reach_the_samplers_of_both_hosts(
-    cluster: HostServer, client: Client, machines: tuple[Host, ...]
-) -> None:
-    """Whatever host answers, its logprobs are the trainer's."""
-    for training in (client.new_lora(), client.new_full()):
-        for _ in range(2):
-            train(training, TOKENS)
-            expected = logprobs_of(training, TOKENS)
-            sampler = training.save_weights_and_get_sampling_client().result()
-            answers = [
-                sampler.compute_logprobs(prompt(random_tokens(4, seed=seed) + TOKENS)) for seed in range(8)
-            ]
-            assert all(len(answer.result()) == 4 + len(TOKENS) for answer in answers)
-            scored = sampler.compute_logprobs(prompt(TOKENS)).result()
-            assert np.abs(np.array(scored[1:]) - expected).max() < GAP
-    now = httpx.get(f"{cluster.url}/api/v1/console/now", timeout=30).json()
-    hosts_of = {replica["address"].split("//")[1].split(":")[0] for replica in now["replicas"]}
-    assert hosts_of == {host.address for host in machines[:2]}
+def test_adapters_and_full_weights_reach_the_samplers_of_both_hosts(cluster: Cluster) -> None:
+    """Whatever host samples, and whatever host answers, logprobs are the trainer's."""
+    with client_of(cluster.server) as near, client_of(cluster.api) as far:
+        for training in (near.new_lora(), far.new_full()):
+            for _ in range(2):
+                train(training, TOKENS)
+                expected = logprobs_of(training, TOKENS)
+                sampler = training.save_weights_and_get_sampling_client().result()
+                for seed in range(8):  # of other sessions, and so other replicas
+                    asked = prompt(random_tokens(4, seed=seed) + TOKENS)
+                    assert len(sampler.compute_logprobs(asked).result()) == 4 + len(TOKENS)
+                scored = sampler.compute_logprobs(prompt(TOKENS)).result()
+                assert np.abs(np.array(scored[1:]) - expected).max() < GAP
+    now = httpx.get(f"{cluster.api.url}/api/v1/console/now", timeout=30).json()
+    found = {replica["address"].split("//")[1].split(":")[0] for replica in now["replicas"]}
+    assert found == {cluster.head.address, cluster.worker.address}
 
 
-def test_training_goes_on_when_a_host_is_lost(
-    cluster: HostServer, client: Client, machines: tuple[Host, ...]
-) -> None:
+def test_training_goes_on_when_a_host_is_lost(cluster: Cluster) -> None:
     """The server says what it waits for; another host joins, and all comes back to 1e-5."""
-    head, worker, other = machines
-    expected = rounds([client.new_lora(), client.new_full()], 4)
-    models = [client.new_lora(), client.new_full()]
-    before = rounds(models, 2)
-    sampler = models[0].save_weights_and_get_sampling_client().result()
-    params = types.SamplingParams(max_tokens=60, seed=5, temperature=0.0, stop=[])
-    tokens = [sampler.sample(prompt(TOKENS[:8]), 1, params).result().sequences[0].tokens]
+    with client_of(cluster.server) as client:
+        expected = rounds([client.new_lora(), client.new_full()], 4)
+        models = [client.new_lora(), client.new_full()]
+        before = rounds(models, 2)
+        sampler = models[0].save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=60, temperature=0.0, stop=[])
+        (wanted,) = sampler.sample(prompt(TOKENS[:8]), 1, params).result().sequences
 
-    worker.kill()
-    pending = [sampler.sample(prompt(TOKENS[:8]), 1, params) for _ in range(8)]
-    assert [each.result(HEAL_S).sequences[0].tokens for each in pending] == tokens * 8
-    assert wait_until(lambda: "no room for 2 trainer ranks" in str(cluster.state()), HEAL_S), cluster.state()
-    start_ray(other, head, cpus=1)
-    assert wait_until(cluster.ready, HEAL_S), cluster.state()
-    after = rounds(models, 2, first=2)
-    for found, wanted in zip([*before, *after], expected, strict=True):
-        np.testing.assert_allclose(np.array(found, dtype=float), np.array(wanted, dtype=float), atol=1e-5)
+        cluster.worker.kill()
+        pending = [sampler.sample(prompt(TOKENS[:8]), 1, params) for _ in range(8)]
+        assert [each.result(HEAL_S).sequences[0].tokens for each in pending] == [wanted.tokens] * 8
+        assert wait_until(lambda: "no room for 2 trainer ranks" in str(cluster.server.state()), HEAL_S)
+        start_ray(cluster.third, cluster.head, cpus=1)
+        assert wait_until(cluster.server.ready, HEAL_S), cluster.server.state()
+        assert_equal([*before, *rounds(models, 2, first=2)], expected)
+
+
+def test_a_standby_goes_on_when_the_head_is_lost(cluster: Cluster) -> None:
+    """It has a rank and a replica of its own, and what the two ranks before it trained."""
+    with client_of(cluster.api) as client:
+        expected = rounds([client.new_lora()], 4)
+        models = [client.new_lora()]
+        before = rounds(models, 2)
+        kept = models[0].save_weights_for_sampler("kept").result().path
+        cluster.head.kill()
+        after = rounds(models, 2, first=2)
+        assert wait_until(cluster.api.ready, TAKEN_S), cluster.api.state()
+        assert_equal([*before, *after], expected)
+        sampler = client.service.create_sampling_client(model_path=kept)
+        assert len(sampler.compute_logprobs(prompt(TOKENS)).result(HEAL_S)) == len(TOKENS)
+
+
+def assert_equal(found: Rounds, expected: Rounds) -> None:
+    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-5, atol=1e-5)

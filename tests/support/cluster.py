@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,17 @@ def start_ray(host: Host, head: Host, *, cpus: int) -> None:
 
 
 class HostServer:
-    """`skyrl-tinker serve` on a host, reached at `url`."""
+    """`skyrl-tinker serve`, or another command, on a host; its API is reached at `url` from this machine."""
 
-    def __init__(self, host: Host, home: Path, *options: str, env: Mapping[str, str]) -> None:
+    def __init__(self, host: Host, home: Path, *options: str, command: str = "serve") -> None:
         self.home = home
-        command = (sys.executable, "-m", "skyrl_tinker", "serve", "--home", home, "--port", str(API_PORT))
+        self.host = host
+        home.mkdir(parents=True, exist_ok=True)
+        ours = (sys.executable, "-m", "skyrl_tinker", command, "--home", home, "--port", str(API_PORT))
+        env = {**ray_environment(), "PATH": os.environ["PATH"]}
         self._log = home.with_suffix(".out").open("wb")
         self.process = host.popen(
-            *command, *options, env=env, cwd=_ROOT, stdout=self._log, stderr=subprocess.STDOUT
+            *ours, *options, env=env, cwd=_ROOT, stdout=self._log, stderr=subprocess.STDOUT
         )
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -82,21 +85,17 @@ class HostServer:
         return self.home.with_suffix(".out").read_text()
 
     def close(self) -> None:
-        self._relay.kill()
-        self._relay.wait()
-        self.process.terminate()
-        self.process.wait()
+        """End it in good order, unless it has ended with its host."""
+        for process in (self._relay, self.process):
+            process.terminate()
+            process.wait()
         self._log.close()
 
 
 @contextmanager
-def cluster_server(hosts: Sequence[Host], home: Path, *options: str, cpus: int = 1) -> Iterator[HostServer]:
-    """Start Ray on all hosts, with room for `cpus` ranks on each, and a ready server on the first."""
-    for host in hosts:
-        start_ray(host, hosts[0], cpus=cpus)
-    env = {**ray_environment(), "PATH": os.environ["PATH"]}
-    server = HostServer(hosts[0], home, "--ray-address", "auto", *options, env=env)
+def on_host(host: Host, home: Path, *options: str, command: str = "serve") -> Iterator[HostServer]:
+    server = HostServer(host, home, *options, command=command)
     try:
-        yield server.wait_ready()
+        yield server
     finally:
         server.close()

@@ -1,6 +1,7 @@
 """Hosts on this machine: namespaces on a bridge, each with its own network, processes, /dev/shm and /tmp."""
 
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -46,6 +47,11 @@ class Host:
     def enter(self) -> tuple[str, ...]:
         """Beginning of a command line that runs on this host."""
         return ("nsenter", "--target", str(self.first), *self._network.user, "--net", "--mount", "--pid")
+
+    def enter_as(self, user: str) -> tuple[str, ...]:
+        """Beginning of a command line that runs here as another user; for root."""
+        found = pwd.getpwnam(user)
+        return (*self.enter, "--setuid", str(found.pw_uid), "--setgid", str(found.pw_gid))
 
     def popen(self, *command: str | Path, env: Mapping[str, str] | None = None, **options: Any) -> "Process":
         """Start a process on this host."""

@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 from skyrl_tinker.store.database.migrate import migrate
+from tests.support.hosts import Host
 
 PASSWORD = "secret"
 _MIGRATED = "migrated"
@@ -23,13 +24,18 @@ _MIGRATED = "migrated"
 class Postgres:
     """Server with a migrated database, of which each test gets a copy."""
 
-    def __init__(self, binaries: Path, root: Path, *, durable: bool = False) -> None:
-        """`durable`: with fsync, as a real one."""
+    def __init__(
+        self, binaries: Path, root: Path, *, durable: bool = False, host: Host | None = None
+    ) -> None:
+        """`durable`: with fsync, as a real one. `host`: what it runs on, in place of this machine."""
         self._binaries = binaries
         self._data = root / "data"
         self._root = root
-        self.port = _free_port()
-        self._options = f"-c port={self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={root}"
+        self._host = host
+        self._address = host.address if host else "127.0.0.1"
+        self.port = 5432 if host else _free_port()
+        listening = f"-c port={self.port} -c listen_addresses={self._address}"
+        self._options = f"{listening} -c unix_socket_directories={root}"
         self._options += "" if durable else " -c fsync=off"
         self._names = count()
 
@@ -39,8 +45,13 @@ class Postgres:
         password.write_text(PASSWORD)
         initdb = ("initdb", "-D", self._data, "-U", "postgres", "-A", "scram-sha-256", f"--pwfile={password}")
         self._run(*initdb, "--no-sync", "-E", "UTF8", "--locale=C")
-        self.start()
-        migrate(self.new_database(_MIGRATED, template="template1"))
+        if self._host is None:
+            self.start()
+            migrate(self.new_database(_MIGRATED, template="template1"))
+        else:  # which only its own network reaches
+            with (self._data / "pg_hba.conf").open("a") as rules:
+                rules.write("host all all samenet scram-sha-256\n")
+            self.start()
 
     def start(self) -> None:
         self._run("pg_ctl", "-D", self._data, "-o", self._options, "-l", self._root / "log", "-w", "start")
@@ -53,7 +64,11 @@ class Postgres:
         """Return the URL of a new database, by default a migrated one."""
         name = name or f"test{next(self._names)}"
         self.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
-        return f"postgresql+psycopg://postgres:{PASSWORD}@127.0.0.1:{self.port}/{name}"
+        return self.url(name)
+
+    def url(self, name: str = "postgres") -> str:
+        """Return the URL of a database, by default of one that is not migrated."""
+        return f"postgresql+psycopg://postgres:{PASSWORD}@{self._address}:{self.port}/{name}"
 
     def drop(self, url: str) -> None:
         self.execute(f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
@@ -66,23 +81,28 @@ class Postgres:
 
     def _run(self, program: str, *arguments: str | Path) -> None:
         """Run one of its programs; none of them runs as root."""
-        user = "postgres" if os.geteuid() == 0 else None
+        user = "postgres" if os.geteuid() == 0 and self._host is None else None
+        enter = self._host.enter_as("postgres") if self._host else ()
         with (self._root / "programs").open("ab") as output:
-            command = [self._binaries / program, *arguments]
+            command = [*enter, self._binaries / program, *arguments]
             subprocess.run(command, cwd=self._root, user=user, check=True, stdout=output, stderr=output)
 
 
 @contextmanager
-def postgres_server(*, durable: bool = False) -> Iterator[Postgres]:
-    """Run a server; where there is no PostgreSQL the test is skipped, and says how to get it."""
+def postgres_server(*, durable: bool = False, host: Host | None = None) -> Iterator[Postgres]:
+    """Run a server, on this machine or a host of it.
+
+    Where there is no PostgreSQL the test is skipped, and says how to get it.
+    """
     binaries = _binaries()
     if binaries is None:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    with tempfile.TemporaryDirectory(prefix="skyrl-postgres-") as directory:
+    place = "/var/tmp" if host else None  # hosts have their own /tmp
+    with tempfile.TemporaryDirectory(prefix="skyrl-postgres-", dir=place) as directory:
         if os.geteuid() == 0:
             owner = pwd.getpwnam("postgres")
             os.chown(directory, owner.pw_uid, owner.pw_gid)
-        server = Postgres(binaries, Path(directory), durable=durable)
+        server = Postgres(binaries, Path(directory), durable=durable, host=host)
         server.create()
         try:
             yield server

@@ -1,4 +1,4 @@
-"""What the hosts of one server share: bells through PostgreSQL, the lease on the database, signing secrets.
+"""Shared parts of the hosts of one server: bells through PostgreSQL, the database's lease, signing secrets.
 
 In: a database URL and a home. Out: wake-ups, the right to commit, secrets and what is derived from them.
 """
