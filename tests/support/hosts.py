@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from skyrl_tinker.processes import die_with_parent
 
 TOOLS = ("unshare", "nsenter", "ip")
@@ -70,6 +72,7 @@ class Host:
         """Have it vanish: every process of it is killed, and its address answers nothing."""
         self._holder.kill()
         self._holder.wait()
+        _wait_for(lambda: _has_ended(self.first))
 
     def cut(self) -> None:
         """Take it from the network."""
@@ -157,6 +160,13 @@ def _only_child(pid: int) -> int:
 
     _wait_for(ready)
     return int(children.read_text())
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _wait_for(condition: Any) -> None:
