@@ -140,7 +140,7 @@ def test_a_standby_goes_on_when_the_head_is_lost(cluster: Cluster) -> None:
         after = rounds(models, 2, first=2)
         assert wait_until(cluster.api.ready, TAKEN_S), cluster.api.state()
         assert_equal([*before, *after], expected)
-        sampler = client.service.create_sampling_client(model_path=kept)
+        sampler = client.service.create_sampling_client(model_path=kept).result()
         assert len(sampler.compute_logprobs(prompt(TOKENS)).result(HEAL_S)) == len(TOKENS)
 
 
