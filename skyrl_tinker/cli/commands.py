@@ -70,6 +70,7 @@ _SERVED = (
     "max_lora_rank",
     "context_length",
     "ray_address",
+    "api_processes",
 )
 """Settings that are options of the command line."""
 
