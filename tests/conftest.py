@@ -98,7 +98,6 @@ def ray_cluster() -> Iterator[None]:
         "RAY_enable_worker_prestart": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, as the engine's own
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -38,7 +39,8 @@ class Line:
     """The way to a real server, which can be cut, and held so that nothing passes."""
 
     def __init__(self, url: str) -> None:
-        self._port = int(url.rsplit(":", 1)[1])
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname, parts.port
         self._open = asyncio.Event()
         self._pumps: set[asyncio.Task[None]] = set()
         self.url = ""
@@ -60,7 +62,7 @@ class Line:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             pump = asyncio.create_task(self._pump(source, sink))
             self._pumps.add(pump)
