@@ -39,12 +39,6 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="0 = any free one")
-    api_processes: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Processes that answer clients on this host; SIGUSR2 to `serve` replaces them one by one",
-    )
     allowed_hosts: tuple[str, ...] = Field(
         (),
         description="Further name by which clients reach a server without keys, such as a proxy's, beside "
@@ -355,10 +349,7 @@ class Settings(BaseSettings):
         description="Have /metrics ask for an admin key, and then also count requests and tokens by owner",
     )
     max_connections: int = Field(
-        10_000,
-        ge=1,
-        description="Connections at once, in equal shares of the API processes; beyond it new ones get 503 "
-        "and are closed",
+        10_000, ge=1, description="Connections at once; beyond it new ones get 503 and are closed"
     )
     max_connections_per_address: int = Field(
         5_000,
@@ -369,10 +360,7 @@ class Settings(BaseSettings):
     expanded_body_mb: int = Field(64, ge=1, description="Largest body of a pass after decompression")
     json_body_mb: int = Field(16, ge=1, description="Largest other body, as sent and after decompression")
     held_bodies_mb: int = Field(
-        32,
-        ge=1,
-        description="Large request bodies held at once, as sent, in equal shares of the API processes; "
-        "as much again expanded",
+        32, ge=1, description="Large request bodies held at once, as sent; as much again expanded"
     )
     max_datums: int = Field(4096, ge=1, description="Most datums of a forward_backward")
     custom_loss_server_side: bool = Field(
@@ -422,10 +410,6 @@ class Settings(BaseSettings):
     def engine_address(self) -> tuple[str, int] | None:
         """Host and port of engine_listen."""
         return None if self.engine_listen is None else _split_address(self.engine_listen)
-
-    def share(self, limit: int) -> int:
-        """Return the part of a limit of the server that one API process keeps to."""
-        return -(-limit // self.api_processes)
 
     @property
     def colocated(self) -> bool:

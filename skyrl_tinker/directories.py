@@ -28,8 +28,6 @@ class Directories:
         self.server_lock = self.run_dir / "serve.lock"
         self.api_lock = self.run_dir / "api.lock"
         self.engine_lock = self.run_dir / "engine.lock"
-        self.request_rates = self.run_dir / "request-rates"
-        self.metrics_dir = self.run_dir / "metrics"
         self.pid_file = self.run_dir / "processes.json"
         self.bell_dir = user_directory(Path("/tmp"), self.home)
         self.engine_socket = self.bell_dir / "engine.http"
@@ -53,11 +51,6 @@ class Directories:
                 make_private(directory.parent)
             make_private(directory)
         (self.ephemeral_dir / _HOME).write_text(str(self.home))
-
-    def clear_metrics(self) -> None:
-        """Delete what the API processes of earlier servers counted."""
-        shutil.rmtree(self.metrics_dir, ignore_errors=True)
-        self.metrics_dir.mkdir()
 
     def delete_temporary(self) -> None:
         """Delete sockets and temporary files of processes that have ended."""

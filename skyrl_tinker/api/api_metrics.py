@@ -1,18 +1,8 @@
-"""Metrics of the API for Prometheus, built with its services.
+"""Metrics of one API process for Prometheus, built with its services."""
 
-Where the API's processes have a directory in SUMMED they write what they count there, and each reports the
-sum, also over those that have ended (https://prometheus.github.io/client_python/multiprocess/). Gauges have
-the same value in all.
-"""
-
-import os
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-
-SUMMED = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable of prometheus_client, read when that is imported."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -24,20 +14,14 @@ class ApiMetrics:
     """Reading changes none of them, so that any number of scrapers see the same."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()  # of gauges
-        self._counted = CollectorRegistry()
-        if SUMMED in os.environ:
-            self._summed = CollectorRegistry()
-            MultiProcessCollector(self._summed)  # type: ignore[no-untyped-call]
-        else:
-            self._summed = self._counted
+        self._registry = CollectorRegistry()
         self._requests = Histogram(
             "skyrl_tinker_http_request_seconds",
             "From a request's head to the end of its answer, by route and class of the status. Of long polls "
             "(retrieve_future, retrieve_futures) it is the wait for a result",
             ("method", "route", "status"),
             buckets=_REQUEST_S,
-            registry=self._counted,
+            registry=self._registry,
         )
         self._by_labels: dict[_Labels, Histogram] = {}  # `labels` itself checks, formats and locks
         self._blocks = Histogram(
@@ -45,7 +29,7 @@ class ApiMetrics:
             "Lateness of a task that sleeps for 10 ms each time: how long the API's event loop was "
             "blocked, underestimated by at most 10 ms",
             buckets=_BLOCK_S,
-            registry=self._counted,
+            registry=self._registry,
         )
         self._engine_up = self._gauge("engine_up", "Whether the engine answers")
         self._ready = self._gauge("ready", "Whether the engine processes requests")
@@ -70,7 +54,7 @@ class ApiMetrics:
         """Return the exposition format; its content type is CONTENT_TYPE."""
         self._engine_up.set(engine_up)
         self._ready.set(ready)
-        return generate_latest(self._registry) + generate_latest(self._summed)
+        return generate_latest(self._registry)
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(f"skyrl_tinker_{name}", help_text, registry=self._registry)

@@ -1,16 +1,14 @@
-"""One API process: `python -m skyrl_tinker.api.api_process SETTINGS_JSON FD [READY_FD]`, on the socket FD.
+"""One API process on an inherited socket: `python -m skyrl_tinker.api.api_process SETTINGS_JSON FD`.
 
-It writes a byte to READY_FD once it answers. SIGTERM ends it within a second, SIGUSR2 once the answers that
-it has begun are read: another process then answers at the same port.
+SIGTERM ends it within a second.
 """
 
 import asyncio
-import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +34,6 @@ FACTS_WITHIN_S = 60.0
 _FACTS_POLL_S = 0.1
 _KEEP_ALIVE_S = 75
 _DRAIN_S = 1
-_LONGEST_ANSWER_S = 3600  # such as the download of a checkpoint
 _SWITCH_S = 0.0005
 """Delay after which busy threads return the GIL to the event loop, which releases it with every read."""
 
@@ -44,14 +41,10 @@ _SWITCH_S = 0.0005
 class ApiServer(uvicorn.Server):
     """Uvicorn with our signal handlers; it ends the long polls before it drains connections."""
 
-    def __init__(self, app: FastAPI, ready: Callable[[], None]) -> None:
-        """`ready` is called once it answers."""
-        self._ready = ready
+    def __init__(self, app: FastAPI) -> None:
         self._services: Services = app.state.services
         settings = self._services.settings
-        caps = ConnectionCaps(
-            settings.share(settings.max_connections), settings.share(settings.max_connections_per_address)
-        )
+        caps = ConnectionCaps(settings.max_connections, settings.max_connections_per_address)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -75,19 +68,10 @@ class ApiServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.request_stop)
-        loop.add_signal_handler(signal.SIGUSR2, self._make_way)
         yield
 
     def request_stop(self) -> None:
         self.should_exit = True
-
-    def _make_way(self) -> None:
-        self.config.timeout_graceful_shutdown = _LONGEST_ANSWER_S
-        self.request_stop()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
 
     async def on_tick(self, counter: int) -> bool:
         """Stop, to be restarted by `serve`, when a background task of the lifespan has died."""
@@ -117,13 +101,8 @@ def _stored_facts(store: Store) -> object:
         return server_state.get(conn, "base_model")
 
 
-async def run(
-    settings: Settings,
-    listener: socket.socket,
-    files_home: Path | None = None,
-    ready: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve until SIGTERM or SIGINT; `ready` is called once it answers.
+async def run(settings: Settings, listener: socket.socket, files_home: Path | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
 
     `files_home`: what paths in rows are relative to, where that is not this process's home.
     """
@@ -134,7 +113,7 @@ async def run(
             facts = await read_facts(store, bell)
             app = create_app(settings, store, facts, bell)
             freeze_gc()
-            await ApiServer(app, ready).serve([listener])
+            await ApiServer(app).serve([listener])
         finally:
             bell.close()
     finally:
@@ -153,15 +132,7 @@ def main() -> None:
     prepare()
     die_with_parent()
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
-    listener, waiting = socket.socket(fileno=int(sys.argv[2])), [int(each) for each in sys.argv[3:]]
-    uvloop.run(run(settings, listener, ready=lambda: _tell(waiting)))
-
-
-def _tell(waiting: list[int]) -> None:
-    for descriptor in waiting:
-        with suppress(BrokenPipeError):  # `serve` waits no more
-            os.write(descriptor, b"1")
-        os.close(descriptor)
+    uvloop.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,6 @@ _SERVED = (
     "max_lora_rank",
     "context_length",
     "ray_address",
-    "api_processes",
 )
 """Settings that are options of the command line."""
 

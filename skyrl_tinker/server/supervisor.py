@@ -7,11 +7,10 @@ import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,6 @@ _RECORD_S = 2.0
 _STOPPED_ROUNDS = 3  # of _RECORD_S, after which a process that stands still is killed
 _BACK_OFF_S = 5.0  # before an API that keeps dying is started again
 _READY_POLL_S = 0.1
-METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable by which prometheus_client sums over processes (api/api_metrics.py)."""
 _MOST_DEATHS, _DEATHS_WITHIN_S = 5, 120.0
 
 Report = Callable[[str], None]
@@ -69,7 +66,6 @@ def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> 
         if left := processes.end_leftovers(directories.pid_file, _KILL_GRACE_S):
             progress(f"ended {left} processes left by a killed server")
         directories.delete_orphaned()
-        directories.clear_metrics()
         settings = settings.model_copy(update={"home": directories.home})
         facts = base_model.resolve(settings)
         with closing(_take_database(settings, progress)) as lease:
@@ -103,7 +99,7 @@ class _Child:
     name: str
     module: str
     directories: Directories
-    environment: Mapping[str, str] = field(default_factory=dict)
+    listener: socket.socket | None = None  # inherited; its file descriptor is the last argument
     process: asyncio.subprocess.Process | None = None
     deaths: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_DEATHS))
 
@@ -113,13 +109,9 @@ class _Child:
 
     async def run(self) -> int:
         """Start it and wait until it ends. Returns the exit code, negative for a signal."""
-        self.process = await self.spawn()
-        return await self.process.wait()
-
-    async def spawn(self, *inherited: int) -> asyncio.subprocess.Process:
-        """Start a process of it, with these file descriptors as its last arguments."""
+        inherited = () if self.listener is None else (self.listener.fileno(),)
         with self.log.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
+            self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", self.module),
                 *(str(self.directories.settings_file), *map(str, inherited)),
                 pass_fds=inherited,
@@ -128,13 +120,9 @@ class _Child:
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=processes.die_with_parent,
-                env={
-                    **os.environ,
-                    "PYTHONUNBUFFERED": "1",
-                    "TMPDIR": str(self.directories.bell_dir),
-                    **self.environment,
-                },
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(self.directories.bell_dir)},
             )
+        return await self.process.wait()
 
     @property
     def pid(self) -> int | None:
@@ -145,44 +133,6 @@ class _Child:
         """Count one death; return whether there were too many in a short time."""
         self.deaths.append(time.monotonic())
         return len(self.deaths) == _MOST_DEATHS and self.deaths[-1] - self.deaths[0] < _DEATHS_WITHIN_S
-
-
-@dataclass(slots=True)
-class _Api(_Child):
-    """An API process on the listener of all, and those that it has replaced, until they have ended."""
-
-    listener: socket.socket = field(kw_only=True)
-    replaced: list[asyncio.subprocess.Process] = field(default_factory=list)
-
-    async def run(self) -> int:
-        """Start it and wait until it ends without having been replaced."""
-        self.process, told = await self.start()
-        os.close(told)
-        while True:
-            process = self.process
-            code = await process.wait()
-            if self.process is process:
-                return code
-
-    async def start(self) -> tuple[asyncio.subprocess.Process, int]:
-        """Start a process; return it with the file descriptor by which it says that it answers."""
-        told, telling = os.pipe()
-        try:
-            return await self.spawn(self.listener.fileno(), telling), told
-        finally:
-            os.close(telling)
-
-    async def replace(self) -> bool:
-        """Start another process and let the old one end once its answers are read. False if that failed."""
-        new, told = await self.start()
-        with os.fdopen(told, "rb") as answers:
-            if not await asyncio.to_thread(answers.read, 1):  # it ended
-                return False
-        old, self.process = self.process, new
-        if old is not None and old.returncode is None:
-            old.send_signal(signal.SIGUSR2)
-            self.replaced = [each for each in (*self.replaced, old) if each.returncode is None]
-        return True
 
 
 class _Supervisor:
@@ -205,22 +155,17 @@ class _Supervisor:
         self._progress = progress
         self._warn = warn
         self._download = _Child("download", "skyrl_tinker.server.base_models.weights_download", directories)
-        summed = {METRICS_DIR: str(directories.metrics_dir)}
-        self._apis = [
-            _Api(name, "skyrl_tinker.api.api_process", directories, summed, listener=listener)
-            for name in islice(_api_names(), settings.api_processes)
-        ]
+        self._api = _Child("api", "skyrl_tinker.api.api_process", directories, listener)
         self._engine = _Child("engine", "skyrl_tinker.engine.engine_process", directories)
+        self._children = (self._download, self._api, self._engine)
         self._was_ready = False
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
-        self._renew = asyncio.Event()  # the API processes
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
-        loop.add_signal_handler(signal.SIGUSR2, self._renew.set)
         epoch = self._lease.epoch
         fence = None if epoch is None else LeaseFence(epoch)
         store = Store.open(self._settings.store_url, self._settings.root, fence)
@@ -248,8 +193,7 @@ class _Supervisor:
         await self._set_engine_state(store, "starting", "starting the engine")
         async with asyncio.TaskGroup() as tasks:
             work = [
-                *(tasks.create_task(self._keep_api(api)) for api in self._apis),
-                tasks.create_task(self._renew_apis()),
+                tasks.create_task(self._keep_api()),
                 tasks.create_task(self._keep_engine(store)),
                 tasks.create_task(self._announce_ready(store)),
                 tasks.create_task(self._keep_lease()),
@@ -262,28 +206,16 @@ class _Supervisor:
             for task in work:
                 task.cancel()
 
-    async def _keep_api(self, api: _Api) -> None:
-        """Restart an API process for ever once one has been ready: the engine and its models need none."""
+    async def _keep_api(self) -> None:
+        """Restart the API for ever once it has been ready: the engine and its models need no API."""
         while True:
-            code = await api.run()
+            code = await self._api.run()
             try:
-                self._report_death(api, code)
+                self._report_death(self._api, code)
             except StartupError:
                 if not self._was_ready:
                     raise
                 await asyncio.sleep(_BACK_OFF_S)
-
-    async def _renew_apis(self) -> None:
-        """Replace the API processes one after the other at each SIGUSR2."""
-        while True:
-            await self._renew.wait()
-            self._renew.clear()
-            for api in self._apis:
-                if not await api.replace():
-                    self._progress(f"the {api.name} was not replaced: another did not start (see {api.log})")
-                    break
-            else:
-                self._progress("the API processes are new")
 
     async def _keep_engine(self, store: Store) -> None:
         if self._facts.hub_name is not None:
@@ -314,13 +246,7 @@ class _Supervisor:
 
     def _engine_leftovers(self) -> list[psutil.Process]:
         """Return all descendants but the API: those of a dead engine are now ours, the subreaper's."""
-        apis = {process.pid for process in self._api_processes()}
-        return [process for process in processes.descendants() if process.pid not in apis]
-
-    def _api_processes(self) -> list[asyncio.subprocess.Process]:
-        """Return those that run."""
-        listed = [process for api in self._apis for process in (api.process, *api.replaced)]
-        return [process for process in listed if process is not None and process.returncode is None]
+        return [process for process in processes.descendants() if process.pid != self._api.pid]
 
     async def _set_engine_state(self, store: Store, name: str, detail: str) -> None:
         value = {"state": name, "detail": detail, "since": time.time()}
@@ -349,8 +275,7 @@ class _Supervisor:
         """Keep the pid file current, for the next server if this one is killed, and reap dead orphans."""
         recorded: set[processes.Identity] = set()
         while True:
-            others = [child.pid or 0 for child in (self._download, self._engine)]
-            processes.reap_orphans(known=[*others, *(process.pid for process in self._api_processes())])
+            processes.reap_orphans(known=[child.pid or 0 for child in self._children])
             running = processes.identities(processes.descendants())
             if running != recorded:
                 with suppress(OSError):  # a full disk: tried again
@@ -397,8 +322,7 @@ class _Supervisor:
                 warned, stated = warning, state if self._was_ready else ""
 
     async def _end_children(self) -> None:
-        others = [child.process for child in (self._download, self._engine) if child.process and child.pid]
-        running = [*others, *self._api_processes()]
+        running = [child.process for child in self._children if child.process and child.pid]
         for process in running:
             process.send_signal(signal.SIGTERM)
         ends = asyncio.gather(*(process.wait() for process in running))
@@ -407,12 +331,6 @@ class _Supervisor:
         killed.cancel()
         processes.kill_descendants(0.0 if self._kill.is_set() else _KILL_GRACE_S)
         await ends
-
-
-def _api_names() -> Iterator[str]:
-    """Name the processes, which is also how their logs are called."""
-    yield "api"
-    yield from (f"api-{number}" for number in count(1))
 
 
 def _warning(store: Store) -> str | None:

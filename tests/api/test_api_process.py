@@ -160,7 +160,7 @@ async def test_it_ends_rather_than_serve_without_waking_long_polls(
     settings: Settings, listener: socket.socket, store: Store
 ) -> None:
     bell = BrokenBell.bind(settings.root, "api")
-    server = ApiServer(create_app(settings, store, FACTS, bell), lambda: None)
+    server = ApiServer(create_app(settings, store, FACTS, bell))
     await asyncio.wait_for(server.serve([listener]), 10)
     bell.close()
 

@@ -1,18 +1,14 @@
-"""Request rates of API keys, each a token bucket in a file that the API processes of this host share."""
+"""Request rates of API keys, each a token bucket in this process."""
 
-import fcntl
 import math
-import os
-import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError
 from skyrl_tinker.protocol.schemas.openai import error_body
 
@@ -34,17 +30,17 @@ UNCOUNTED = frozenset(
 """Requests that wait, or that SDK and dashboard send by themselves: the SDK fails of some."""
 
 
-_BUCKET = struct.Struct(
-    "dd"
-)  # tokens, and the time of the system's monotonic clock at which they were counted
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    filled_at: float
 
 
 class RequestRates:
-    """Buckets of the keys that have a rate, by the number of the key."""
+    """Buckets of the keys that have a rate; a bucket per key that was ever used here."""
 
-    def __init__(self, file: Path) -> None:
-        self._path = file
-        self._file: int | None = None  # opened for the first key that has a rate
+    def __init__(self) -> None:
+        self._buckets: dict[OwnerId | None, _Bucket] = {}
 
     def admit(self, caller: Caller, now: float) -> None:
         """Take a token. Raises OverloadedError, with the time until there is one."""
@@ -52,41 +48,16 @@ class RequestRates:
         if rate is None:
             return
         most = max(1.0, rate * BURST_S)
-        with self._locked() as file:
-            place = _BUCKET.size * (caller.owner or 0)
-            tokens, filled_at = _read(file, place) or (most, now)
-            passed = now - filled_at if now >= filled_at else math.inf  # the system was started again
-            tokens = min(most, tokens + passed * rate)
-            short = tokens < 1
-            os.pwrite(file, _BUCKET.pack(tokens if short else tokens - 1, now), place)
-        if short:
+        bucket = self._buckets.setdefault(caller.owner, _Bucket(most, now))
+        bucket.tokens = min(most, bucket.tokens + (now - bucket.filled_at) * rate)
+        bucket.filled_at = now
+        if bucket.tokens < 1:
             raise OverloadedError(
                 f"key_requests_per_s: found more than {most:.6g} requests in {BURST_S:g} s, expected at most "
                 f"{rate:.6g} a second from one API key: send this request again later",
-                math.ceil((1 - tokens) / rate),
+                math.ceil((1 - bucket.tokens) / rate),
             )
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    @contextmanager
-    def _locked(self) -> Iterator[int]:
-        if self._file is None:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # microseconds
-        try:
-            yield self._file
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-
-
-def _read(file: int, place: int) -> tuple[float, float] | None:
-    """Return a bucket, None where it was never written."""
-    content = os.pread(file, _BUCKET.size, place)
-    tokens, filled_at = _BUCKET.unpack(content) if len(content) == _BUCKET.size else (0.0, 0.0)
-    return (tokens, filled_at) if filled_at else None
+        bucket.tokens -= 1
 
 
 class RequestRateMiddleware:

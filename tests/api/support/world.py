@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
@@ -161,7 +160,6 @@ def settings_for(home: Path, **changes: Any) -> Settings:
 @asynccontextmanager
 async def running(settings: Settings, facts: BaseModelFacts = FACTS) -> AsyncIterator[World]:
     """The app of `settings`, whose database is migrated already."""
-    Directories(settings).run_dir.mkdir(parents=True, exist_ok=True)
     store = Store.open(settings.store_url)
     bell = SocketBell.bind(settings.root, "api")
     try:

@@ -175,7 +175,7 @@ async def test_the_sdk_waits_for_many_samples_on_one_connection(settings: Settin
     bells = SocketBell.bind(settings.root, "api"), SocketBell.bind(settings.root, "engine")
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(settings, store, FACTS, bells[0])
-    server = ApiServer(app, lambda: None)
+    server = ApiServer(app)
     engine = Held(store, bells[1], 60)
     tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(engine.run())]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
