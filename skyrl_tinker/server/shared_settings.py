@@ -15,6 +15,7 @@ from skyrl_tinker.store import server_state
 _OWN = {
     "home",
     "host",
+    "api_processes",
     "port",
     "allowed_hosts",
     "tls_cert",
