@@ -165,6 +165,9 @@ def main() -> None:
     die_with_parent()
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
     listener = socket.socket(fileno=int(sys.argv[2]))
+    if len(sys.argv) == 3:  # noqa: PLR2004
+        uvloop.run(run(settings, listener))
+        return
     note = Directories(settings).listening_note(os.getpid())
     try:
         uvloop.run(run(settings, listener, listens=note.touch))

@@ -68,8 +68,8 @@ class ApiProcesses:
         old.retire()
 
     async def _until_listening(self, child: ChildProcess) -> None:
-        while child.pid is None or not self._directories.listening_note(child.pid).exists():
-            await asyncio.sleep(_POLL_S)  # noqa: ASYNC110  (another process writes the note)
+        while child.pid is None or not self._directories.listening_note(child.pid).exists():  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
     def _child(self, place: int) -> ChildProcess:
         name = f"api-{place}" if place else "api"

@@ -282,4 +282,4 @@ async def test_a_key_without_limits_is_not_counted(world: World) -> None:
     await world.ok("optim_step", step(await world.model(), 1))
     assert UNLIMITED.overridden({}) == UNLIMITED
     assert not world.services.backlogs._counts
-    assert not world.services.rates._buckets
+    assert not world.services.rates._files
