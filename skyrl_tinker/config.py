@@ -39,6 +39,13 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="0 = any free one")
+    api_processes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="API processes on this host, which share its port, and of the limits of connections and "
+        "held bodies have one part each",
+    )
     allowed_hosts: tuple[str, ...] = Field(
         (),
         description="Further name by which clients reach a server without keys, such as a proxy's, beside "
@@ -424,6 +431,10 @@ class Settings(BaseSettings):
     def key_limits(self) -> KeyLimits:
         """Limits of every key that has none of its own."""
         return KeyLimits(**{name: getattr(self, f"key_{name}") for name in NAMES})
+
+    def api_share(self, value: int) -> int:
+        """Return what one API process has of a limit of all on this host."""
+        return -(-value // self.api_processes)
 
     @property
     def store_url(self) -> str:

@@ -31,6 +31,8 @@ class Directories:
         self.pid_file = self.run_dir / "processes.json"
         self.bell_dir = user_directory(Path("/tmp"), self.home)
         self.engine_socket = self.bell_dir / "engine.http"
+        self.metrics_dir = self.bell_dir / "metrics"
+        self.rates_dir = self.bell_dir / "rates"
         self.ephemeral_dir = user_directory(_SHM, self.home) if _SHM.is_dir() else self.run_dir / "adapters"
 
     def make(self) -> None:
@@ -51,6 +53,10 @@ class Directories:
                 make_private(directory.parent)
             make_private(directory)
         (self.ephemeral_dir / _HOME).write_text(str(self.home))
+
+    def listening_note(self, pid: int) -> Path:
+        """Return what an API process of this id writes once it accepts connections."""
+        return self.bell_dir / f"api-{pid}.listens"
 
     def delete_temporary(self) -> None:
         """Delete sockets and temporary files of processes that have ended."""

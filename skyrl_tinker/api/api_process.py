@@ -1,13 +1,14 @@
-"""One API process on an inherited socket: `python -m skyrl_tinker.api.api_process SETTINGS_JSON FD`.
+"""One API process on an inherited socket: `python -m skyrl_tinker.api.api_process SETTINGS_JSON FD [NAME]`.
 
-SIGTERM ends it within a second.
+SIGTERM ends it within a second; SIGHUP once what it answers is answered, for another that takes its place.
 """
 
 import asyncio
+import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.bounded_connections import ConnectionCaps, Connections
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.processes import die_with_parent, freeze_gc, raise_open_files_limit, return_freed_memory
@@ -34,6 +36,8 @@ FACTS_WITHIN_S = 60.0
 _FACTS_POLL_S = 0.1
 _KEEP_ALIVE_S = 75
 _DRAIN_S = 1
+_RETIRE_S = 600.0
+"""Longest time for the last answers of a process that is replaced: streams and downloads."""
 _SWITCH_S = 0.0005
 """Delay after which busy threads return the GIL to the event loop, which releases it with every read."""
 
@@ -41,10 +45,16 @@ _SWITCH_S = 0.0005
 class ApiServer(uvicorn.Server):
     """Uvicorn with our signal handlers; it ends the long polls before it drains connections."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, listens: Callable[[], object] = lambda: None) -> None:
         self._services: Services = app.state.services
         settings = self._services.settings
-        caps = ConnectionCaps(settings.max_connections, settings.max_connections_per_address)
+        caps = ConnectionCaps(
+            settings.api_share(settings.max_connections),
+            settings.api_share(settings.max_connections_per_address),
+        )
+        self._listens = listens
+        self._patience_s: float = _DRAIN_S
+        self._draining: asyncio.Timeout | None = None
         super().__init__(
             uvicorn.Config(
                 app,
@@ -56,7 +66,6 @@ class ApiServer(uvicorn.Server):
                 lifespan="on",
                 ws="none",
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_DRAIN_S,
                 ssl_certfile=settings.tls_cert,
                 ssl_keyfile=settings.tls_key,
             )
@@ -68,10 +77,23 @@ class ApiServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.request_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._retire)
         yield
 
     def request_stop(self) -> None:
         self.should_exit = True
+        self._patience_s = _DRAIN_S
+        if self._draining is not None:
+            self._draining.reschedule(asyncio.get_running_loop().time() + _DRAIN_S)
+
+    def _retire(self) -> None:
+        if not self.should_exit:
+            self.should_exit = True
+            self._patience_s = _RETIRE_S
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listens()
 
     async def on_tick(self, counter: int) -> bool:
         """Stop, to be restarted by `serve`, when a background task of the lifespan has died."""
@@ -80,6 +102,11 @@ class ApiServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._services.waiter.stop()
         await super().shutdown(sockets)
+
+    async def _wait_tasks_to_complete(self) -> None:
+        """Wait for the last answers. TimeoutError, on which uvicorn cancels them."""
+        async with asyncio.timeout(self._patience_s) as self._draining:
+            await super()._wait_tasks_to_complete()
 
 
 async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHIN_S) -> BaseModelFacts:
@@ -101,8 +128,13 @@ def _stored_facts(store: Store) -> object:
         return server_state.get(conn, "base_model")
 
 
-async def run(settings: Settings, listener: socket.socket, files_home: Path | None = None) -> None:
-    """Serve until SIGTERM or SIGINT.
+async def run(
+    settings: Settings,
+    listener: socket.socket,
+    files_home: Path | None = None,
+    listens: Callable[[], object] = lambda: None,
+) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP; call `listens` once connections are accepted.
 
     `files_home`: what paths in rows are relative to, where that is not this process's home.
     """
@@ -113,7 +145,7 @@ async def run(settings: Settings, listener: socket.socket, files_home: Path | No
             facts = await read_facts(store, bell)
             app = create_app(settings, store, facts, bell)
             freeze_gc()
-            await ApiServer(app).serve([listener])
+            await ApiServer(app, listens).serve([listener])
         finally:
             bell.close()
     finally:
@@ -132,7 +164,15 @@ def main() -> None:
     prepare()
     die_with_parent()
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
-    uvloop.run(run(settings, socket.socket(fileno=int(sys.argv[2]))))
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    if len(sys.argv) == 3:  # noqa: PLR2004
+        uvloop.run(run(settings, listener))
+        return
+    note = Directories(settings).listening_note(os.getpid())
+    try:
+        uvloop.run(run(settings, listener, listens=note.touch))
+    finally:
+        note.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

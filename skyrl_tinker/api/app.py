@@ -115,7 +115,7 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
     directories = Directories(settings)
     signing = SigningSecrets(settings.root)
     engine = EngineClient(directories.engine_socket, store, signing)
-    queues = EngineQueues(engine)
+    queues = EngineQueues(engine, alone=settings.api_processes == 1)
     metrics = ApiMetrics()
     keys = KeyRing(store, signing, settings.key_limits)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
@@ -146,7 +146,7 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         Signer(signing, settings.trust_forwarded),
         queues,
         Backpressure(queues, settings.sample_backlog),
-        RequestRates(),
+        RequestRates(directories.rates_dir),
         KeyBacklogs(store),
         room,
         SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
@@ -194,7 +194,7 @@ def _body_limits(settings: Settings) -> BodyLimits:
         wire=settings.wire_body_mb * MiB,
         expanded=settings.expanded_body_mb * MiB,
         json=settings.json_body_mb * MiB,
-        held=settings.held_bodies_mb * MiB,
+        held=settings.api_share(settings.held_bodies_mb * MiB),
     )
 
 
@@ -216,3 +216,4 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         for task in background:
             task.cancel()
         await services.engine.close()
+        services.rates.close()

@@ -25,6 +25,8 @@ UNREAD_S = 60.0
 """Time in which a client must read a part of an answer that fills the buffers on its way."""
 READ_BYTES = 64 * 1024
 """Most that is read from a connection before others have their turn."""
+_FIRST_REQUEST_S = 0.5
+"""Time for a new connection's request to arrive at a process that ends."""
 _LINGER_S = 1.0  # what is closed while data arrives is reset, and its client sees no answer
 
 
@@ -119,6 +121,7 @@ class _Http(HttpToolsProtocol):
         self._in_head = True
         self._in_body = False
         self._refused = False
+        self._is_last = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -157,8 +160,10 @@ class _Http(HttpToolsProtocol):
         self._outside = 0
         self._in_head = False
         self._in_body = True
-        self._disarm("head")
+        self._disarm("head", "first")
         super().on_headers_complete()
+        if self._is_last:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._outside = 0
@@ -174,6 +179,14 @@ class _Http(HttpToolsProtocol):
         super().on_response_complete()
         if self._in_body and self.cycle.response_complete:
             self._arm("rest", REST_S, self.transport.close)
+
+    def shutdown(self) -> None:
+        """Close it after its answer; a client that was just let in has one request answered."""
+        if self.cycle is not None:
+            super().shutdown()
+        else:
+            self._is_last = True
+            self._arm("first", _FIRST_REQUEST_S, self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -9,8 +9,9 @@ import psutil
 
 from skyrl_tinker.processes import Identity, read_pid_file
 
+API = "skyrl_tinker.api.api_process"
 _PARTS = {  # text in the command line
-    "skyrl_tinker.api.api_process": "API",
+    API: "API",
     "skyrl_tinker.engine.engine_process": "engine",
     "ray::RankProcess": "trainer rank",
     "raylet/raylet": "Ray: raylet",
@@ -76,6 +77,9 @@ def _row(process: psutil.Process) -> ProcessRow | None:
 
 
 def _name(process: psutil.Process) -> str:
-    command = " ".join(process.cmdline())
+    words = process.cmdline()
+    command = " ".join(words)
     part = next((name for text, name in _PARTS.items() if text in command), None)
+    if part == _PARTS[API] and words[-1].startswith("api-"):
+        return f"{part} {words[-1].removeprefix('api-')}"
     return part or ("serve" if " serve" in command else process.name())

@@ -42,6 +42,7 @@ _SERVED = (
     "model_name",
     "host",
     "port",
+    "api_processes",
     "allowed_hosts",
     "tls_cert",
     "tls_key",

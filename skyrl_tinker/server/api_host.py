@@ -97,7 +97,7 @@ def _listen(settings: Settings, files_home: Path, ready: Report) -> None:
     from skyrl_tinker.api import api_process
 
     with preflight.listen(settings.host, settings.port) as listener:
-        settings = settings.model_copy(update={"port": listener.getsockname()[1]})
+        settings = settings.model_copy(update={"port": listener.getsockname()[1], "api_processes": 1})
         Directories(settings).settings_file.write_text(settings.model_dump_json())
         ready(READY + client_url(settings))
         api_process.prepare()

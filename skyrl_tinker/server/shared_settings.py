@@ -15,6 +15,7 @@ from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets, require_c
 _OWN = {
     "home",
     "host",
+    "api_processes",
     "port",
     "allowed_hosts",
     "tls_cert",

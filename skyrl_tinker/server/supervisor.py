@@ -4,12 +4,11 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,9 @@ from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import log_files, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import announcement
+from skyrl_tinker.server.api_processes import ApiProcesses
 from skyrl_tinker.server.base_models import base_model
+from skyrl_tinker.server.child_process import DEATHS_WITHIN_S, MOST_DEATHS, ChildProcess
 from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.cluster.server_lease import Lease
 from skyrl_tinker.store.database.abstract_database import LeaseFence
@@ -41,7 +42,6 @@ _RECORD_S = 2.0
 _STOPPED_ROUNDS = 3  # of _RECORD_S, after which a process that stands still is killed
 _BACK_OFF_S = 5.0  # before an API that keeps dying is started again
 _READY_POLL_S = 0.1
-_MOST_DEATHS, _DEATHS_WITHIN_S = 5, 120.0
 
 Report = Callable[[str], None]
 
@@ -89,52 +89,6 @@ def _take_database(settings: Settings, progress: Report) -> Lease:
     return lease
 
 
-@dataclass(slots=True)
-class _Child:
-    """A child process in its own session, so that Ctrl-C in a terminal reaches only `serve`.
-
-    Its temporary files lie beside the sockets and are deleted with them: a killed vLLM leaves some behind.
-    """
-
-    name: str
-    module: str
-    directories: Directories
-    listener: socket.socket | None = None  # inherited; its file descriptor is the last argument
-    process: asyncio.subprocess.Process | None = None
-    deaths: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_DEATHS))
-
-    @property
-    def log(self) -> Path:
-        return self.directories.log_dir / f"{self.name}.log"
-
-    async def run(self) -> int:
-        """Start it and wait until it ends. Returns the exit code, negative for a signal."""
-        inherited = () if self.listener is None else (self.listener.fileno(),)
-        with self.log.open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self.module),
-                *(str(self.directories.settings_file), *map(str, inherited)),
-                pass_fds=inherited,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=processes.die_with_parent,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(self.directories.bell_dir)},
-            )
-        return await self.process.wait()
-
-    @property
-    def pid(self) -> int | None:
-        """Process id, None unless it runs."""
-        return self.process.pid if self.process and self.process.returncode is None else None
-
-    def dies_too_often(self) -> bool:
-        """Count one death; return whether there were too many in a short time."""
-        self.deaths.append(time.monotonic())
-        return len(self.deaths) == _MOST_DEATHS and self.deaths[-1] - self.deaths[0] < _DEATHS_WITHIN_S
-
-
 class _Supervisor:
     def __init__(
         self,
@@ -154,10 +108,11 @@ class _Supervisor:
         self._ready = ready
         self._progress = progress
         self._warn = warn
-        self._download = _Child("download", "skyrl_tinker.server.base_models.weights_download", directories)
-        self._api = _Child("api", "skyrl_tinker.api.api_process", directories, listener)
-        self._engine = _Child("engine", "skyrl_tinker.engine.engine_process", directories)
-        self._children = (self._download, self._api, self._engine)
+        self._download = ChildProcess(
+            "download", "skyrl_tinker.server.base_models.weights_download", directories
+        )
+        self._apis = ApiProcesses(settings.api_processes, directories, listener, self._on_api_end)
+        self._engine = ChildProcess("engine", "skyrl_tinker.engine.engine_process", directories)
         self._was_ready = False
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
@@ -166,6 +121,7 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         epoch = self._lease.epoch
         fence = None if epoch is None else LeaseFence(epoch)
         store = Store.open(self._settings.store_url, self._settings.root, fence)
@@ -185,6 +141,10 @@ class _Supervisor:
         """Stop at the first signal, kill at the second."""
         (self._kill if self._stop.is_set() else self._stop).set()
 
+    def _on_hangup(self) -> None:
+        self._progress("replacing the API processes, one after another (SIGHUP)")
+        self._apis.replace()
+
     async def _run_children(self, store: Store) -> None:
         await store.write(lambda conn: server_state.put(conn, "base_model", asdict(self._facts)))
         await store.write(partial(shared_settings.publish, settings=self._settings))
@@ -193,7 +153,7 @@ class _Supervisor:
         await self._set_engine_state(store, "starting", "starting the engine")
         async with asyncio.TaskGroup() as tasks:
             work = [
-                tasks.create_task(self._keep_api()),
+                tasks.create_task(self._apis.run()),
                 tasks.create_task(self._keep_engine(store)),
                 tasks.create_task(self._announce_ready(store)),
                 tasks.create_task(self._keep_lease()),
@@ -206,16 +166,18 @@ class _Supervisor:
             for task in work:
                 task.cancel()
 
-    async def _keep_api(self) -> None:
-        """Restart the API for ever once it has been ready: the engine and its models need no API."""
-        while True:
-            code = await self._api.run()
-            try:
-                self._report_death(self._api, code)
-            except StartupError:
-                if not self._was_ready:
-                    raise
-                await asyncio.sleep(_BACK_OFF_S)
+    @property
+    def _children(self) -> tuple[ChildProcess, ...]:
+        return (self._download, self._engine, *self._apis.children)
+
+    async def _on_api_end(self, api: ChildProcess, code: int) -> None:
+        """Have the API restarted for ever once it has been ready: the engine and its models need no API."""
+        try:
+            self._report_death(api, code)
+        except StartupError:
+            if not self._was_ready:
+                raise
+            await asyncio.sleep(_BACK_OFF_S)
 
     async def _keep_engine(self, store: Store) -> None:
         if self._facts.hub_name is not None:
@@ -234,19 +196,20 @@ class _Supervisor:
         base_model.check_weights(Path(self._facts.directory))
         await self._set_engine_state(store, "starting", "starting the engine")
 
-    def _report_death(self, child: _Child, code: int) -> None:
+    def _report_death(self, child: ChildProcess, code: int) -> None:
         """Report that a child died. Raises StartupError when it keeps dying."""
         said = f"last line of its log: {log_files.last_line(child.log)} (see {child.log})"
         if child.dies_too_often():
             raise StartupError(
-                f"the {child.name} died {_MOST_DEATHS} times within {_DEATHS_WITHIN_S:.0f} s, giving up; "
+                f"the {child.name} died {MOST_DEATHS} times within {DEATHS_WITHIN_S:.0f} s, giving up; "
                 + said
             )
         self._progress(f"the {child.name} ended ({_ending(code)}), starting it again; {said}")
 
     def _engine_leftovers(self) -> list[psutil.Process]:
         """Return all descendants but the API: those of a dead engine are now ours, the subreaper's."""
-        return [process for process in processes.descendants() if process.pid != self._api.pid]
+        apis = {child.pid for child in self._apis.children}
+        return [process for process in processes.descendants() if process.pid not in apis]
 
     async def _set_engine_state(self, store: Store, name: str, detail: str) -> None:
         value = {"state": name, "detail": detail, "since": time.time()}

@@ -1,4 +1,7 @@
-"""Cached view of the engine's queues: read on demand and while samples wait, at most once a second."""
+"""Cached view of the engine's queues: read on demand and while samples wait, at most once a second.
+
+Beside other API processes it is read each second, as samples may wait that those have accepted.
+"""
 
 import asyncio
 import logging
@@ -17,8 +20,10 @@ _log = logging.getLogger(__name__)
 class EngineQueues:
     """Reader of the queues, to `run` as a task; between two reads it counts the samples accepted here."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, *, alone: bool) -> None:
+        """`alone`: no other API process of this host accepts samples."""
         self._engine = engine
+        self._alone = alone
         self._requested = asyncio.Event()
         self._refreshed = asyncio.Event()  # set and replaced at each read
         self._view: QueuesView | None = None
@@ -28,6 +33,8 @@ class EngineQueues:
 
     async def run(self) -> None:
         """Read on request until cancelled."""
+        if not self._alone:
+            self._requested.set()
         while True:
             await self._requested.wait()
             self._requested.clear()
@@ -69,5 +76,7 @@ class EngineQueues:
             self._waiting = self._view.sampling.waiting + self._view.sampling.in_flight
             self._accepted -= accepted
         self._read_at = time.monotonic()
-        if self.samples_waiting():  # read on until there are none, or a stale count refuses later samples
+        if (
+            self.samples_waiting() or not self._alone
+        ):  # read on until there are none, or a stale count refuses later samples
             self._requested.set()

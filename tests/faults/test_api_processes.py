@@ -1,0 +1,172 @@
+"""Three API processes on one port: any of them answers for all, one may die, all may be replaced."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from tests.e2e.support.client import Client, prompt, random_tokens, train
+from tests.faults.test_engine_death import TOKENS, client_of, rounds
+from tests.support.processes import title
+from tests.support.serve import KINDS, Serve, serving, wait_until
+
+COUNT, ROUNDS, SAMPLES = 3, 24, 40
+PARAMS = types.SamplingParams(max_tokens=60, seed=5, temperature=1.0, stop=[])
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    with serving(tmp_path_factory.mktemp("several"), "--api-processes", str(COUNT)) as server:
+        assert wait_until(lambda: len(apis(server)) == COUNT, 30)
+        yield server
+
+
+def apis(server: Serve) -> set[psutil.Process]:
+    return {each for each in server.tree() if KINDS["API"] in title(each)}
+
+
+@contextmanager
+def client_of_each(server: Serve) -> Iterator[list[httpx.Client]]:
+    """Clients with one kept connection each, to every API process one."""
+    with ExitStack() as stack:
+        found: dict[int, httpx.Client] = {}
+        for _ in range(300):
+            before = {each: peers(each) for each in apis(server)}
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60))
+            client.get("/healthz").raise_for_status()
+            [process] = [each for each in before if peers(each) - before[each]]
+            found.setdefault(process.pid, client)
+            if len(found) == COUNT:
+                break
+        assert len(found) == COUNT
+        yield list(found.values())
+
+
+def peers(api: psutil.Process) -> set[int]:
+    """Ports of its clients."""
+    return {each.raddr.port for each in api.net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED}
+
+
+def test_metrics_and_processes_are_the_same_whichever_process_answers(several: Serve) -> None:
+    with client_of_each(several) as clients:
+        before = answered(clients[0])
+        for client in clients:
+            for _ in range(20):
+                client.get("/healthz").raise_for_status()
+        time.sleep(1.2)  # each page is made once a second at most
+        assert [answered(client) for client in clients] == [before + COUNT * 20] * COUNT
+        for client in clients:
+            names = [each["name"] for each in client.get("/api/v1/console/now").json()["processes"]]
+            assert sorted(name for name in names if name.startswith("API")) == ["API", "API 1", "API 2"]
+    assert {each.name for each in (several.home / "logs").glob("api*.log")} == {
+        "api.log",
+        "api-1.log",
+        "api-2.log",
+    }
+
+
+def answered(client: httpx.Client) -> float:
+    text = client.get("/metrics").text
+    [line] = [
+        line
+        for line in text.splitlines()
+        if line.startswith("skyrl_tinker_http_request_seconds_count") and 'route="/healthz"' in line
+    ]
+    assert text.count("# TYPE skyrl_tinker_http_request_seconds ") == 1
+    assert text.count("skyrl_tinker_engine_up 1.0") == 1
+    return float(line.split()[-1])
+
+
+def test_a_process_answers_long_polls_for_what_another_accepted(several: Serve) -> None:
+    with client_of_each(several) as (first, second, third), ThreadPoolExecutor() as threads:
+        session = ask(first, "create_session", {"sdk_version": "0.38.0"})["session_id"]
+        birth = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": Client.model,
+            "lora_config": {"rank": 8},
+        }
+        request = {"request_id": ask(second, "create_model", birth)["request_id"]}
+
+        def poll(client: httpx.Client) -> float:
+            client.post("/api/v1/retrieve_future", json=request).raise_for_status()
+            return time.monotonic()
+
+        times = list(threads.map(poll, (first, second, third)))
+        assert max(times) - min(times) < 0.5, "a lost ring costs a second"
+
+
+def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
+    return client.post(f"/api/v1/{path}", json=body).raise_for_status().json()
+
+
+def test_clients_go_on_when_one_process_is_killed(several: Serve) -> None:
+    def kill() -> None:
+        before = apis(several)
+        victim = min(before, key=lambda each: each.pid)
+        victim.kill()
+        assert wait_until(lambda: len(apis(several) - before) == 1, 30)
+        assert len(apis(several) & before) == COUNT - 1
+
+    with client_of_each(several) as (one, *_):
+        counted = answered(one)
+    work_during(several, kill)
+    with client_of_each(several) as clients:
+        assert min(answered(client) for client in clients) >= counted, "of the dead one, too"
+
+
+def test_a_rolling_restart_loses_no_request(several: Serve) -> None:
+    def replace() -> None:
+        before = apis(several)
+        several.process.send_signal(signal.SIGHUP)
+        assert wait_until(lambda: len(apis(several)) == COUNT and not apis(several) & before, 90)
+
+    work_during(several, replace)
+    for log in (several.home / "logs").glob("api*.log"):
+        assert "Traceback" not in log.read_text(), log
+
+
+def work_during(server: Serve, disturb: Callable[[], None]) -> None:
+    """Train, sample and stream while it is disturbed; all that comes back is as without."""
+    with client_of(server) as client, ThreadPoolExecutor() as threads:
+        expected = rounds([client.new_lora()], ROUNDS)
+        kept = client.new_lora()
+        train(kept, TOKENS)
+        weights = kept.save_weights_for_sampler(f"kept-{time.time_ns()}").result().path
+        sampler = client.service.create_sampling_client(model_path=weights).result()
+        drawn, streamed = draw(sampler), stream(server, weights)
+        training = threads.submit(rounds, [client.new_lora()], ROUNDS)
+        sampling = threads.submit(lambda: [draw(sampler) for _ in range(3)])
+        streaming = threads.submit(lambda: [stream(server, weights) for _ in range(3)])
+        disturb()
+        assert not training.done(), "it had ended before"
+        assert training.result(300) == expected
+        assert sampling.result(300) == [drawn] * 3
+        assert streaming.result(300) == [streamed] * 3
+
+
+def draw(sampler: tinker.SamplingClient) -> list[list[int]]:
+    futures = [sampler.sample(prompt(random_tokens(8, seed=seed)), 1, PARAMS) for seed in range(SAMPLES)]
+    return [list(future.result().sequences[0].tokens) for future in futures]
+
+
+def stream(server: Serve, model: str) -> str:
+    with openai.OpenAI(base_url=f"{server.url}/oai/api/v1", api_key="any", max_retries=2) as oai:
+        chunks = oai.completions.create(
+            model=model, prompt=TOKENS[:8], max_tokens=100, temperature=0, stream=True
+        )
+        return "".join(chunk.choices[0].text for chunk in chunks)
