@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.faults import POINTS
 
 SIMULATE = Path(__file__).parents[2] / "scripts" / "simulate"
-HISTORIES = 800  # in a minute on two cores of their own; scripts/simulate runs any number
+HISTORIES = 500  # in half a minute on two cores of their own; scripts/simulate runs any number
 MENDED = (55, 93, 170, 1117, 2449, 4475)
 """Seeds that found faults of the server; where its code runs otherwise now, they are other histories.
 
