@@ -1,6 +1,7 @@
 """The engine as the API sees it: its HTTP server, and its state in the store."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -9,6 +10,7 @@ from typing import TypeVar
 
 import aiohttp
 import orjson
+from aiohttp.connector import AddrInfoType
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from sqlalchemy import Connection
@@ -23,6 +25,12 @@ from skyrl_tinker.store.store import Store
 
 EVENTS = "text/event-stream"
 GET_S = 5.0
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 5,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 20_000,  # ms
+}
 T = TypeVar("T")
 
 
@@ -68,8 +76,8 @@ class EngineClient:
     It takes the engine's socket if there is one, else its address in the store, as on another host.
     """
 
-    def __init__(self, socket: Path, store: Store, secrets: SigningSecrets) -> None:
-        self._socket = socket
+    def __init__(self, path: Path, store: Store, secrets: SigningSecrets) -> None:
+        self._socket = path
         self._store = store
         self._secrets = secrets
         self._pools: dict[str, aiohttp.ClientSession] = {}
@@ -134,11 +142,22 @@ class EngineClient:
                 connector=(
                     aiohttp.UnixConnector(str(self._socket), limit=0)
                     if unix
-                    else aiohttp.TCPConnector(limit=0)
+                    else aiohttp.TCPConnector(limit=0, socket_factory=_watched_socket)
                 ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=GET_S),
             )
         return self._pools[name]
+
+
+def _watched_socket(address: AddrInfoType) -> socket.socket:
+    """Return a socket whose connection breaks 20 s after the engine's host is gone, also in a stream."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
