@@ -120,15 +120,20 @@ def training(pair: Pair) -> Iterator[Callable[[], None]]:
         numbers = count()
         assert [rounds([model], 1, next(numbers))[0] for _ in range(2)] == expected[:2]
         weights = model.save_weights_for_sampler("kept").result().path
-        sampler = service.create_sampling_client(model_path=weights).result()
-        tokens = sampler.sample(prompt(TOKENS[:8]), 1, params).result().sequences[0].tokens
+        named = service.create_sampling_client(model_path=weights).result()
+        unnamed = model.save_weights_and_get_sampling_client().result()
+
+        def sample() -> list[list[int]]:
+            asked = [sampler.sample(prompt(TOKENS[:8]), 1, params) for sampler in (named, unnamed)]
+            return [future.result(HEAL_S).sequences[0].tokens for future in asked]
+
+        tokens = sample()
 
         def go_on() -> None:
             began, number = time.monotonic(), next(numbers)
             assert rounds([model], 1, number) == [expected[number]]
             assert time.monotonic() - began < TAKEN_S
-            sampled = sampler.sample(prompt(TOKENS[:8]), 1, params).result(HEAL_S).sequences[0].tokens
-            assert sampled == tokens
+            assert sample() == tokens
 
         yield go_on
         pair.second.wait_ready()
