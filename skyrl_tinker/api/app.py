@@ -115,7 +115,8 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
     directories = Directories(settings)
     signing = SigningSecrets(settings.root)
     engine = EngineClient(directories.engine_socket, store, signing)
-    queues = EngineQueues(engine, alone=settings.api_processes == 1)
+    alone = settings.api_processes == 1 and settings.engine_listen is None
+    queues = EngineQueues(engine, alone=alone)
     metrics = ApiMetrics()
     keys = KeyRing(store, signing, settings.key_limits)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)

@@ -21,7 +21,7 @@ class EngineQueues:
     """Reader of the queues, to `run` as a task; between two reads it counts the samples accepted here."""
 
     def __init__(self, engine: EngineClient, *, alone: bool) -> None:
-        """`alone`: no other API process of this host accepts samples."""
+        """`alone`: no other API process, on this host or another, accepts samples."""
         self._engine = engine
         self._alone = alone
         self._requested = asyncio.Event()
