@@ -165,7 +165,7 @@ def main() -> None:
     die_with_parent()
     settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
     listener = socket.socket(fileno=int(sys.argv[2]))
-    if len(sys.argv) == 3:  # noqa: PLR2004
+    if len(sys.argv) == 3:
         uvloop.run(run(settings, listener))
         return
     note = Directories(settings).listening_note(os.getpid())
