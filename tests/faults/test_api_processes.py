@@ -15,6 +15,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.api.support.world import step
 from tests.e2e.support.client import Client, prompt, random_tokens, train
 from tests.faults.test_engine_death import TOKENS, client_of, rounds
 from tests.support.processes import title
@@ -95,14 +96,7 @@ def answered(client: httpx.Client) -> float:
 
 def test_a_process_answers_long_polls_for_what_another_accepted(several: Serve) -> None:
     with client_of_each(several) as (first, second, third), ThreadPoolExecutor() as threads:
-        session = ask(first, "create_session", {"sdk_version": "0.38.0"})["session_id"]
-        birth = {
-            "session_id": session,
-            "model_seq_id": 0,
-            "base_model": Client.model,
-            "lora_config": {"rank": 8},
-        }
-        request = {"request_id": ask(second, "create_model", birth)["request_id"]}
+        request = {"request_id": create_model(first, second)["request_id"]}
 
         def poll(client: httpx.Client) -> float:
             client.post("/api/v1/retrieve_future", json=request).raise_for_status()
@@ -112,8 +106,35 @@ def test_a_process_answers_long_polls_for_what_another_accepted(several: Serve) 
         assert max(times) - min(times) < 0.5, "a lost ring costs a second"
 
 
+def create_model(first: httpx.Client, second: httpx.Client) -> Any:
+    birth = {
+        "session_id": ask(first, "create_session", {"sdk_version": "0.38.0"})["session_id"],
+        "model_seq_id": 0,
+        "base_model": Client.model,
+        "lora_config": {"rank": 8},
+    }
+    return ask(second, "create_model", birth)
+
+
 def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     return client.post(f"/api/v1/{path}", json=body).raise_for_status().json()
+
+
+def test_replaced_processes_answer_their_long_polls_with_408(several: Serve) -> None:
+    with client_of_each(several) as clients, ThreadPoolExecutor() as threads:
+        model = create_model(*clients[:2])["model_id"]
+        request = {"request_id": ask(clients[2], "optim_step", step(model, 3))["request_id"]}
+        polls = [
+            threads.submit(client.post, "/api/v1/retrieve_future", json=request, timeout=90)
+            for client in clients
+        ]
+        time.sleep(0.5)
+        replace(several)
+        answers = [poll.result() for poll in polls]
+    assert [answer.status_code for answer in answers] == [408] * COUNT
+    assert [answer.json()["queue_state_reason"] for answer in answers] == [
+        "this server process is shutting down"
+    ] * COUNT
 
 
 def test_clients_go_on_when_one_process_is_killed(several: Serve) -> None:
@@ -132,14 +153,15 @@ def test_clients_go_on_when_one_process_is_killed(several: Serve) -> None:
 
 
 def test_a_rolling_restart_loses_no_request(several: Serve) -> None:
-    def replace() -> None:
-        before = apis(several)
-        several.process.send_signal(signal.SIGHUP)
-        assert wait_until(lambda: len(apis(several)) == COUNT and not apis(several) & before, 90)
-
-    work_during(several, replace)
+    work_during(several, lambda: replace(several))
     for log in (several.home / "logs").glob("api*.log"):
         assert "Traceback" not in log.read_text(), log
+
+
+def replace(server: Serve) -> None:
+    before = apis(server)
+    server.process.send_signal(signal.SIGHUP)
+    assert wait_until(lambda: len(apis(server)) == COUNT and not apis(server) & before, 90)
 
 
 def work_during(server: Serve, disturb: Callable[[], None]) -> None:
