@@ -83,3 +83,8 @@ def test_everything_lies_under_home_unless_said_otherwise(tmp_path: Path) -> Non
     settings = config.load(home=tmp_path)
     assert settings.store_url == f"sqlite+aiosqlite:///{tmp_path}/skyrl-tinker.db"
     assert settings.checkpoint_root == tmp_path / "checkpoints"
+
+
+@pytest.mark.parametrize(("processes", "share"), [(1, 10), (3, 4), (64, 1)])
+def test_api_processes_have_a_share_of_a_limit(processes: int, share: int) -> None:
+    assert config.Settings(api_processes=processes).api_share(10) == share

@@ -1,9 +1,9 @@
 """Metrics of the API for Prometheus, built with its services."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -11,6 +11,17 @@ _REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 _BLOCK_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 _Labels = tuple[str, str, str]
+
+
+class _Histograms(MultiProcessCollector):
+    """Sums over the processes, without their gauges, which prometheus_client keeps in files, too."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)  # type: ignore[no-untyped-call]
+
+    def collect(self) -> Iterable[Metric]:
+        found: Iterable[Metric] = super().collect()  # type: ignore[no-untyped-call]
+        return [metric for metric in found if metric.type == "histogram"]
 
 
 class ApiMetrics:
@@ -70,7 +81,7 @@ class ApiMetrics:
         if _DIRECTORY not in os.environ:
             return self._counts
         sums = CollectorRegistry()
-        MultiProcessCollector(sums)  # type: ignore[no-untyped-call]
+        _Histograms(sums)
         return sums
 
     def _gauge(self, name: str, help_text: str) -> Gauge:

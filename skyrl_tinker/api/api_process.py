@@ -105,8 +105,11 @@ class ApiServer(uvicorn.Server):
 
     async def _wait_tasks_to_complete(self) -> None:
         """Wait for the last answers. TimeoutError, on which uvicorn cancels them."""
-        async with asyncio.timeout(self._patience_s) as self._draining:
-            await super()._wait_tasks_to_complete()
+        try:
+            async with asyncio.timeout(self._patience_s) as self._draining:
+                await super()._wait_tasks_to_complete()
+        finally:
+            self._draining = None
 
 
 async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHIN_S) -> BaseModelFacts:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -149,6 +150,41 @@ async def test_a_large_chunked_body_gets_its_413(api: Api, store: Store) -> None
         answer = await http.post("forward_backward", content=pieces(), timeout=30)
     assert answer.status_code == 413
     assert int(answer.headers["content-length"]) > 0
+
+
+async def test_a_replaced_process_answers_what_a_new_connection_asks(
+    settings: Settings, listener: socket.socket, store: Store
+) -> None:
+    await write_facts(store)
+    with launched(settings, listener) as api:
+        await asyncio.to_thread(api.wait_until_up)
+        with socket.create_connection(("127.0.0.1", settings.port)) as fresh:
+            await asyncio.sleep(0.3)  # it is let in
+            api.process.send_signal(signal.SIGHUP)
+            await asyncio.sleep(0.3)
+            fresh.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            answer = fresh.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in answer.lower()
+        assert await asyncio.to_thread(api.process.wait, 10) == 0
+
+
+async def test_a_replaced_process_that_still_answers_ends_within_seconds_of_sigterm(
+    settings: Settings, listener: socket.socket, store: Store
+) -> None:
+    await write_facts(store)
+    with launched(settings, listener) as api:
+        await asyncio.to_thread(api.wait_until_up)
+        with socket.create_connection(("127.0.0.1", settings.port)) as slow:
+            slow.sendall(
+                b"POST /api/v1/create_session HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+            )
+            await asyncio.sleep(0.3)
+            api.process.send_signal(signal.SIGHUP)
+            await asyncio.sleep(2.5)
+            assert api.process.poll() is None, "it waits for the rest of the body"
+            assert await asyncio.to_thread(api.stop) < 3
 
 
 class BrokenBell(SocketBell):

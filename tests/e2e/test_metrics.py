@@ -119,7 +119,7 @@ def test_vllm_s_own_metrics_come_with_the_number_of_their_replica(client: Client
 
 def test_each_metric_is_told_once(client: Client) -> None:
     told = re.findall(r"# TYPE (\S+)", metrics_of(client.url))
-    assert len(told) == len(set(told))
+    assert len(told) == len(set(told)), {name for name in told if told.count(name) > 1}
     assert not [name for name in told if name.startswith("vllm:") and name.endswith("_created")]
 
 

@@ -1,11 +1,12 @@
 """Three API processes on one port: any of them answers for all, one may die, all may be replaced."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import openai
@@ -14,12 +15,14 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.api.support.world import step
 from tests.e2e.support.client import Client, prompt, random_tokens, train
 from tests.faults.test_engine_death import TOKENS, client_of, rounds
 from tests.support.processes import title
 from tests.support.serve import KINDS, Serve, serving, wait_until
 
-COUNT, ROUNDS, SAMPLES = 3, 24, 40
+COUNT, ROUNDS, SAMPLES = 3, 8, 40
+T = TypeVar("T")
 PARAMS = types.SamplingParams(max_tokens=60, seed=5, temperature=1.0, stop=[])
 
 
@@ -93,14 +96,7 @@ def answered(client: httpx.Client) -> float:
 
 def test_a_process_answers_long_polls_for_what_another_accepted(several: Serve) -> None:
     with client_of_each(several) as (first, second, third), ThreadPoolExecutor() as threads:
-        session = ask(first, "create_session", {"sdk_version": "0.38.0"})["session_id"]
-        birth = {
-            "session_id": session,
-            "model_seq_id": 0,
-            "base_model": Client.model,
-            "lora_config": {"rank": 8},
-        }
-        request = {"request_id": ask(second, "create_model", birth)["request_id"]}
+        request = {"request_id": create_model(first, second)["request_id"]}
 
         def poll(client: httpx.Client) -> float:
             client.post("/api/v1/retrieve_future", json=request).raise_for_status()
@@ -110,8 +106,35 @@ def test_a_process_answers_long_polls_for_what_another_accepted(several: Serve) 
         assert max(times) - min(times) < 0.5, "a lost ring costs a second"
 
 
+def create_model(first: httpx.Client, second: httpx.Client) -> Any:
+    birth = {
+        "session_id": ask(first, "create_session", {"sdk_version": "0.38.0"})["session_id"],
+        "model_seq_id": 0,
+        "base_model": Client.model,
+        "lora_config": {"rank": 8},
+    }
+    return ask(second, "create_model", birth)
+
+
 def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     return client.post(f"/api/v1/{path}", json=body).raise_for_status().json()
+
+
+def test_replaced_processes_answer_their_long_polls_with_408(several: Serve) -> None:
+    with client_of_each(several) as clients, ThreadPoolExecutor() as threads:
+        model = create_model(*clients[:2])["model_id"]
+        request = {"request_id": ask(clients[2], "optim_step", step(model, 3))["request_id"]}
+        polls = [
+            threads.submit(client.post, "/api/v1/retrieve_future", json=request, timeout=90)
+            for client in clients
+        ]
+        time.sleep(0.5)
+        replace(several)
+        answers = [poll.result() for poll in polls]
+    assert [answer.status_code for answer in answers] == [408] * COUNT
+    assert [answer.json()["queue_state_reason"] for answer in answers] == [
+        "this server process is shutting down"
+    ] * COUNT
 
 
 def test_clients_go_on_when_one_process_is_killed(several: Serve) -> None:
@@ -130,14 +153,15 @@ def test_clients_go_on_when_one_process_is_killed(several: Serve) -> None:
 
 
 def test_a_rolling_restart_loses_no_request(several: Serve) -> None:
-    def replace() -> None:
-        before = apis(several)
-        several.process.send_signal(signal.SIGHUP)
-        assert wait_until(lambda: len(apis(several)) == COUNT and not apis(several) & before, 90)
-
-    work_during(several, replace)
+    work_during(several, lambda: replace(several))
     for log in (several.home / "logs").glob("api*.log"):
         assert "Traceback" not in log.read_text(), log
+
+
+def replace(server: Serve) -> None:
+    before = apis(server)
+    server.process.send_signal(signal.SIGHUP)
+    assert wait_until(lambda: len(apis(server)) == COUNT and not apis(server) & before, 90)
 
 
 def work_during(server: Serve, disturb: Callable[[], None]) -> None:
@@ -149,14 +173,24 @@ def work_during(server: Serve, disturb: Callable[[], None]) -> None:
         weights = kept.save_weights_for_sampler(f"kept-{time.time_ns()}").result().path
         sampler = client.service.create_sampling_client(model_path=weights).result()
         drawn, streamed = draw(sampler), stream(server, weights)
-        training = threads.submit(rounds, [client.new_lora()], ROUNDS)
-        sampling = threads.submit(lambda: [draw(sampler) for _ in range(3)])
-        streaming = threads.submit(lambda: [stream(server, weights) for _ in range(3)])
-        disturb()
-        assert not training.done(), "it had ended before"
-        assert training.result(300) == expected
-        assert sampling.result(300) == [drawn] * 3
-        assert streaming.result(300) == [streamed] * 3
+        disturbed = threading.Event()
+
+        def repeat(work: Callable[[], T]) -> list[T]:
+            done = [work()]
+            while not disturbed.is_set():
+                done.append(work())
+            return [*done, work()]
+
+        training = threads.submit(repeat, lambda: rounds([client.new_lora()], ROUNDS))
+        sampling = threads.submit(repeat, lambda: draw(sampler))
+        streaming = threads.submit(repeat, lambda: stream(server, weights))
+        try:
+            disturb()
+        finally:
+            disturbed.set()
+        assert all(each == expected for each in training.result(300))
+        assert all(each == drawn for each in sampling.result(300))
+        assert all(each == streamed for each in streaming.result(300))
 
 
 def draw(sampler: tinker.SamplingClient) -> list[list[int]]:
