@@ -1,6 +1,6 @@
 """One API process on an inherited socket: `python -m skyrl_tinker.api.api_process SETTINGS_JSON FD [NAME]`.
 
-SIGTERM ends it within a second; SIGHUP once what it answers is answered, for another that takes its place.
+SIGTERM ends it within a second; SIGUSR2 once what it answers is answered, for another that takes its place.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class ApiServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.request_stop)
-        loop.add_signal_handler(signal.SIGHUP, self._retire)
+        loop.add_signal_handler(signal.SIGUSR2, self._retire)
         yield
 
     def request_stop(self) -> None:
@@ -137,7 +137,7 @@ async def run(
     files_home: Path | None = None,
     listens: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP; call `listens` once connections are accepted.
+    """Serve until SIGTERM, SIGINT or SIGUSR2; call `listens` once connections are accepted.
 
     `files_home`: what paths in rows are relative to, where that is not this process's home.
     """

@@ -75,7 +75,7 @@ class ChildProcess:
         self.retired = True
         if self.process is not None and self.pid is not None:
             with suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGHUP)
+                self.process.send_signal(signal.SIGUSR2)
 
     def dies_too_often(self) -> bool:
         """Count one death; return whether there were too many in a short time."""

@@ -121,7 +121,7 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
-        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        loop.add_signal_handler(signal.SIGUSR2, self._on_renewal)
         epoch = self._lease.epoch
         fence = None if epoch is None else LeaseFence(epoch)
         store = Store.open(self._settings.store_url, self._settings.root, fence)
@@ -141,8 +141,8 @@ class _Supervisor:
         """Stop at the first signal, kill at the second."""
         (self._kill if self._stop.is_set() else self._stop).set()
 
-    def _on_hangup(self) -> None:
-        self._progress("replacing the API processes, one after another (SIGHUP)")
+    def _on_renewal(self) -> None:
+        self._progress("replacing the API processes, one after another (SIGUSR2)")
         self._apis.replace()
 
     async def _run_children(self, store: Store) -> None:

@@ -160,7 +160,7 @@ async def test_a_replaced_process_answers_what_a_new_connection_asks(
         await asyncio.to_thread(api.wait_until_up)
         with socket.create_connection(("127.0.0.1", settings.port)) as fresh:
             await asyncio.sleep(0.3)  # it is let in
-            api.process.send_signal(signal.SIGHUP)
+            api.process.send_signal(signal.SIGUSR2)
             await asyncio.sleep(0.3)
             fresh.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
             answer = fresh.recv(65536)
@@ -181,7 +181,7 @@ async def test_a_replaced_process_that_still_answers_ends_within_seconds_of_sigt
                 b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
             )
             await asyncio.sleep(0.3)
-            api.process.send_signal(signal.SIGHUP)
+            api.process.send_signal(signal.SIGUSR2)
             await asyncio.sleep(2.5)
             assert api.process.poll() is None, "it waits for the rest of the body"
             assert await asyncio.to_thread(api.stop) < 3

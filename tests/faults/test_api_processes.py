@@ -160,7 +160,7 @@ def test_a_rolling_restart_loses_no_request(several: Serve) -> None:
 
 def replace(server: Serve) -> None:
     before = apis(server)
-    server.process.send_signal(signal.SIGHUP)
+    server.process.send_signal(signal.SIGUSR2)
     assert wait_until(lambda: len(apis(server)) == COUNT and not apis(server) & before, 90)
 
 
