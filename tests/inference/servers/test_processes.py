@@ -174,6 +174,7 @@ async def test_a_place_that_ray_does_not_find_is_an_error_of_the_replica(
     await group.shutdown()
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_samplers_too_large_for_the_memory_are_refused(tmp_path: Path) -> None:
     spec = spec_of(write_model(tmp_path / "model", tied=True), tmp_path)
     huge = replace(spec, model=replace(spec.model, num_layers=10_000, num_kv_heads=1_000))
