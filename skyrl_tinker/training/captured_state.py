@@ -55,15 +55,18 @@ class CapturedState:
             )
             return alone
         parts = await self.ranks.write_call_all(self.writer, "persist_state", self.number, scratch)
-        if Path(directory).is_relative_to(self.ranks.memory_root):
-            for rank in self.ranks.far_ranks:
-                await self._bring(rank, Path(scratch))
-            await self._drop_far(scratch)
+        for rank in self._ranks_apart(scratch):
+            await self._bring(rank, Path(scratch))
+        await self._drop_far(scratch)
         files: dict[str, FileEntry] = {name: entry for part in parts for name, entry in part.items()}
         size: int = await self.ranks.write_call(
             0, self.writer, "commit_state", self.number, files, scratch, directory
         )
         return size
+
+    def _ranks_apart(self, directory: str) -> list[int]:
+        """Return the ranks that have another directory of this path: one in their own host's memory."""
+        return self.ranks.far_ranks if Path(directory).is_relative_to(self.ranks.memory_root) else []
 
     async def _bring(self, rank: int, directory: Path) -> None:
         """Copy what a rank has written to its host's memory to ours."""
@@ -76,7 +79,7 @@ class CapturedState:
 
     async def _drop_far(self, directory: str) -> None:
         """Remove it from the hosts of other ranks; what those hold that died is theirs no more."""
-        for rank in self.ranks.far_ranks if directory.startswith(self.ranks.memory_root) else ():
+        for rank in self._ranks_apart(directory):
             with suppress(SkyrlTinkerError):
                 await self._far(rank, "remove_files", directory)
 

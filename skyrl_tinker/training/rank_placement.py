@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -56,10 +56,9 @@ class RankPlacement:
             if self._removed or time.monotonic() > deadline:
                 raise NoPlaceError(self._refusal())
         node_of: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        hosts = Counter(node_of.values())
-        order = sorted(node_of, key=lambda each: (node_of[each] != node_of[0], -hosts[node_of[each]], each))
-        self.nodes = tuple(node_of[bundle] for bundle in order)
-        return [self._options(bundle) for bundle in order]
+        bundles = by_host(node_of)
+        self.nodes = tuple(node_of[bundle] for bundle in bundles)
+        return [self._options(bundle) for bundle in bundles]
 
     def remove(self) -> None:
         """Give the places back. Idempotent."""
@@ -94,6 +93,17 @@ class RankPlacement:
             f"the Ray cluster has no room for {ranks} trainer ranks with {each} {kind} each, the first on "
             f"the engine's host {self._here}; it has {kind}s: {listed or 'none'}, which others may use"
         )
+
+
+def by_host(node_of: Mapping[int, str]) -> list[int]:
+    """Order bundles by node: that of bundle 0 first, beginning with it, then those with more bundles."""
+    counts = Counter(node_of.values())
+
+    def place(bundle: int) -> tuple[bool, int, str, int]:
+        node = node_of[bundle]
+        return node != node_of[0], -counts[node], node, bundle
+
+    return sorted(node_of, key=place)
 
 
 async def _wait_gone(pids: list[int], node: str | None) -> None:

@@ -80,7 +80,7 @@ class ExternalServers:
 
     async def _require_fit(self, url: str) -> None:
         """Raise a SamplerError that says what the server was started without."""
-        if address_towards(url) is not None and not await _pulls(url):
+        if await _is_elsewhere(url) and not await _pulls(url):
             raise SamplerError(
                 f"{url} ({self._setting}) is on another host and does not pull weights from this one: start "
                 f"it with --middleware {VERSION_PULL}"
@@ -102,6 +102,13 @@ class ExternalServers:
                 f"{url} ({self._setting}) answers no routed experts, expected them (router_replay): "
                 "start it with --enable-return-routed-experts"
             )
+
+
+async def _is_elsewhere(url: str) -> bool:
+    try:
+        return await asyncio.to_thread(address_towards, url) is not None
+    except OSError as error:
+        raise SamplerError(f"{url}: {error}") from error
 
 
 async def _pulls(url: str) -> bool:

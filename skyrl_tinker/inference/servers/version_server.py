@@ -41,7 +41,8 @@ class VersionServer:
             return directory
         async with self._opening:
             port = self._ports.get(own) or await self._listen(own)
-        return f"http://{own}:{port}/{self._signature(directory)}{quote(directory)}"
+        host = f"[{own}]" if ":" in own else own
+        return f"http://{host}:{port}/{self._signature(directory)}{quote(directory)}"
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -53,7 +54,8 @@ class VersionServer:
             app.add_routes([web.get("/{signature}/{directory:.+}", self._answer)])
             self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
             await self._runner.setup()
-        listener = socket.create_server((address, 0))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
         await web.SockSite(self._runner, listener).start()
         self._ports[address] = int(listener.getsockname()[1])
         return self._ports[address]
