@@ -27,7 +27,7 @@ class RayCluster:
         if settings.ray_address is None:
             _init_local(settings.trainer_ranks, directory)
         else:
-            ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+            _join(settings.ray_address)
         self._daemons = [child for child in psutil.Process().children() if child.name() in DAEMONS]
 
     @property
@@ -56,6 +56,18 @@ class RayCluster:
 
     def _remove_files(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _join(address: str) -> None:
+    """Join a cluster of which this host is a node. Raises StartupError."""
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:  # also other versions, and wrong tokens
+        reason = " ".join(str(error).split())
+        raise StartupError(
+            f"--ray-address {address}: this host is in no Ray cluster that answers there; start one with "
+            f"`ray start`, with the same RAY_AUTH_TOKEN (docs/cluster.md): {reason}"
+        ) from error
 
 
 def _init_local(cpus: int, directory: Path) -> None:

@@ -22,6 +22,7 @@ from skyrl_tinker.weight_sync.factory import choose
 START_BYTES = 16 * MiB
 """Room that a start takes under home: sockets, logs, and the pages of the database's log."""
 _URL_SETTINGS = ("sampler_urls", "prefill_urls", "decode_urls")
+_RAY_S = 5.0  # for its head to answer
 _BACKLOG = 4096  # thousands of long polls may connect at once
 
 
@@ -32,6 +33,8 @@ def check_settings(settings: Settings) -> None:
     _check_standby(settings)
     _check_dtype(settings)
     _check_otlp(settings)
+    if settings.ray_address is not None:
+        _check_ray(settings.ray_address)
 
 
 def _check_standby(settings: Settings) -> None:
@@ -100,6 +103,26 @@ def _check_otlp(settings: Settings) -> None:
         raise StartupError(
             "otlp_endpoint: the OpenTelemetry packages are not installed; pip install 'skyrl-tinker[otlp]'"
         )
+
+
+def _check_ray(address: str) -> None:
+    """Refuse a cluster that is not there: Ray itself would try for minutes, again and again."""
+    found = address
+    if address == "auto":  # what `ray start` notes on each node
+        note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+        found = os.environ.get("RAY_ADDRESS") or (note.read_text().strip() if note.is_file() else "")
+    host, _, port = found.rpartition(":")
+    if found and not (host and port.isdigit()):
+        raise StartupError(f"ray_address: found {found!r}, expected HOST:PORT or auto")
+    try:
+        if not found:
+            raise ConnectionError("it is a node of none")
+        socket.create_connection((host, int(port)), _RAY_S).close()
+    except OSError as error:
+        raise StartupError(
+            f"--ray-address {address}: no Ray cluster answers this host ({error}); start one on it with `ray "
+            "start` (docs/cluster.md)"
+        ) from error
 
 
 def _is_installed(module: str) -> bool:

@@ -59,6 +59,8 @@ from tests.support.certificates import write_certificate
             {"placement": "colocated", "device": "cuda", "vllm_args": {"data-parallel-size": 2}},
             r"1 trainer ranks share their GPUs with 2 sampler GPUs \(1 replicas x 2\)",
         ),
+        ({"ray_address": "head"}, "ray_address: found 'head', expected HOST:PORT or auto"),
+        ({"ray_address": "127.0.0.1:9"}, "--ray-address 127.0.0.1:9: no Ray cluster answers this host"),
         ({"standby": True}, "--standby: found a database that is a file"),
         (
             {"standby": True, "database_url": "postgresql+psycopg://u@h/n", "snapshots": "/shared"},
@@ -77,6 +79,21 @@ def test_what_is_not_built_or_not_safe_is_refused_with_what_to_change(
 ) -> None:
     with pytest.raises(StartupError, match=message):
         _check(config.load(**setting))
+
+
+def test_a_host_that_is_in_no_ray_cluster_is_told_how_to_start_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    joined = config.load(ray_address="auto")
+    with pytest.raises(StartupError, match=r"it is a node of none.*start one on it with `ray start`"):
+        preflight.check_settings(joined)
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = head.getsockname()[1]
+        (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
+        preflight.check_settings(joined)
 
 
 NO_OPENTELEMETRY = """
