@@ -58,7 +58,11 @@ class Settings(BaseSettings):
     database_url: str | None = Field(
         None, description="postgresql+psycopg://USER@HOST/NAME, or a file [default: SQLite under home]"
     )
-    checkpoints: Path | None = Field(None, description="Where checkpoints lie [default: <home>/checkpoints]")
+    checkpoints: str | None = Field(
+        None,
+        description="Where checkpoints lie: a directory, or a URL such as s3://BUCKET/PREFIX (extra s3), of "
+        "which <home>/checkpoints then is the cache [default: <home>/checkpoints]",
+    )
     snapshots: Path | None = Field(
         None,
         description="Where the server keeps what brings models back after a crash [default: under home]",
@@ -381,6 +385,11 @@ class Settings(BaseSettings):
             _split_address(given)
         return given
 
+    @field_validator("checkpoints", mode="before")
+    @classmethod
+    def _read_place(cls, given: object) -> object:
+        return str(given) if isinstance(given, Path) else given
+
     @field_validator("vllm_args", mode="before")
     @classmethod
     def _read_pairs(cls, given: object) -> object:
@@ -442,7 +451,13 @@ class Settings(BaseSettings):
 
     @property
     def checkpoint_root(self) -> Path:
-        return (self.checkpoints or self.root / "checkpoints").absolute()
+        """Local directory of checkpoints, complete or a cache."""
+        local = None if self.checkpoint_url else self.checkpoints
+        return (Path(local) if local else self.root / "checkpoints").absolute()
+
+    @property
+    def checkpoint_url(self) -> str | None:
+        return self.checkpoints if self.checkpoints and "://" in self.checkpoints else None
 
 
 def load(config: Path | None = None, **overrides: Any) -> Settings:

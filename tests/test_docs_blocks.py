@@ -64,6 +64,7 @@ BLOCKS = {
         "tests/e2e/test_readme.py::test_the_example_of_stable_reinforce_trains"
     ),
     "docs/operations.md: pip install 'skyrl-tinker[postgresql]'": "tests/faults/test_database_away.py",
+    "docs/operations.md: pip install 'skyrl-tinker[s3]'": "tests/e2e/test_object_storage.py",
     "docs/operations.md: [Unit]": "it needs systemd",
     "docs/quick-start.md: scripts/setup cpu": MINUTES,
     "docs/quick-start.md: export TINKER_BASE_URL=http://127.0.0.1:8000 TINKE": (

@@ -65,6 +65,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -152,6 +153,7 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         room,
         SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
         TokenTexts(Path(facts.directory)),
+        open_storage(settings.checkpoint_root, settings.checkpoint_url),
     )
 
 

@@ -25,6 +25,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId, Reach
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.protocol.validation.limits import Limits
+from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
@@ -53,6 +54,7 @@ class Services:
     room: DiskRoom
     snapshots: SnapshotReader
     texts: TokenTexts
+    storage: Storage
 
     def wake_engine(self) -> None:
         """Ring the engine, after a commit that gives it work."""

@@ -15,6 +15,7 @@ from skyrl_tinker.domain.tinker_path import TinkerPath, validate_checkpoint_name
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.server.base_models import base_model, hub
+from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, server_state, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database.migrate import migrate
@@ -73,6 +74,7 @@ def import_adapter(
     )
     try:
         spec, size = _write(source, base, directory)
+        open_storage(settings.checkpoint_root, settings.checkpoint_url).store(directory)
         adapter = _Import(source, checkpoint, directory, base, spec, size, owner)
         return write_once(settings.store_url, lambda conn: _record(conn, adapter), settings.root)
     except BaseException:  # without a record nothing would delete it

@@ -53,7 +53,7 @@ def _option_type(setting: str) -> Any:
 
 Home = Annotated[Path | None, option("home")]
 DatabaseUrl = Annotated[str | None, option("database_url")]
-Checkpoints = Annotated[Path | None, option("checkpoints")]
+Checkpoints = Annotated[str | None, option("checkpoints")]
 Config = Annotated[
     Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
 ]

@@ -37,6 +37,7 @@ from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.inference.client.replica_metrics import replica_metrics
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
+from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store import owners
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
@@ -101,7 +102,16 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
     )
     versions = EphemeralVersions(store, samplers, sampler_driver, make_tmpfs_spill(directories), settings)
     training = compose_training(
-        settings, facts, store, outbox, backends.trainer, samplers, versions, metrics, backends.placement
+        settings,
+        facts,
+        store,
+        outbox,
+        backends.trainer,
+        samplers,
+        versions,
+        metrics,
+        backends.placement,
+        samplers.storage,
     )
     driver = training.driver
     abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser)
@@ -112,7 +122,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         driver,
         sampler_driver,
         Intake(store, env.bell, driver, sampler_driver, metrics),
-        Cleanup(store, driver, training.creation, versions, settings),
+        Cleanup(store, driver, training.creation, versions, settings, samplers.storage),
         Deadlines(
             metrics,
             driver,
@@ -170,7 +180,8 @@ def make_samplers(
     """`host`: address of this host for samplers on others."""
     chunk_bytes = settings.weight_chunk_mb * MiB
     transport = make_transport(_transport_name(settings), trainer, chunk_bytes, host)
-    return Samplers(fleet, transport, facts, settings.max_cpu_loras, metrics)
+    storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
+    return Samplers(fleet, transport, facts, settings.max_cpu_loras, metrics, storage)
 
 
 def make_tmpfs_spill(directories: Directories) -> TmpfsSpill:

@@ -31,6 +31,7 @@ from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.trainer.unit_execution import Executors, UnitExecution
 from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -58,6 +59,7 @@ def compose_training(
     versions: EphemeralVersions,
     metrics: Metrics,
     placement: Placement = SEPARATE,
+    storage: Storage = LOCAL_DISK,
 ) -> TrainingHalf:
     directories = Directories(settings)
     root = directories.checkpoint_root
@@ -80,10 +82,10 @@ def compose_training(
         replay_s=settings.replay_s,
         share=settings.snapshot_share,
     )
-    saver = Saver(store, trainer, commits, root)
-    exporter = Exporter(store, trainer, commits, facts, root)
+    saver = Saver(store, trainer, commits, root, storage)
+    exporter = Exporter(store, trainer, commits, facts, root, storage)
     ephemeral = directories.ephemeral_dir
-    creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank)
+    creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank, storage)
     lanes, woken = Lanes(), asyncio.Event()
 
     def written(row: QueuedRow) -> None:
@@ -91,7 +93,7 @@ def compose_training(
         woken.set()
 
     ends = store, trainer, samplers
-    publisher = Publisher(*ends, commits, ephemeral, root, drift_monitor, metrics, written)
+    publisher = Publisher(*ends, commits, ephemeral, root, drift_monitor, metrics, written, storage)
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     replay = Replay(store, trainer, passes, snapshots)

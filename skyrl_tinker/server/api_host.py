@@ -51,7 +51,8 @@ def serve_api(given: Settings, ready: Report, progress: Report) -> None:
             )
         preflight.check_host(settings)
         _warn_of_missing(settings, progress)
-        _listen(settings, server.home, ready)
+        # Of storage each host has a cache below its own home.
+        _listen(settings, settings.root if settings.checkpoint_url else server.home, ready)
 
 
 def _await_server(given: Settings, progress: Report) -> tuple[ServerSettings, str | None]:
@@ -84,7 +85,7 @@ def _read(database: "Database") -> tuple[ServerSettings, str | None] | None:
 
 def _warn_of_missing(settings: Settings, progress: Report) -> None:
     root = settings.checkpoint_root
-    if not root.is_dir():
+    if settings.checkpoint_url is None and not root.is_dir():
         progress(
             f"{root} is not here: downloads and copies of checkpoints need it, so let the hosts share it "
             "(--checkpoints); all else works"

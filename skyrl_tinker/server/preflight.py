@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.errors import StartupError
+from skyrl_tinker.errors import StartupError, StorageError
 from skyrl_tinker.inference.servers.vllm_arguments import check, workers
+from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.store import write_once
@@ -47,7 +48,7 @@ def _check_standby(settings: Settings) -> None:
         )
     directories = Directories(settings)
     for name, place in (("checkpoints", settings.checkpoint_root), ("snapshots", directories.snapshot_dir)):
-        if place.is_relative_to(settings.root):
+        if place.is_relative_to(settings.root) and not (name == "checkpoints" and settings.checkpoint_url):
             raise StartupError(
                 f"--standby: found {name} under home, {place}; expected --{name} with a directory that all "
                 "hosts share, under the same path"
@@ -59,6 +60,20 @@ def check_placement(settings: Settings) -> None:
     choose(settings.weight_transport, settings.device, colocated=settings.colocated)
     if settings.colocated:
         _check_colocated(settings)
+
+
+def check_storage(settings: Settings) -> None:
+    """Refuse storage of checkpoints that cannot be written to."""
+    url = settings.checkpoint_url
+    if url is None:
+        return
+    try:
+        CheckpointStorage(settings.checkpoint_root, url, pauses_s=()).probe()
+    except ImportError as error:
+        extra = "; pip install 'skyrl-tinker[s3]'" if url.startswith("s3:") else ""
+        raise StartupError(f"--checkpoints {url}: {error}{extra}") from error
+    except (ValueError, StorageError) as error:
+        raise StartupError(f"--checkpoints {url}: {error}") from error
 
 
 def check_room(home: Path) -> None:

@@ -65,7 +65,7 @@ def require_same_places(conn: Connection, own: Settings) -> None:
 
 def _places(settings: Settings) -> dict[str, str | None]:
     snapshots = None if settings.snapshots is None else str(settings.snapshots.absolute())
-    return {"checkpoints": str(settings.checkpoint_root), "snapshots": snapshots}
+    return {"checkpoints": settings.checkpoint_url or str(settings.checkpoint_root), "snapshots": snapshots}
 
 
 def read(conn: Connection) -> ServerSettings | None:

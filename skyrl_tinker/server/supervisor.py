@@ -56,6 +56,7 @@ def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> 
     """
     preflight.check_settings(settings)
     preflight.check_room(settings.root)
+    preflight.check_storage(settings)
     settings = start_plan.place(settings, progress)
     preflight.check_placement(settings)
     directories = Directories(settings)

@@ -78,10 +78,13 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
         return checkpoint_copies.add(conn, owner, new)
 
     try:
+        await in_disk_thread(services.storage.fetch, Path(new.source.directory))
         await in_disk_thread(_copy_files, new.source, root)
+        await in_disk_thread(services.storage.store, Path(new.directory))
         added = await services.store.write(op)
     finally:
         if not added:  # it failed, or the same request was added meanwhile
+            await in_disk_thread(services.storage.remove, Path(new.directory))
             await in_disk_thread(shutil.rmtree, root, ignore_errors=True)
 
 

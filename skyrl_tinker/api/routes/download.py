@@ -14,6 +14,7 @@ from skyrl_tinker.api.services import Deps, Services
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
@@ -41,7 +42,7 @@ class LargeFile(FileResponse):
 )
 async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) -> FileResponse:
     deps.signer.require(request)
-    row = _checkpoint(deps, int(number))
+    row = await _checkpoint(deps, int(number))
     try:
         status = await asyncio.to_thread(_stat, row, name)
     except FileNotFoundError:
@@ -57,7 +58,7 @@ async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) 
 )
 async def archive(number: str, name: str, request: Request, deps: Deps) -> StreamingResponse:
     deps.signer.require(request)
-    tar = await archive_of(_checkpoint(deps, int(number)))
+    tar = await archive_of(await _checkpoint(deps, int(number)))
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(tar.stream(), headers=headers, media_type="application/x-tar")
 
@@ -76,12 +77,16 @@ async def trace(session_id: str, request: Request, deps: Deps) -> StreamingRespo
     return StreamingResponse(events, headers=headers, media_type="application/json")
 
 
-def _checkpoint(deps: Services, number: int) -> CheckpointRow:
-    """Return the checkpoint that the URL was signed for, never a later one of the same name."""
+async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
+    """Return the checkpoint that the URL was signed for, never a later one of the same name.
+
+    Its files are on this host then, if they are anywhere.
+    """
     with deps.store.read() as conn:
         row = checkpoint_records.by_id(conn, number)
     if row is None:
         raise NotFoundError("this checkpoint is deleted or expired")
+    await in_disk_thread(deps.storage.fetch, Path(row.directory))
     return row
 
 

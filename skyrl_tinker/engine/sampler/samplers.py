@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
@@ -23,7 +24,9 @@ from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.queue_views import SamplingView
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
 
 _log = logging.getLogger(__name__)
@@ -37,8 +40,10 @@ class Samplers:
         facts: BaseModelFacts,
         adapters: int,
         metrics: Metrics,
+        storage: Storage = LOCAL_DISK,
     ) -> None:
         """`adapters`: how many are loaded at once."""
+        self.storage = storage
         self._fleet = fleet
         self._facts = facts
         self._swaps = WeightSwaps(fleet, transport, facts, metrics)
@@ -180,7 +185,11 @@ class Samplers:
             self._used_at.update(dict.fromkeys(users, time.monotonic()))
 
     async def _await_files(self, source: SampleSource) -> None:
-        if source is None or self._restored.is_set():
+        if source is None:
+            return
+        if self.storage is not LOCAL_DISK:
+            await in_disk_thread(self.storage.fetch, Path(newest(source).directory))
+        if self._restored.is_set():
             return
         if not await asyncio.to_thread(has_files, newest(source)):
             await self._restored.wait()

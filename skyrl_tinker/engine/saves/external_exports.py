@@ -20,6 +20,7 @@ from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
@@ -46,8 +47,9 @@ class Exporter(SaveFlow[ExternalExport]):
         commits: UnitCommits,
         facts: BaseModelFacts,
         checkpoint_root: Path,
+        storage: Storage = LOCAL_DISK,
     ) -> None:
-        super().__init__(store, commits, checkpoint_root)
+        super().__init__(store, commits, checkpoint_root, storage)
         self._trainer = trainer
         self._facts = facts
 

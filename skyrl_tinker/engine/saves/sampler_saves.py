@@ -32,6 +32,7 @@ from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -78,9 +79,10 @@ class Publisher(SaveFlow[SamplerSave]):
         gaps: DriftMonitor,
         metrics: Metrics,
         written: Callable[[QueuedRow], None],
+        storage: Storage = LOCAL_DISK,
     ) -> None:
         """`written`: called, once or twice, when a save's weights are in files or given up."""
-        super().__init__(store, commits, checkpoint_root)
+        super().__init__(store, commits, checkpoint_root, storage)
         self._trainer = trainer
         self._samplers = samplers
         self._ephemeral = ephemeral_dir

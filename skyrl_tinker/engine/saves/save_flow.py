@@ -2,6 +2,7 @@
 
 * A name is reserved from before the store is asked for it until the answer is committed.
 * The weights are captured on the trainer, which then trains on; they are written under a hidden name.
+* A checkpoint is in storage, if there is one, before it is recorded.
 * The rows of the checkpoint and the answer are one commit.
 * A save waits while the disk is full. One that fails leaves no files, and its name is free.
 """
@@ -25,6 +26,7 @@ from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -64,10 +66,13 @@ S = TypeVar("S", bound=Save)
 
 
 class SaveFlow(ABC, Generic[S]):
-    def __init__(self, store: Store, commits: UnitCommits, checkpoint_root: Path) -> None:
+    def __init__(
+        self, store: Store, commits: UnitCommits, checkpoint_root: Path, storage: Storage = LOCAL_DISK
+    ) -> None:
         self._store = store
         self._commits = commits
         self._root = checkpoint_root
+        self._storage = storage
         self._reserved: set[TinkerPath | None] = set()
 
     def persisting(self, path: TinkerPath) -> bool:
@@ -88,6 +93,8 @@ class SaveFlow(ABC, Generic[S]):
     async def _answer(self, save: S) -> bool:
         try:
             size = await self._write_with_room(save)
+            if save.path is not None:
+                await in_disk_thread(self._storage.store, save.directory)
             await self._commit(save, size)
         except TrainerError:
             await self._discard(save)

@@ -12,6 +12,7 @@ from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.protocol.stored_requests import SaveWeightsBody
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
@@ -32,9 +33,14 @@ class Saver(SaveFlow[TrainingSave]):
     """
 
     def __init__(
-        self, store: Store, trainer: TrainerGroup, commits: UnitCommits, checkpoint_root: Path
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        commits: UnitCommits,
+        checkpoint_root: Path,
+        storage: Storage = LOCAL_DISK,
     ) -> None:
-        super().__init__(store, commits, checkpoint_root)
+        super().__init__(store, commits, checkpoint_root, storage)
         self._trainer = trainer
 
     async def capture(self, row: QueuedRow, model: ModelRow, body: SaveWeightsBody) -> TrainingSave:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection
@@ -14,7 +15,9 @@ from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, json_answer
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, checkpoint_rules, model_records, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.group_commit import Op
@@ -43,6 +46,7 @@ class ModelCreation:
         saver: Saver,
         snapshots: SnapshotKeeper,
         max_lora_rank: int,
+        storage: Storage = LOCAL_DISK,
     ) -> None:
         self._store = store
         self._trainer = trainer
@@ -50,6 +54,7 @@ class ModelCreation:
         self._saver = saver
         self._snapshots = snapshots
         self._max_lora_rank = max_lora_rank
+        self._storage = storage
         self._loading: str | None = None
 
     def is_loading(self, directory: str) -> bool:
@@ -102,6 +107,7 @@ class ModelCreation:
         checkpoint = self._find(model, path, optimizer)
         self._loading = checkpoint.directory
         try:
+            await in_disk_thread(self._storage.fetch, Path(checkpoint.directory))
             yield checkpoint
         finally:
             self._loading = None

@@ -17,8 +17,9 @@ from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, StorageError
 from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.store import Store
@@ -37,11 +38,13 @@ class Cleanup:
         creation: ModelCreation,
         versions: EphemeralVersions,
         settings: Settings,
+        storage: Storage = LOCAL_DISK,
     ) -> None:
         self._store = store
         self._trainer = trainer
         self._creation = creation
         self._versions = versions
+        self._storage = storage
         self._purge = Purge(store, settings)
         self._timeout_s = settings.session_timeout_s
         self._listening_since = time.time()
@@ -53,8 +56,8 @@ class Cleanup:
             await asyncio.sleep(SWEEP_S)
             try:
                 await self.sweep()
-            except (SamplerError, OperationalError, OSError) as error:
-                # The sampler is down, or a disk is full: the engine goes on all the same.
+            except (SamplerError, StorageError, OperationalError, OSError) as error:
+                # The sampler or the storage is down, or a disk is full: the engine goes on all the same.
                 _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
             except Exception:  # an unforeseen fault of a sweep must not end the engine
                 _log.exception("clean-up failed, it is tried again in %.0f s", SWEEP_S)
@@ -93,9 +96,10 @@ class Cleanup:
                 await self._remove(row)
 
     async def _remove(self, row: CheckpointRow) -> None:
-        """Remove the row first: a save may take the directory's name as soon as it is free."""
+        """Remove the row before the directory here: a save may take its name as soon as it is free."""
         version = self._version(row)
         if version is None or await self._versions.retire(version):
+            await in_disk_thread(self._storage.remove, Path(row.directory))  # tried again if it fails
             await self._store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
             await in_disk_thread(_remove_directory, Path(row.directory), row.id)
 

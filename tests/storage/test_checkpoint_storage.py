@@ -1,0 +1,118 @@
+"""Checkpoints in storage: on S3, and on any file system of fsspec."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker.config import load
+from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.errors import StartupError, StorageError
+from skyrl_tinker.server import preflight
+from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
+from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
+
+FILES = {"adapter_model.safetensors": b"weights" * 1000, "adapter_config.json": b"{}"}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[ObjectStorage]:
+    with object_storage() as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "file"])
+def storage(request: pytest.FixtureRequest, s3: ObjectStorage, tmp_path: Path) -> CheckpointStorage:
+    (tmp_path / "elsewhere").mkdir()
+    url = f"s3://{BUCKET}/{tmp_path.name}" if request.param == "s3" else f"file://{tmp_path}/elsewhere"
+    return CheckpointStorage(tmp_path / "local", url, pauses_s=(0.0, 0.0))
+
+
+def write(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    for name, content in FILES.items():
+        (directory / name).write_bytes(content)
+    entries = {name: entry_of(directory / name) for name in FILES}
+    write_manifest(directory, Manifest("/base", LoraSpec(8, 1), 3, None, entries))
+    return directory
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def test_what_is_stored_comes_back_and_is_removed(storage: CheckpointStorage, tmp_path: Path) -> None:
+    storage.probe()
+    directory = write(tmp_path / "local" / "1" / "weights" / "kept~3")
+    before = content(directory)
+    storage.store(directory)
+    storage.fetch(directory)  # it is here
+    shutil.rmtree(directory)
+    storage.fetch(directory)
+    assert content(directory) == before
+    storage.remove(directory)
+    storage.remove(directory)
+    shutil.rmtree(directory)
+    storage.fetch(directory)
+    assert not directory.exists()
+
+
+def test_without_its_manifest_a_checkpoint_is_not_there(s3: ObjectStorage, tmp_path: Path) -> None:
+    """As of a host that died while it stored it, or removed it."""
+    storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/half")
+    directory = write(tmp_path / "local" / "1")
+    storage.store(directory)
+    s3.client().delete_object(Bucket=BUCKET, Key=f"half/1/{FILE_NAME}")
+    assert s3.keys("half/") == {f"half/1/{name}" for name in FILES}
+    shutil.rmtree(directory)
+    storage.fetch(directory)
+    assert not directory.exists()
+    storage.remove(directory)
+    assert s3.keys("half/") == set()
+
+
+def test_a_fetch_goes_on_where_it_was_cut_and_damage_is_refused(s3: ObjectStorage, tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/cut")
+    directory = write(tmp_path / "local" / "1")
+    before = content(directory)
+    storage.store(directory)
+    shutil.rmtree(directory)
+    key = "cut/1/adapter_model.safetensors"
+    s3.client().put_object(Bucket=BUCKET, Key=key, Body=b"other")
+    with pytest.raises(StorageError, match=f"s3://{BUCKET}/{key} is damaged: expected .*, found "):
+        storage.fetch(directory)
+    assert not directory.exists()
+    s3.client().put_object(Bucket=BUCKET, Key=key, Body=FILES["adapter_model.safetensors"])
+    s3.client().delete_object(Bucket=BUCKET, Key="cut/1/adapter_config.json")  # fetched whole before
+    storage.fetch(directory)
+    assert content(directory) == before
+
+
+def test_one_that_is_down_is_named_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: ObjectStorage
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/a", pauses_s=(0.0,))
+    with pytest.raises(StorageError, match=rf"^cannot write s3://{BUCKET}/a/1/adapter_\S+: .*127.0.0.1:9"):
+        storage.store(write(tmp_path / "local" / "1"))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (
+            "s3://no-such-bucket/x",
+            "--checkpoints s3://no-such-bucket/x: cannot write, read and delete a file",
+        ),
+        ("nothing://here", "--checkpoints nothing://here: Protocol not known: nothing"),
+    ],
+)
+def test_storage_that_cannot_be_written_to_is_refused_at_the_start(
+    url: str, message: str, s3: ObjectStorage, tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError, match=f"^{message}"):
+        preflight.check_storage(load(home=tmp_path, checkpoints=url))
+    preflight.check_storage(load(home=tmp_path, checkpoints=f"s3://{BUCKET}/x"))
