@@ -72,12 +72,14 @@ def import_adapter(
     directory = (
         settings.checkpoint_root / f"import-{secrets.token_hex(8)}" / CheckpointKind.WEIGHTS / checkpoint
     )
+    storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
     try:
         spec, size = _write(source, base, directory)
-        open_storage(settings.checkpoint_root, settings.checkpoint_url).store(directory)
+        storage.store(directory)
         adapter = _Import(source, checkpoint, directory, base, spec, size, owner)
         return write_once(settings.store_url, lambda conn: _record(conn, adapter), settings.root)
     except BaseException:  # without a record nothing would delete it
+        storage.discard(directory)
         shutil.rmtree(directory.parent.parent, ignore_errors=True)
         raise
 

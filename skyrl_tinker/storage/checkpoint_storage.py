@@ -30,6 +30,7 @@ class Storage(Protocol):
     def store(self, directory: Path) -> None: ...
     def fetch(self, directory: Path) -> None: ...
     def remove(self, directory: Path) -> None: ...
+    def discard(self, directory: Path) -> None: ...
 
 
 class LocalDisk:
@@ -43,6 +44,9 @@ class LocalDisk:
 
     def remove(self, directory: Path) -> None:
         """Do nothing: who removes the directory removes it."""
+
+    def discard(self, directory: Path) -> None:
+        """Do nothing, as `remove`."""
 
 
 LOCAL_DISK = LocalDisk()
@@ -88,7 +92,7 @@ class CheckpointStorage:
                 list(threads.map(lambda name: self._put(directory / name, f"{place}/{name}"), names))
             self._put(directory / FILE_NAME, f"{place}/{FILE_NAME}")
         except StorageError:
-            self._remove_quietly(directory)
+            self.discard(directory)
             raise
 
     def fetch(self, directory: Path) -> None:
@@ -130,7 +134,8 @@ class CheckpointStorage:
 
         self._try("remove", place, remove)
 
-    def _remove_quietly(self, directory: Path) -> None:
+    def discard(self, directory: Path) -> None:
+        """Remove what a failed save has stored, if that can be done."""
         try:
             self.remove(directory)
         except StorageError as error:

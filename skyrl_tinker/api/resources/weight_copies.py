@@ -84,7 +84,7 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
         added = await services.store.write(op)
     finally:
         if not added:  # it failed, or the same request was added meanwhile
-            await in_disk_thread(services.storage.remove, Path(new.directory))
+            await in_disk_thread(services.storage.discard, Path(new.directory))
             await in_disk_thread(shutil.rmtree, root, ignore_errors=True)
 
 

@@ -174,5 +174,7 @@ class SaveFlow(ABC, Generic[S]):
 
     async def _discard(self, save: S) -> None:
         """Delete the files of a failed save."""
+        if save.path is not None:
+            await in_disk_thread(self._storage.discard, save.directory)
         for directory in (save.staging, save.directory):
             await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)
