@@ -76,7 +76,8 @@ class HostServer:
         return bool(self.state().get("ready"))
 
     def wait_ready(self) -> "HostServer":
-        ready = wait_until(lambda: self.ready() or self.process.poll() is not None, START_S)
+        within_s = 2 * START_S  # of two replicas on as many cores
+        ready = wait_until(lambda: self.ready() or self.process.poll() is not None, within_s)
         assert ready, self.output()
         assert self.process.poll() is None, self.output()
         return self
