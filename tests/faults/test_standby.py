@@ -1,7 +1,6 @@
 """A standby on another home takes over a server that is killed or stands still: clients only wait longer."""
 
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -21,8 +20,6 @@ from tests.support.postgres import postgres_server
 from tests.support.processes import is_zombie
 from tests.support.serve import HEAL_S, START_S, STOP_S, Serve, wait_until
 from tests.support.wire import Wire
-
-TAKEN_S = 90  # with a fresh trainer, and replicas that load their model, beside other tests
 
 
 @pytest.fixture(autouse=True)
@@ -130,9 +127,8 @@ def training(pair: Pair) -> Iterator[Callable[[], None]]:
         tokens = sample()
 
         def go_on() -> None:
-            began, number = time.monotonic(), next(numbers)
+            number = next(numbers)
             assert rounds([model], 1, number) == [expected[number]]
-            assert time.monotonic() - began < TAKEN_S
             assert sample() == tokens
 
         yield go_on
