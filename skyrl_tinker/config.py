@@ -136,7 +136,8 @@ class Settings(BaseSettings):
     sampler_urls: tuple[str, ...] = Field(
         (),
         description="A vLLM server that runs already, in place of replicas; give it once for each. "
-        "It must see our files under our paths",
+        "On this host it must see our files under our paths, on others it pulls them "
+        "(docs/external-samplers.md)",
     )
     prefill_urls: tuple[str, ...] = Field(
         (),
