@@ -63,9 +63,16 @@ class Settings(BaseSettings):
         description="Where checkpoints lie: a directory, or a URL such as s3://BUCKET/PREFIX (extra s3), of "
         "which <home>/checkpoints then is the cache [default: <home>/checkpoints]",
     )
-    snapshots: Path | None = Field(
+    checkpoint_cache_gb: float | None = Field(
         None,
-        description="Where the server keeps what brings models back after a crash [default: under home]",
+        gt=0,
+        description="Size of the cache of checkpoints, beyond which those go that were not used for longest, "
+        "but for an hour at least [default: no bound]",
+    )
+    snapshots: str | None = Field(
+        None,
+        description="Where the server keeps what brings models back after a crash: a directory, or a URL as "
+        "for checkpoints [default: under home]",
     )
     standby: bool = Field(
         False,
@@ -459,6 +466,10 @@ class Settings(BaseSettings):
     @property
     def checkpoint_url(self) -> str | None:
         return self.checkpoints if self.checkpoints and "://" in self.checkpoints else None
+
+    @property
+    def snapshot_url(self) -> str | None:
+        return self.snapshots if self.snapshots and "://" in self.snapshots else None
 
 
 def load(config: Path | None = None, **overrides: Any) -> Settings:

@@ -21,9 +21,9 @@ class Directories:
         self.log_dir = self.home / "logs"
         self.models_dir = self.home / "models"
         self.snapshot_dir, self.overflow_dir = self.home / "snapshots", self.home / "run" / "overflow"
-        if settings.snapshots is not None:
-            self.snapshot_dir = settings.snapshots.absolute() / "models"
-            self.overflow_dir = settings.snapshots.absolute() / "unnamed"
+        if settings.snapshots is not None and settings.snapshot_url is None:
+            shared = Path(settings.snapshots).absolute()
+            self.snapshot_dir, self.overflow_dir = shared / "models", shared / "unnamed"
         self.settings_file = self.run_dir / "settings.json"
         self.server_lock = self.run_dir / "serve.lock"
         self.api_lock = self.run_dir / "api.lock"

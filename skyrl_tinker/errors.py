@@ -17,7 +17,8 @@ SkyrlTinkerError              500  server
 ├── TrainerLostError          500  server   fresh ranks do not help, or Ray is gone: only a new engine does
 ├── SamplerError              500  server   the inference plane failed
 ├── StorageError              500  server   a disk is broken; models and weights are as before
-│   └── DiskFullError         500  server   it has no room: the same work may succeed later
+│   ├── DiskFullError         500  server   it has no room: the same work may succeed later
+│   └── StorageAwayError      500  server   object storage does not answer: it may later
 ├── OverloadedError           429  server   too many requests wait; says when to try again
 │   ├── NoRoomError           503  server   the disk is nearly full
 │   └── DatabaseError         503  server   the database is full, busy or away
@@ -133,6 +134,10 @@ class StorageError(SkyrlTinkerError):
 
 
 class DiskFullError(StorageError):
+    pass
+
+
+class StorageAwayError(StorageError):
     pass
 
 

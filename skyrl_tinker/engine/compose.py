@@ -100,7 +100,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         metrics,
         router_replay=settings.router_replay,
     )
-    versions = EphemeralVersions(store, samplers, sampler_driver, make_tmpfs_spill(directories), settings)
+    versions = EphemeralVersions(store, samplers, sampler_driver, make_tmpfs_spill(settings), settings)
     training = compose_training(
         settings,
         facts,
@@ -184,8 +184,10 @@ def make_samplers(
     return Samplers(fleet, transport, facts, settings.max_cpu_loras, metrics, storage)
 
 
-def make_tmpfs_spill(directories: Directories) -> TmpfsSpill:
-    return TmpfsSpill(directories.ephemeral_dir, directories.overflow_dir)
+def make_tmpfs_spill(settings: Settings) -> TmpfsSpill:
+    directories = Directories(settings)
+    storage = open_storage(directories.overflow_dir, settings.snapshot_url, "unnamed")
+    return TmpfsSpill(directories.ephemeral_dir, directories.overflow_dir, storage)
 
 
 def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelFacts) -> TrainerSpec:

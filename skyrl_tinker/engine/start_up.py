@@ -92,10 +92,10 @@ class StartUp:
         recorded = await read_persistently(self._env.store, checkpoint_records.list_directories)
         await in_disk_thread(leftovers.sweep_unrecorded, root, recorded)
         versions = await self._write(partial(_settle_versions, ephemeral=ephemeral))
-        spill = make_tmpfs_spill(self._directories)
+        spill = make_tmpfs_spill(self._env.settings)
         await in_disk_thread(spill.sweep, {version.name for version in versions})
         for version in versions:
-            await in_disk_thread(spill.restore, version)
+            await spill.restore(version)
         fingerprint = await in_disk_thread(leftovers.fingerprint, Path(self._facts.directory))
         lost = await self._write(partial(leftovers.give_up_foreign_models, fingerprint=fingerprint))
         if lost:

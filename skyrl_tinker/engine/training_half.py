@@ -31,7 +31,7 @@ from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.trainer.unit_execution import Executors, UnitExecution
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage, open_storage
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -79,6 +79,7 @@ def compose_training(
         commits,
         directories.snapshot_dir,
         versions.keep_sampled,
+        open_storage(directories.snapshot_dir, settings.snapshot_url, "models"),
         replay_s=settings.replay_s,
         share=settings.snapshot_share,
     )

@@ -47,11 +47,14 @@ def _check_standby(settings: Settings) -> None:
             "--standby: found a database that is a file, expected --database-url postgresql+psycopg://…"
         )
     directories = Directories(settings)
-    for name, place in (("checkpoints", settings.checkpoint_root), ("snapshots", directories.snapshot_dir)):
-        if place.is_relative_to(settings.root) and not (name == "checkpoints" and settings.checkpoint_url):
+    for name, place, url in (
+        ("checkpoints", settings.checkpoint_root, settings.checkpoint_url),
+        ("snapshots", directories.snapshot_dir, settings.snapshot_url),
+    ):
+        if url is None and place.is_relative_to(settings.root):
             raise StartupError(
-                f"--standby: found {name} under home, {place}; expected --{name} with a directory that all "
-                "hosts share, under the same path"
+                f"--standby: found {name} under home, {place}; expected --{name} with a URL, or a directory "
+                "that all hosts share, under the same path"
             )
 
 
@@ -63,17 +66,20 @@ def check_placement(settings: Settings) -> None:
 
 
 def check_storage(settings: Settings) -> None:
-    """Refuse storage of checkpoints that cannot be written to."""
-    url = settings.checkpoint_url
-    if url is None:
-        return
+    """Refuse object storage that cannot be written to."""
+    for name, url in (("checkpoints", settings.checkpoint_url), ("snapshots", settings.snapshot_url)):
+        if url is not None:
+            _probe(name, url, settings.root)
+
+
+def _probe(name: str, url: str, root: Path) -> None:
     try:
-        CheckpointStorage(settings.checkpoint_root, url, pauses_s=()).probe()
+        CheckpointStorage(root, url, pauses_s=()).probe()
     except ImportError as error:
         extra = "; pip install 'skyrl-tinker[s3]'" if url.startswith("s3:") else ""
-        raise StartupError(f"--checkpoints {url}: {error}{extra}") from error
+        raise StartupError(f"--{name} {url}: {error}{extra}") from error
     except (ValueError, StorageError) as error:
-        raise StartupError(f"--checkpoints {url}: {error}") from error
+        raise StartupError(f"--{name} {url}: {error}") from error
 
 
 def check_room(home: Path) -> None:

@@ -64,7 +64,7 @@ def require_same_places(conn: Connection, own: Settings) -> None:
 
 
 def _places(settings: Settings) -> dict[str, str | None]:
-    snapshots = None if settings.snapshots is None else str(settings.snapshots.absolute())
+    snapshots = settings.snapshot_url or (settings.snapshots and str(Path(settings.snapshots).absolute()))
     return {"checkpoints": settings.checkpoint_url or str(settings.checkpoint_root), "snapshots": snapshots}
 
 

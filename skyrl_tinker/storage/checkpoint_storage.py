@@ -1,26 +1,38 @@
-"""Object storage of checkpoints. Directories of this host are written first, and then serve as its cache.
+"""Object storage of checkpoints, snapshots and weights, of which directories of this host are the cache.
 
 A checkpoint in storage has its files under its directory's path relative to the local root, and is there when
 its manifest.json is, which comes last and goes first.
 """
 
+import asyncio
 import logging
+import os
 import secrets
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from skyrl_tinker.atomic_directory import publish, staging_of
+from skyrl_tinker.atomic_directory import make_staging, publish, staging_of
 from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_manifest
-from skyrl_tinker.errors import SkyrlTinkerError, StorageError
+from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
+from skyrl_tinker.off_loop import in_disk_thread
 
 T = TypeVar("T")
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before a call is repeated."""
 FILES_AT_ONCE = 8
+AWAY_S = 5.0
+"""Pause before weights are asked for again without which a server cannot go on."""
+HALF_STORED_S = 86_400.0
+"""Age from which a directory without manifest is one that a dead host left."""
+UNUSED_S = 3600.0
+"""Time without use after which a directory of this host may go: nobody still reads it."""
 _log = logging.getLogger(__name__)
 
 
@@ -31,6 +43,10 @@ class Storage(Protocol):
     def fetch(self, directory: Path) -> None: ...
     def remove(self, directory: Path) -> None: ...
     def discard(self, directory: Path) -> None: ...
+    def has(self, directory: Path) -> bool: ...
+    def listed(self, below: Path) -> Sequence[Path]: ...
+    def discard_half_stored(self) -> None: ...
+    def evict(self, limit: float) -> None: ...
 
 
 class LocalDisk:
@@ -47,6 +63,20 @@ class LocalDisk:
 
     def discard(self, directory: Path) -> None:
         """Do nothing, as `remove`."""
+
+    def has(self, directory: Path) -> bool:
+        """Return True: where it is, it stays."""
+        return True
+
+    def listed(self, below: Path) -> Sequence[Path]:
+        """Return nothing: who sweeps sees the directories."""
+        return ()
+
+    def discard_half_stored(self) -> None:
+        """Do nothing: directories appear whole."""
+
+    def evict(self, limit: float) -> None:
+        """Do nothing: this is no cache."""
 
 
 LOCAL_DISK = LocalDisk()
@@ -101,13 +131,13 @@ class CheckpointStorage:
         Files are checked by the manifest; those that an earlier try has fetched whole are kept. Harmless when
         the storage has none, too: then there is no directory.
         """
-        if directory.exists() or not directory.is_relative_to(self._root):
+        if not directory.is_relative_to(self._root) or _touched(directory):
             return
         with self._fetching:
             if directory.exists():  # another thread has fetched it
                 return
             place, staging = self._place(directory), staging_of(directory)
-            if not self._try("look for", place, lambda: self._files.exists(f"{place}/{FILE_NAME}")):
+            if not self.has(directory):
                 return
             staging.mkdir(parents=True, exist_ok=True)
             self._get(f"{place}/{FILE_NAME}", staging / FILE_NAME)
@@ -139,7 +169,59 @@ class CheckpointStorage:
         try:
             self.remove(directory)
         except StorageError as error:
-            _log.warning("files of a failed save stay: %s", error)
+            _log.warning("files stay that nobody needs: %s", error)
+
+    def has(self, directory: Path) -> bool:
+        place = self._place(directory)
+        return bool(self._try("look for", place, lambda: self._files.exists(f"{place}/{FILE_NAME}")))
+
+    def listed(self, below: Path) -> Sequence[Path]:
+        """Return the directories with files that are stored below one, whole or not; none if it is away."""
+        try:
+            return list(self._stored(below))
+        except StorageAwayError as error:
+            _log.warning("files may stay that nobody needs: %s", error)
+            return ()
+
+    def discard_half_stored(self) -> None:
+        """Remove what has had no manifest for a day: its host died while it stored or removed it."""
+        for directory, files in self._stored(self._root).items():
+            if FILE_NAME in files:
+                continue
+            place = self._place(directory)
+            written = [
+                self._try("look at", place, partial(self._written_at, f"{place}/{name}")) for name in files
+            ]
+            if time.time() - max(written) > HALF_STORED_S:
+                self.discard(directory)
+
+    def _written_at(self, place: str) -> float:
+        return float(self._files.modified(place).timestamp())
+
+    def evict(self, limit: float) -> None:
+        """Delete stored directories from this host, the longest unused first, until all take `limit` bytes.
+
+        Those used within an hour stay.
+        """
+        found = [file.parent for file in self._root.glob(f"**/{FILE_NAME}") if file.parent.name[0] != "."]
+        sizes = {directory: sum(file.stat().st_size for file in directory.iterdir()) for directory in found}
+        excess = sum(sizes.values()) - limit
+        for directory in sorted(found, key=_used_at):
+            if excess <= 0 or time.time() - _used_at(directory) < UNUSED_S:
+                return
+            if self.has(directory):
+                staging = make_staging(directory)
+                directory.rename(staging)
+                shutil.rmtree(staging, ignore_errors=True)
+                excess -= sizes[directory]
+
+    def _stored(self, below: Path) -> dict[Path, list[str]]:
+        place = self._place(below)
+        found: dict[Path, list[str]] = {}
+        for path in self._try("list", place, lambda: self._files.find(place)):
+            file = self._root / path[path.index(self._base) + len(self._base) + 1 :]
+            found.setdefault(file.parent, []).append(file.name)
+        return found
 
     def _put(self, source: Path, place: str) -> None:
         self._try("write", place, lambda: self._files.put_file(str(source), place))
@@ -148,7 +230,7 @@ class CheckpointStorage:
         self._try("read", place, lambda: self._files.get_file(place, str(target)))
 
     def _place(self, directory: Path) -> str:
-        return f"{self._base}/{directory.relative_to(self._root)}"
+        return f"{self._base}/{directory.relative_to(self._root)}".removesuffix("/.")
 
     def _name(self, place: str) -> str:
         return self._url + place.removeprefix(self._base)
@@ -163,11 +245,35 @@ class CheckpointStorage:
             except Exception as error:  # each file system has its own
                 if pause is None or isinstance(error, PermissionError | FileNotFoundError):
                     cause = str(error) or type(error).__name__
-                    raise StorageError(f"cannot {action} {self._name(place)}: {cause}") from error
+                    kind = StorageError if isinstance(error, FileNotFoundError) else StorageAwayError
+                    raise kind(f"cannot {action} {self._name(place)}: {cause}") from error
                 _log.warning("%s %s: %s; tried again in %g s", action, self._name(place), error, pause)
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
 
-def open_storage(root: Path, url: str | None) -> "Storage":
-    return LOCAL_DISK if url is None else CheckpointStorage(root, url)
+def open_storage(root: Path, url: str | None, part: str = "") -> Storage:
+    """`part`: a path below the URL."""
+    return LOCAL_DISK if url is None else CheckpointStorage(root, f"{url.rstrip('/')}/{part}")
+
+
+async def fetched(storage: Storage, directory: Path) -> None:
+    """Fetch it as `fetch` does, and wait while the storage is away."""
+    while True:
+        try:
+            return await in_disk_thread(storage.fetch, directory)
+        except StorageAwayError as error:
+            _log.warning("waiting for storage: %s", error)
+            await asyncio.sleep(AWAY_S)
+
+
+def _used_at(directory: Path) -> float:
+    return directory.stat().st_mtime
+
+
+def _touched(directory: Path) -> bool:
+    """Note that a directory is used, if it is there."""
+    with suppress(FileNotFoundError):
+        os.utime(directory)
+        return True
+    return False

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.storage.checkpoint_storage import Storage, fetched
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -59,6 +60,7 @@ class SnapshotKeeper:
         commits: UnitCommits,
         root: Path,
         keep_sampled: KeepSampled,
+        storage: Storage,
         *,
         replay_s: float,
         share: float,
@@ -69,6 +71,7 @@ class SnapshotKeeper:
         self._commits = commits
         self._root = root
         self._keep_sampled = keep_sampled
+        self._storage = storage
         self._replay_s = replay_s
         self._share = share
         self._progress: dict[ModelKey, _Unkept] = {}
@@ -146,6 +149,7 @@ class SnapshotKeeper:
             await self._trainer.persist_state(captured, row.directory)
             await self._commits.add(UnitEnd({}, (partial(_require_written, model=model, until=seq_id),)))
             await captured.drop()
+            await in_disk_thread(self._storage.store, directory)
             await self._keep_sampled(model)
             await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
         except Exception as error:  # whatever it was, training goes on
@@ -164,6 +168,7 @@ class SnapshotKeeper:
         try:
             with storage_errors("the checkpoint could not be kept for a later replay"):
                 await in_disk_thread(_link_files, Path(source), Path(row.directory))
+                await in_disk_thread(self._storage.store, Path(row.directory))
                 await self._keep_sampled(model)
         except StorageError:
             await self.discard(row)
@@ -172,7 +177,11 @@ class SnapshotKeeper:
 
     async def discard(self, row: SnapshotRow) -> None:
         """Remove the files of a linked checkpoint that could not be loaded."""
-        await in_disk_thread(shutil.rmtree, row.directory, ignore_errors=True)
+        await self._remove(Path(row.directory))
+
+    async def fetch(self, row: SnapshotRow) -> None:
+        """Bring its files here, and wait while the storage that has them is away."""
+        await fetched(self._storage, Path(row.directory))
 
     def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
         """Return the op that makes a linked checkpoint the model's snapshot."""
@@ -187,10 +196,12 @@ class SnapshotKeeper:
             live = {row.key for row in model_records.list_in_states(conn, ModelState.READY)}
             return {*snapshots, *unit_records.models_with_bodies(conn)} - live, snapshots
 
+        found = await self._directories(self._root)  # first: what comes later is not ours to remove
         dead, snapshots = await self._store.fetch(kept)
         for model in dead:
             await self.forget(model)
-        await in_disk_thread(_remove_others, self._root, {Path(each) for each in snapshots.values()})
+        for path in found - {Path(each) for each in snapshots.values()}:
+            await self._remove(path)
 
     async def remove_replaced(self, model: ModelKey) -> None:
         """Remove what the model's snapshot, which was committed, has made superfluous."""
@@ -204,13 +215,28 @@ class SnapshotKeeper:
         self._progress.pop(model, None)
         await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
         await self._drop_bodies(model, ALL)
-        await in_disk_thread(shutil.rmtree, self._root / str(model), ignore_errors=True)
+        await self._remove(self._root / str(model))
 
     async def _forget_before(self, model: ModelKey, row: SnapshotRow) -> None:
         await self._drop_bodies(model, row.seq_id)
-        older = [path for path in (self._root / str(model)).glob("[0-9]*") if _seq_id_of(path) < row.seq_id]
-        for path in older:  # not newer ones: they may be on their way to being recorded
-            await in_disk_thread(shutil.rmtree, path, ignore_errors=True)
+        found = await self._directories(self._root / str(model))
+        for path in found:
+            if _seq_id_of(path) < row.seq_id:  # newer ones may be on their way to being recorded
+                await self._remove(path)
+
+    async def _directories(self, below: Path) -> set[Path]:
+        """Return those of snapshots, of one model or all, here and in storage."""
+
+        def find() -> set[Path]:
+            here = below.glob("[0-9]*" if below != self._root else "*/*")
+            return {*here, *self._storage.listed(below)}
+
+        return await in_disk_thread(find)
+
+    async def _remove(self, path: Path) -> None:
+        """Remove it here and from storage, as far as that can be done: what stays costs room only."""
+        await in_disk_thread(shutil.rmtree, path, ignore_errors=True)
+        await in_disk_thread(self._storage.discard, path)
 
     async def _drop_bodies(self, model: ModelKey, until: int) -> None:
         def op(conn: Connection) -> bool:
@@ -226,12 +252,6 @@ class SnapshotKeeper:
 
 def _seq_id_of(directory: Path) -> int:
     return int(directory.name.partition(".")[0])
-
-
-def _remove_others(root: Path, kept: Collection[Path]) -> None:
-    for path in root.glob("*/*"):
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _require_written(conn: Connection, model: ModelKey, until: int) -> None:

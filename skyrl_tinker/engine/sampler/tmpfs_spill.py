@@ -11,16 +11,22 @@ from pathlib import Path
 
 from skyrl_tinker.atomic_directory import atomic_directory
 from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage, fetched
 
 SPARE = 0.5  # of the tmpfs stays free: what lies in it is memory that processes lack
 
 
 class TmpfsSpill:
-    """All methods block: call them in a thread, one at a time."""
+    """All methods but `restore` block: call them in a thread, one at a time."""
 
-    def __init__(self, memory: Path, disk: Path, spare: float = SPARE) -> None:
+    def __init__(
+        self, memory: Path, disk: Path, storage: Storage = LOCAL_DISK, *, spare: float = SPARE
+    ) -> None:
+        """`storage`: of what is kept on disk, for a host that takes over."""
         self._memory = memory
         self._disk = disk
+        self._storage = storage
         self._spare = spare
 
     def low(self) -> bool:
@@ -28,9 +34,16 @@ class TmpfsSpill:
         return usage.free < self._spare * usage.total and self._would_help()
 
     def keep(self, version: WeightVersion) -> None:
-        """Copy it to disk, if it is in memory only. Raises OSError: the disk is full."""
-        if self._would_help():
+        """Copy it to disk, if it is in memory only, and to storage.
+
+        Raises OSError: the disk is full. Raises StorageError.
+        """
+        copy = self._disk / version.name
+        stored = self._storage.has(copy)
+        if self._would_help() or not stored:
             self._copy(version)
+        if copy.exists() and not stored:
+            self._storage.store(copy)
 
     def move(self, version: WeightVersion) -> None:
         """Move it to disk, if it is in memory. OSError: the disk is full, and nothing has changed."""
@@ -41,8 +54,12 @@ class TmpfsSpill:
             if not file.is_symlink():
                 _replace_by_link(file, self._disk / version.name / file.name)
 
-    def restore(self, version: WeightVersion) -> None:
-        """Make its directory again, after a reboot, if it was kept on disk."""
+    async def restore(self, version: WeightVersion) -> None:
+        """Make its directory again, after a reboot or on another host, if it was kept."""
+        await fetched(self._storage, self._disk / version.name)
+        await in_disk_thread(self._link, version)
+
+    def _link(self, version: WeightVersion) -> None:
         directory, kept = Path(version.directory), self._disk / version.name
         if not directory.exists() and kept.exists():
             with atomic_directory(directory) as staging:
@@ -50,7 +67,10 @@ class TmpfsSpill:
                     (staging / file.name).symlink_to(file.absolute())
 
     def remove(self, version: WeightVersion) -> None:
-        for directory in (Path(version.directory), self._disk / version.name):
+        copy = self._disk / version.name
+        if copy.exists():
+            self._storage.discard(copy)
+        for directory in (Path(version.directory), copy):
             shutil.rmtree(directory, ignore_errors=True)
 
     def sweep(self, known: Collection[str]) -> None:
@@ -59,6 +79,9 @@ class TmpfsSpill:
             for path in root.glob("v*"):
                 if path.name not in known:
                     shutil.rmtree(path, ignore_errors=True)
+        for path in self._storage.listed(self._disk):
+            if path.name not in known:
+                self._storage.discard(path)
 
     def _copy(self, version: WeightVersion) -> None:
         source, target = Path(version.directory), self._disk / version.name

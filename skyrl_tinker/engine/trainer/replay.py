@@ -137,6 +137,7 @@ class Replay:
         try:
             await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
             if snapshot is not None:
+                await self._snapshots.fetch(snapshot)
                 await self._trainer.load_state(model.key, snapshot.directory, optimizer=snapshot.optimizer)
         except TrainerError:
             raise

@@ -17,6 +17,7 @@ from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
+from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
 from skyrl_tinker.errors import SamplerError, StorageError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
@@ -46,6 +47,7 @@ class Cleanup:
         self._versions = versions
         self._storage = storage
         self._purge = Purge(store, settings)
+        self._storage_upkeep = StorageUpkeep(storage, settings.checkpoint_cache_gb)
         self._timeout_s = settings.session_timeout_s
         self._listening_since = time.time()
         self._clock_offset_s = _clock_offset_s()
@@ -68,6 +70,7 @@ class Cleanup:
         await self._versions.sweep()
         await self._remove_checkpoints()
         await self._purge.run_when_due()
+        await self._storage_upkeep.run_when_due()
 
     async def _expired_sessions(self) -> list[SessionId]:
         """Return the sessions without a heartbeat.

@@ -74,7 +74,7 @@ class Waiting:
         metrics = self.metrics = Metrics()
         outbox = Outbox(store, self.bell, metrics)
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency or 8, metrics)
-        spill = make_tmpfs_spill(Directories(self.settings))
+        spill = make_tmpfs_spill(self.settings)
         versions = EphemeralVersions(store, samplers, self.sampler, spill, self.settings)
         half = compose_training(
             self.settings, FACTS, store, outbox, trainer, samplers, versions, metrics, self.placement

@@ -126,7 +126,7 @@ class Engine:
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
         self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency or 8, metrics)
-        spill = make_tmpfs_spill(Directories(settings))
+        spill = make_tmpfs_spill(settings)
         versions = EphemeralVersions(store, samplers, self.sampler, spill, settings)
         half = compose_training(settings, FACTS, store, outbox, trainer, samplers, versions, metrics)
         self.driver = half.driver

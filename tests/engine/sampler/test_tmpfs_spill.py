@@ -1,5 +1,6 @@
 """Ephemeral weights move to disk when memory runs low, and are found where they were."""
 
+import asyncio
 import resource
 import shutil
 import tempfile
@@ -114,11 +115,11 @@ def test_what_was_kept_is_there_again_after_a_reboot(memory: Path, tmp_path: Pat
     for version in (kept, moved, lost):
         shutil.rmtree(version.directory)
     for version in (kept, moved, lost):
-        spill.restore(version)
+        asyncio.run(spill.restore(version))
     assert (content(kept), content(moved)) == (bytes([1]) * 1000, bytes([2]) * 1000)
     assert not Path(lost.directory).exists()
     spill.remove(kept)
-    spill.restore(kept)
+    asyncio.run(spill.restore(kept))
     assert not Path(kept.directory).exists()
 
 
@@ -136,5 +137,5 @@ def test_a_copy_that_was_cut_short_is_not_taken_for_a_kept_one(
     with pytest.raises(OSError, match="power cut"):
         spill.keep(version)
     shutil.rmtree(version.directory)
-    spill.restore(version)
+    asyncio.run(spill.restore(version))
     assert not Path(version.directory).exists()

@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey
 from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -244,7 +243,7 @@ class World:
         outbox = Outbox(store, bell, metrics)
         samplers = cast(Samplers, None)
         sampler = SamplerDriver(store, samplers, outbox, 8, metrics)
-        spill = make_tmpfs_spill(Directories(settings))
+        spill = make_tmpfs_spill(settings)
         versions = EphemeralVersions(store, samplers, sampler, spill, settings)
         half = compose_training(settings, FACTS, store, outbox, trainer, samplers, versions, metrics)
         self.driver, self.creation = half.driver, half.creation

@@ -1,0 +1,29 @@
+"""Upkeep of object storage: its cache on this host, and what dead hosts left there."""
+
+import math
+import time
+
+from skyrl_tinker.domain.units import GB
+from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.storage.checkpoint_storage import Storage
+
+EVICT_S = 300.0
+DISCARD_S = 86_400.0
+
+
+class StorageUpkeep:
+    def __init__(self, storage: Storage, cache_gb: float | None) -> None:
+        """`cache_gb`: what the cache may take; None: no bound."""
+        self._storage = storage
+        self._cache_bytes = math.inf if cache_gb is None else cache_gb * GB
+        self._evicted_at = self._discarded_at = -math.inf
+
+    async def run_when_due(self) -> None:
+        """Keep the cache small, and tidy up once a day. Raises StorageError: the storage is away."""
+        now = time.monotonic()
+        if math.isfinite(self._cache_bytes) and now - self._evicted_at > EVICT_S:
+            self._evicted_at = now
+            await in_disk_thread(self._storage.evict, self._cache_bytes)
+        if now - self._discarded_at > DISCARD_S:
+            self._discarded_at = now
+            await in_disk_thread(self._storage.discard_half_stored)
