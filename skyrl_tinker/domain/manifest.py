@@ -2,13 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.errors import UserError
 
+T = TypeVar("T")
 FILE_NAME = "manifest.json"
 FORMAT = 2
 
@@ -37,7 +39,7 @@ class Manifest:
 class CheckpointContents:
     """A checkpoint without its tensors: JSON files by name, and the manifest, which lists no files yet.
 
-    Unnamed weights have no manifest: they are not read again after a reboot. `writers`: number of the ranks
+    Unnamed weights have no manifest: none is loaded to be trained. `writers`: number of the ranks
     that write, the first ones.
     """
 
@@ -47,24 +49,50 @@ class CheckpointContents:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1, sort_keys=True)
+    _write(directory, asdict(manifest))
+
+
+def write_listing(directory: Path) -> None:
+    """Write a manifest.json that lists the files only, of weights that are sampled and never loaded."""
+    _write(directory, {"files": {file.name: asdict(entry_of(file)) for file in directory.iterdir()}})
+
+
+def _write(directory: Path, contents: Mapping[str, Any]) -> None:
+    text = json.dumps({"format": FORMAT, **contents}, indent=1, sort_keys=True)
     (directory / FILE_NAME).write_text(text + "\n")
 
 
 def read_manifest(directory: str | Path) -> Manifest:
     """Read a checkpoint's manifest. Raises UserError when it is missing, damaged or of another format."""
-    path = Path(directory) / FILE_NAME
-    try:
-        raw = json.loads(path.read_text())
-        if (version := raw.get("format")) != FORMAT:
-            raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {version}: save it again")
+
+    def parse(raw: Mapping[str, Any]) -> Manifest:
         return Manifest(
             base_model=raw["base_model"],
             spec=LoraSpec(**raw["spec"]),
             step=raw["step"],
             optimizer=raw["optimizer"],
-            files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
+            files=_files(raw),
         )
+
+    return _read(directory, parse)
+
+
+def read_listing(directory: Path) -> Mapping[str, FileEntry]:
+    """Read what any manifest.json lists. Raises UserError as `read_manifest`."""
+    return _read(directory, _files)
+
+
+def _files(raw: Mapping[str, Any]) -> Mapping[str, FileEntry]:
+    return {name: FileEntry(**entry) for name, entry in raw["files"].items()}
+
+
+def _read(directory: str | Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
+    path = Path(directory) / FILE_NAME
+    try:
+        raw = json.loads(path.read_text())
+        if (version := raw.get("format")) != FORMAT:
+            raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {version}: save it again")
+        return parse(raw)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no checkpoint at {directory}: expected {FILE_NAME}, found none") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from skyrl_tinker.atomic_directory import make_staging, publish, staging_of
-from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_manifest
+from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
 from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
 from skyrl_tinker.off_loop import in_disk_thread
 
@@ -141,7 +141,7 @@ class CheckpointStorage:
                 return
             staging.mkdir(parents=True, exist_ok=True)
             self._get(f"{place}/{FILE_NAME}", staging / FILE_NAME)
-            for name, expected in read_manifest(staging).files.items():
+            for name, expected in read_listing(staging).items():
                 file = staging / name
                 if not (file.is_file() and entry_of(file) == expected):
                     self._get(f"{place}/{name}", file)

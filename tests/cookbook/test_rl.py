@@ -13,7 +13,7 @@ SMALL = ("group_size=8", "max_tokens=24")
 def test_rl_loop_learns(kitchen: Kitchen, taught: Run) -> None:
     """It resumes from a checkpoint in its log_path; here that is what sl_loop taught."""
     kitchen.log("rl_loop", taught.checkpoints[-1] | {"batch": 0})
-    settings = ("batch_size=4", "learning_rate=1e-3", "save_every=6", "max_steps=12")
+    settings = ("batch_size=4", "learning_rate=5e-4", "save_every=6", "max_steps=12")
     run = kitchen.cook("rl_loop", "rl_loop", *SMALL, *settings)
     assert run.settings["loss_fn"] == "stable_reinforce"
     rewards = run.column("reward/total")

@@ -1,9 +1,9 @@
-"""A server whose checkpoints are in object storage: what it has on its own disk is a cache."""
+"""A server whose checkpoints and snapshots are in object storage: what its own disk has is a cache."""
 
 import shutil
 import tarfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from io import BytesIO
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import httpx
 import pytest
 import tinker
 
+from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
 from tests.e2e.support.client import Client, prompt, random_tokens
 from tests.faults.test_engine_death import client_of, rounds
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
@@ -30,37 +32,57 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
 
 
-def started(home: Path) -> AbstractContextManager[Serve]:
-    return serving(home, "--checkpoints", f"s3://{BUCKET}/run")
+def started(home: Path, port: int = 0) -> AbstractContextManager[Serve]:
+    places = ("--checkpoints", f"s3://{BUCKET}/run", "--snapshots", f"s3://{BUCKET}/live")
+    return serving(home, "--port", str(port), *places)
 
 
-def test_checkpoints_outlive_the_disk_of_the_server(s3: ObjectStorage, tmp_path: Path) -> None:
+def test_models_and_checkpoints_outlive_the_disk_of_the_server(s3: ObjectStorage, tmp_path: Path) -> None:
     home = tmp_path / "home"
-    with started(home) as server, client_of(server) as client:
-        expected = rounds([client.new_lora()], 3)
-        training = client.new_lora()
-        assert rounds([training], 2) == expected[:2]
-        state = training.save_state("state").result().path
-        sampler = training.save_weights_for_sampler("sampled").result().path
-        scored = scores(client, sampler)
-        kept = s3.keys("run/")
-        assert len([key for key in kept if key.endswith("/manifest.json")]) == 2
-    shutil.rmtree(home / "checkpoints")
-    with started(home) as server, client_of(server) as client:
-        assert scores(client, sampler) == pytest.approx(scored, abs=1e-5)
-        resumed = client.service.create_training_client_from_state_with_optimizer(state).result()
-        assert rounds([resumed], 1, first=2) == expected[2:]
-        shutil.rmtree(home / "checkpoints")
-        rest = tinker.RestClient(base_url=server.url)
-        run, checkpoint = sampler.removeprefix("tinker://").split("/", 1)
-        route = f"{server.url}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/archive"
-        answer = httpx.get(route, headers={"X-API-Key": "tml-local"}, follow_redirects=True, timeout=60)
-        with tarfile.open(fileobj=BytesIO(answer.raise_for_status().content)) as archive:
-            assert "adapter_model.safetensors" in archive.getnames()
-        assert s3.keys("run/") == kept
-        rest.delete_checkpoint_from_tinker_path(state).result()
-        left = {key for key in kept if "/sampler_weights/" in key}
-        assert wait_until(lambda: s3.keys("run/") == left, HEAL_S), s3.keys("run/")
+    with ExitStack() as outliving:
+        with started(home) as server:
+            client = outliving.enter_context(client_of(server))
+            expected = rounds([client.new_lora()], 3)
+            training = client.new_lora()
+            assert rounds([training], 2) == expected[:2]
+            unnamed = training.save_weights_and_get_sampling_client().result()
+            state = training.save_state("state").result().path
+            sampler = training.save_weights_for_sampler("sampled").result().path
+            scored = scores(client, sampler)
+            kept = s3.keys("run/")
+            assert len(whole(kept)) == 2
+            assert wait_until(lambda: len(whole(s3.keys("live/models/"))) == 2, HEAL_S)
+            assert wait_until(lambda: len(whole(s3.keys("live/unnamed/"))) == 1, HEAL_S)
+        places = Directories(Settings(home=home))
+        for lost in (places.checkpoint_root, places.snapshot_dir, places.overflow_dir, places.ephemeral_dir):
+            shutil.rmtree(lost)
+        with started(home, int(server.url.rsplit(":", 1)[1])) as server:
+            assert rounds([training], 1, first=2) == expected[2:]
+            sampled = unnamed.compute_logprobs(prompt(TOKENS)).result(HEAL_S)
+            assert sampled[1:] == pytest.approx(scored, abs=1e-5)
+            assert scores(client, sampler) == pytest.approx(scored, abs=1e-5)
+            resumed = client.service.create_training_client_from_state_with_optimizer(state).result()
+            assert rounds([resumed], 1, first=2) == expected[2:]
+            shutil.rmtree(places.checkpoint_root)
+            download(server, sampler)
+            assert s3.keys("run/") == kept
+            tinker.RestClient(base_url=server.url).delete_checkpoint_from_tinker_path(state).result()
+            left = {key for key in kept if "/sampler_weights/" in key}
+            assert wait_until(lambda: s3.keys("run/") == left, HEAL_S), s3.keys("run/")
+            outliving.close()  # a client takes its time to end without a server
+
+
+def download(server: Serve, path: str) -> None:
+    run, checkpoint = path.removeprefix("tinker://").split("/", 1)
+    route = f"{server.url}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/archive"
+    answer = httpx.get(route, headers={"X-API-Key": "tml-local"}, follow_redirects=True, timeout=60)
+    with tarfile.open(fileobj=BytesIO(answer.raise_for_status().content)) as archive:
+        assert "adapter_model.safetensors" in archive.getnames()
+
+
+def whole(keys: set[str]) -> set[str]:
+    """Return those that say that a directory is complete."""
+    return {key for key in keys if key.endswith("/manifest.json")}
 
 
 def scores(client: Client, path: str) -> list[float | None]:

@@ -1,5 +1,6 @@
-"""A standby on another home takes over a server that stands still or is cut off: clients only wait longer.
+"""A standby takes over a server that stands still or is cut off: clients only wait longer.
 
+The two share nothing but the database and object storage.
 tests/faults/test_cluster.py kills one, with its host.
 """
 
@@ -19,6 +20,7 @@ from skyrl_tinker.store.cluster.signing_secrets import FILE
 from tests.e2e.support.client import Client, prompt
 from tests.faults.test_engine_death import TOKENS, rounds
 from tests.support.api_host import api_host
+from tests.support.object_storage import BUCKET, object_storage
 from tests.support.postgres import postgres_server
 from tests.support.processes import is_zombie
 from tests.support.serve import HEAL_S, START_S, STOP_S, Serve, wait_until
@@ -36,6 +38,7 @@ class Pair:
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self._root = root
         self._stack = stack
+        stack.enter_context(object_storage())
         postgres = stack.enter_context(postgres_server(durable=True))
         url = postgres.new_database(template="template1")
         self.wire = Wire(postgres.port)
@@ -50,7 +53,9 @@ class Pair:
 
     def _serve(self, name: str, database: str) -> Serve:
         shared = [
-            part for each in ("checkpoints", "snapshots") for part in (f"--{each}", str(self._root / each))
+            part
+            for each in ("checkpoints", "snapshots")
+            for part in (f"--{each}", f"s3://{BUCKET}/{self._root.name}/{each}")
         ]
         listening = ("--engine-listen", "127.0.0.1:0", "--standby")
         served = Serve(self._root / name, "--database-url", database, *shared, *listening)

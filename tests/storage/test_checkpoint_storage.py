@@ -1,6 +1,9 @@
 """Checkpoints in storage: on S3, and on any file system of fsspec."""
 
+import asyncio
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +14,8 @@ from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, write_ma
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError, StorageError
 from skyrl_tinker.server import preflight
-from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
+from skyrl_tinker.storage import checkpoint_storage
+from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage, fetched
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 
 FILES = {"adapter_model.safetensors": b"weights" * 1000, "adapter_config.json": b"{}"}
@@ -116,3 +120,55 @@ def test_storage_that_cannot_be_written_to_is_refused_at_the_start(
     with pytest.raises(StartupError, match=f"^{message}"):
         preflight.check_storage(load(home=tmp_path, checkpoints=url))
     preflight.check_storage(load(home=tmp_path, checkpoints=f"s3://{BUCKET}/x"))
+
+
+def test_what_a_dead_host_half_stored_goes_after_a_day(
+    s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/left")
+    whole, half = (write(tmp_path / "local" / "1" / name) for name in ("whole", "half"))
+    storage.store(whole)
+    storage.store(half)
+    s3.client().delete_object(Bucket=BUCKET, Key=f"left/1/half/{FILE_NAME}")
+    storage.discard_half_stored()
+    assert set(storage.listed(tmp_path / "local")) == {whole, half}
+    monkeypatch.setattr(checkpoint_storage, "HALF_STORED_S", -60.0)  # the clocks are two
+    storage.discard_half_stored()
+    assert storage.listed(tmp_path / "local" / "1") == [whole]
+
+
+def test_the_longest_unused_leave_the_cache_and_come_back(s3: ObjectStorage, tmp_path: Path) -> None:
+    """Those used within an hour stay, and those that the storage has not."""
+    storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/cache")
+    names = ("unstored", "oldest", "old", "used", "new")
+    unstored, oldest, old, used, new = found = [write(tmp_path / "local" / "1" / name) for name in names]
+    for age, directory in zip((9, 8, 7, 6, 0), found, strict=True):
+        at = time.time() - age * UNUSED_S
+        os.utime(directory, (at, at))
+        if directory is not unstored:
+            storage.store(directory)
+    storage.fetch(used)
+    size = sum(file.stat().st_size for file in new.iterdir())
+    storage.evict(4.5 * size)
+    assert {path for path in found if path.exists()} == {unstored, old, used, new}
+    storage.evict(0)
+    assert {path for path in found if path.exists()} == {unstored, used, new}
+    storage.fetch(oldest)
+    assert content(oldest) == content(new)
+
+
+async def test_weights_are_waited_for_while_the_storage_is_away(
+    s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_storage, "AWAY_S", 0.05)
+    storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/away", pauses_s=())
+    directory = write(tmp_path / "local" / "1")
+    storage.store(directory)
+    shutil.rmtree(directory)
+    with s3.away():
+        waiting = asyncio.create_task(fetched(storage, directory))
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        assert storage.listed(tmp_path / "local") == ()
+    await waiting
+    assert content(directory).keys() == {*FILES, FILE_NAME}

@@ -16,8 +16,8 @@ class ObjectStorage:
     def __init__(self) -> None:
         self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._server.start()
-        host, port = self._server.get_host_and_port()
-        self.url = f"http://{host}:{port}"
+        host, self._port = self._server.get_host_and_port()
+        self.url = f"http://{host}:{self._port}"
         self.environment = {
             "AWS_ACCESS_KEY_ID": "tests",
             "AWS_SECRET_ACCESS_KEY": "tests",
@@ -34,6 +34,14 @@ class ObjectStorage:
     def keys(self, prefix: str = "") -> set[str]:
         found = self.client().list_objects_v2(Bucket=BUCKET, Prefix=prefix)
         return {each["Key"] for each in found.get("Contents", [])}
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Nobody listens; what is stored stays."""
+        self._server.stop()
+        yield
+        self._server = ThreadedMotoServer("127.0.0.1", self._port, verbose=False)
+        self._server.start()
 
     def stop(self) -> None:
         self._server.stop()

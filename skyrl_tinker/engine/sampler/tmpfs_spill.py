@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from skyrl_tinker.atomic_directory import atomic_directory
+from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage, fetched
@@ -43,6 +44,7 @@ class TmpfsSpill:
         if self._would_help() or not stored:
             self._copy(version)
         if copy.exists() and not stored:
+            write_listing(copy)
             self._storage.store(copy)
 
     def move(self, version: WeightVersion) -> None:
