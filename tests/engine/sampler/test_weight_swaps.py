@@ -66,11 +66,11 @@ class Unstaged(SharedMemoryTransport):
         self.opened: list[str] = []
         self.breaks = False
 
-    async def open(self, directory: Path):  # type: ignore[no-untyped-def]
+    async def open(self, directory: Path, replicas: Sequence[str]):  # type: ignore[no-untyped-def]
         self.opened.append(directory.name)
-        return await super().open(directory)
+        return await super().open(directory, replicas)
 
-    async def load(self, index: int) -> Message:
+    async def load(self, index: int) -> Sequence[Message]:
         if self.breaks and index == 2:
             self.breaks = False
             raise SamplerError("the file is broken off")
