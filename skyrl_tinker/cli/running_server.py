@@ -113,7 +113,7 @@ def status_lines(now: Facts) -> Iterator[str]:
         yield f"samplers  {samplers['in_flight']} in flight, {samplers['waiting']} waiting"
     ways = Counter(each["weights_by"] for each in now["replicas"] if each["weights_by"])
     if ways:
-        yield f"weights   {', '.join(f'{way} to {_replicas(count)}' for way, count in ways.items())}"
+        yield f"weights   {', '.join(f'by {way} to {_replicas(count)}' for way, count in ways.items())}"
     for kind, rate in (now["rates"] or {}).items():
         yield f"{kind:<9} {rate['over_10_s']:.0f} tokens/s, {rate['over_60_s']:.0f} over a minute"
     yield from _table(

@@ -33,7 +33,7 @@ NOW: dict[str, Any] = {
 
 
 def test_status_counts_the_replicas_of_each_way() -> None:
-    assert list(status_lines(NOW))[-1] == "weights   shared memory to 1 replica, gloo to 2 replicas"
+    assert list(status_lines(NOW))[-1] == "weights   by shared memory to 1 replica, by gloo to 2 replicas"
     assert not any(line.startswith("weights") for line in status_lines(NOW | {"replicas": []}))
 
 

@@ -146,11 +146,11 @@ class Taking(SharedMemoryTransport):
         self.sources: list[WeightSource] = []
         self.asked, self.may_open = asyncio.Event(), asyncio.Event()
 
-    async def open(self, source: WeightSource) -> Sequence[StoredChunk]:
+    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[StoredChunk]:
         self.sources.append(source)
         self.asked.set()
         await self.may_open.wait()
-        return await super().open(source if isinstance(source, Path) else self._base)
+        return await super().open(source if isinstance(source, Path) else self._base, replicas)
 
 
 async def test_a_version_comes_from_the_ranks_while_they_lend_it_and_from_its_files_later(
