@@ -180,7 +180,8 @@ class Settings(BaseSettings):
         0.85, gt=0, lt=1, description="Share of a GPU's memory that vLLM takes, while awake"
     )
     weight_transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"] = Field(
-        "auto", description="Way of full parameters to the samplers; auto: by device and placement"
+        "auto",
+        description="Way of full parameters to the samplers; auto: by device, placement and host of each",
     )
     weight_chunk_mb: int = Field(
         256, ge=1, description="Weights sent at once; each rank that sends takes twice so much memory"

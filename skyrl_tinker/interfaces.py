@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from functools import cache
 from urllib.parse import urlsplit
 
 import psutil
@@ -26,3 +27,9 @@ def address_towards(url: str) -> str | None:
         probe.connect(target)  # chooses the route; a datagram socket sends nothing
         own = str(probe.getsockname()[0])
     return None if own == target[0] or ipaddress.ip_address(target[0]).is_loopback else own
+
+
+@cache
+def is_here(url: str) -> bool:
+    """Return whether a URL is on this host. Raises OSError when its name, looked up once, is unknown."""
+    return address_towards(url) is None

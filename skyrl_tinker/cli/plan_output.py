@@ -25,6 +25,7 @@ def as_table(found: CapacityPlan) -> str:
             parts.append(f"  {'together':<52}{_size(sum(line.bytes for line in lines if line.counted)):>12}")
     parts.append("\nsettings")
     parts += [f"  {choice}" for choice in found.choices]
+    parts.append(f"\nto the samplers\n  full parameters by {found.weights_by}, adapters by shared memory")
     parts.append(f"\n{'does not fit: ' + found.problem if found.problem else 'fits'}")
     return "\n".join(parts)
 

@@ -111,6 +111,9 @@ def status_lines(now: Facts) -> Iterator[str]:
             yield f"next      {following}"
     if samplers := now["samplers"]:
         yield f"samplers  {samplers['in_flight']} in flight, {samplers['waiting']} waiting"
+    ways = Counter(each["weights_by"] for each in now["replicas"] if each["weights_by"])
+    if ways:
+        yield f"weights   {', '.join(f'by {way} to {_replicas(count)}' for way, count in ways.items())}"
     for kind, rate in (now["rates"] or {}).items():
         yield f"{kind:<9} {rate['over_10_s']:.0f} tokens/s, {rate['over_60_s']:.0f} over a minute"
     yield from _table(
@@ -143,10 +146,17 @@ def process_lines(now: Facts) -> Iterator[str]:
     ]
     yield from _table(("process", "pid", "memory", "CPU", "age"), processes)
     replicas = [
-        (each["address"] or "", each["state"], " ".join(each["weights"]) or "base")
+        (
+            each["address"] or "",
+            each["host"] or "",
+            each["state"],
+            " ".join(each["weights"]) or "base",
+            each["weights_by"] or "",
+            each["adapters_by"] or "",
+        )
         for each in now["replicas"]
     ]
-    yield from _table(("replica", "state", "weights"), replicas)
+    yield from _table(("replica", "host", "state", "weights", "weights by", "adapters by"), replicas)
 
 
 def run_lines(runs: Facts) -> Iterator[str]:
@@ -206,6 +216,10 @@ def _unit(unit: Facts | None) -> str | None:
     models = len(unit["model_ids"]) + unit["others"]
     since = "" if unit["running_s"] is None else f" for {unit['running_s']:.1f} s"
     return f"{unit['kind']} of {models} model{'' if models == 1 else 's'}{since}"
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'' if count == 1 else 's'}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:

@@ -17,7 +17,8 @@ export function showNow(main, { now, failed, recovered }) {
   const chart = timeChart("Tokens per second over the last ten seconds", ["trained", "sampled"]);
   const queue = table("Queue by session", [
     ["owner", ""], ["session", "id"], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]]);
-  const replicas = table("Replicas", [["address", ""], ["state", ""], ["in flight", "number"], ["weights", ""]]);
+  const replicas = table("Replicas", [
+    ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]]);
   const processes = table("Processes", [
     ["process", ""], ["pid", "number"], ["memory", "number"], ["CPU", "number"], ["age", "number"]]);
   const processCard = card("Processes", processes.node);
@@ -29,7 +30,7 @@ export function showNow(main, { now, failed, recovered }) {
       card("Server", server), card("Trainer", trainer), card("Samplers", samplers),
       wide(card("Tokens per second, of all owners", rates, chart.node)),
       wide(card("Queue", queue.node)),
-      card("Replicas", replicas.node), processCard));
+      wide(card("Replicas", replicas.node)), processCard));
 
   function show(answer) {
     recovered();
@@ -43,7 +44,8 @@ export function showNow(main, { now, failed, recovered }) {
     queue.fill(answer.queue.map((entry) => [
       entry.owner, entry.session_id, entry.kind, number(entry.waiting), duration(entry.oldest_age_s), entry.reason ?? "running"]));
     replicas.fill(answer.replicas.map((replica) => [
-      replica.address, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), replica.weights.join(" ")]));
+      replica.address, replica.host, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), replica.weights.join(" "),
+      replica.weights_by, replica.adapters_by]));
     processCard.hidden = answer.processes === null;
     processes.fill((answer.processes ?? []).map((each) => [
       each.name, String(each.pid), bytes(each.rss_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));

@@ -86,6 +86,8 @@ class ForwardBackward:
 
 OptimizerFamily = Literal["adamw", "dimuon"]
 """Chosen at the creation of a model."""
+Way = Literal["shared memory", "pull", "gloo", "nccl", "cuda ipc"]
+"""Way of weights to a replica. `pull`: it fetches the files over HTTP, once for all of its host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,8 @@ def _owner_name(store: Store, owner: OwnerId | None) -> str | None:
 
 
 def _transport_name(settings: Settings) -> TransportName:
-    return choose(settings.weight_transport, settings.device, colocated=settings.colocated)
+    hosts = settings.ray_address is not None and not settings.external_urls
+    return choose(settings.weight_transport, settings.device, colocated=settings.colocated, hosts=hosts)
 
 
 def _register_gauges(

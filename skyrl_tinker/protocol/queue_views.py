@@ -11,6 +11,8 @@ from typing import Literal
 import orjson
 from pydantic import TypeAdapter
 
+from skyrl_tinker.domain.values import Way
+
 SHOWN = 2000  # samples
 INCIDENTS = 16
 
@@ -34,10 +36,16 @@ class TokenRates:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A vLLM server; `address` None while it is replaced."""
+    """A vLLM server; all but `state` None while it is replaced.
+
+    `weights_by`, `adapters_by`: ways of full parameters and of adapters from the engine's host to `host`.
+    """
 
     address: str | None
     state: Literal["serving", "replaced"]
+    host: str | None = None
+    weights_by: Way | None = None
+    adapters_by: Way | None = None
 
 
 @dataclass(frozen=True, slots=True)

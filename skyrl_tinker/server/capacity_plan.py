@@ -6,9 +6,10 @@ from typing import Any
 
 from skyrl_tinker.domain.memory_costs import MemoryCosts
 from skyrl_tinker.domain.units import GB
-from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.domain.values import BaseModelFacts, Way
 from skyrl_tinker.server.gpu_division import divide
 from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand, MemoryEstimate, MemoryLine
+from skyrl_tinker.weight_sync.factory import choose, ways_of
 
 MOST_TOKENS = 16384
 """Largest useful row: the weights' gathering and the launches vanish beside it."""
@@ -39,6 +40,7 @@ class CapacityPlan:
     choices: tuple[Choice, ...]
     longest: int  # tokens of the longest row that would fit, of those that were measured
     room: float  # bytes of a trainer's GPU that models and rows may take
+    weights_by: Way  # of full parameters to the samplers
 
 
 def make_plan(demand: Demand, facts: BaseModelFacts, costs_of: Callable[[int], MemoryCosts]) -> CapacityPlan:
@@ -61,7 +63,10 @@ def _plan(estimates: Sequence[MemoryEstimate]) -> CapacityPlan:
     estimate = next((each for each in estimates if each.half_cached), estimates[-1])
     longest = estimate.small.tokens_within(estimate.row_room())
     problem, place = _problem(estimate, longest)
-    return CapacityPlan(problem, place, estimate.lines(), _choices(estimate), longest, estimate.room)
+    weights_by, _ = ways_of(choose("auto", "cuda", colocated=estimate.division.colocated))
+    return CapacityPlan(
+        problem, place, estimate.lines(), _choices(estimate), longest, estimate.room, weights_by
+    )
 
 
 def _problem(estimate: MemoryEstimate, longest: int) -> tuple[str | None, str | None]:

@@ -34,11 +34,13 @@ class BroadcastTransport(ABC):
         self._senders = senders
         self.limit = chunk_bytes
         self._opened = False
+        self._replicas = 0
         self._chunks: Sequence[WeightChunk] = ()
         self._rendezvous: tuple[Any, ...] = ()
         self._read = senders.root_call
 
-    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
+    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[WeightChunk]:
+        self._replicas = len(replicas)
         if not self._opened:
             await self._senders.open_sender(self.factory)
             self._opened = True
@@ -68,9 +70,10 @@ class BroadcastTransport(ABC):
     async def meet(self) -> None:
         await self._senders.root_call("meet", *self._rendezvous)
 
-    async def load(self, index: int) -> Message:
+    async def load(self, index: int) -> Sequence[Message]:
         await self._read("load", index)
-        return self.update_message(self._chunks[index], last=index == len(self._chunks) - 1)
+        message = self.update_message(self._chunks[index], last=index == len(self._chunks) - 1)
+        return [message] * self._replicas
 
     async def send(self) -> None:
         await self._senders.root_call("send")

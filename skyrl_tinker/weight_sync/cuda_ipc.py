@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_tinker.domain.values import Way
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message, Senders, WeightSource
 
@@ -72,16 +73,19 @@ class CudaIpcTransport:
     backend = "ipc"
     staged = False
     takes_captured = True
+    ways: tuple[Way, Way] = ("cuda ipc", "cuda ipc")
 
     def __init__(self, senders: Senders, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()
         self._senders = senders
         self._limit = chunk_bytes
         self._opened = False
+        self._replicas = 0
         self._chunks: Sequence[WeightChunk] = ()
         self._handles = ""
 
-    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
+    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[WeightChunk]:
+        self._replicas = len(replicas)
         if not self._opened:
             await self._senders.open_sender(CudaIpcSender)
             self._opened = True
@@ -99,10 +103,10 @@ class CudaIpcTransport:
     async def meet(self) -> None:
         pass
 
-    async def load(self, index: int) -> Message:
+    async def load(self, index: int) -> Sequence[Message]:
         """Overwrite the chunk before, which the workers have read when this is called."""
         await self._senders.sender_call("load", index)
-        return update_message(self._chunks[index], self._handles)
+        return [update_message(self._chunks[index], self._handles)] * self._replicas
 
     async def send(self) -> None:
         pass

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
+from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.weight_sync.by_host import ByHostTransport
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import LOOPBACK, GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclTransport
@@ -10,25 +12,29 @@ from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.transport import Senders, WeightTransport
 
 Setting = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
-TransportName = Literal["shared_memory", "gloo", "nccl", "cuda_ipc"]
+TransportName = Literal["shared_memory", "gloo", "by_host", "nccl", "cuda_ipc"]
 Device = Literal["cpu", "cuda"]
 
-_BACKENDS: dict[TransportName, str] = {
-    "shared_memory": SharedMemoryTransport.backend,
-    "gloo": GlooTransport.backend,
-    "nccl": NcclTransport.backend,
-    "cuda_ipc": CudaIpcTransport.backend,
+_TRANSPORTS: dict[TransportName, type[WeightTransport]] = {
+    "shared_memory": SharedMemoryTransport,
+    "gloo": GlooTransport,
+    "by_host": ByHostTransport,
+    "nccl": NcclTransport,
+    "cuda_ipc": CudaIpcTransport,
 }
-_CPU: tuple[TransportName, ...] = ("shared_memory", "gloo")
 
 
-def choose(setting: Setting, device: Device, *, colocated: bool) -> TransportName:
-    """Return the transport to use. StartupError when the setting does not fit."""
+def choose(setting: Setting, device: Device, *, colocated: bool, hosts: bool = False) -> TransportName:
+    """Return the transport to use. StartupError when the setting does not fit.
+
+    `hosts`: replicas of ours may be on several.
+    """
     if device == "cpu":
-        chosen: TransportName = "shared_memory" if setting == "auto" else setting
-        if chosen not in _CPU:
-            raise StartupError(f"weight_transport {chosen} needs device cuda: set shared_memory or gloo")
-        return chosen
+        if setting == "auto":
+            return "by_host" if hosts else "shared_memory"
+        if setting not in ("shared_memory", "gloo"):
+            raise StartupError(f"weight_transport {setting} needs device cuda: set shared_memory or gloo")
+        return setting
     fitting: TransportName = "cuda_ipc" if colocated else "nccl"
     if setting not in ("auto", fitting):
         placement = "colocated" if colocated else "separate"
@@ -40,7 +46,12 @@ def choose(setting: Setting, device: Device, *, colocated: bool) -> TransportNam
 
 def backend_of(name: TransportName) -> str:
     """Return the backend that vLLM's --weight-transfer-config must name."""
-    return _BACKENDS[name]
+    return _TRANSPORTS[name].backend
+
+
+def ways_of(name: TransportName) -> tuple[Way, Way]:
+    """Return the way to replicas of this host, and to those of others."""
+    return _TRANSPORTS[name].ways
 
 
 def make_transport(
@@ -51,6 +62,8 @@ def make_transport(
         return SharedMemoryTransport(chunk_bytes)
     if name == "gloo":
         return GlooTransport(senders, chunk_bytes, host)
+    if name == "by_host":
+        return ByHostTransport(SharedMemoryTransport(chunk_bytes), GlooTransport(senders, chunk_bytes, host))
     if name == "nccl":
         return NcclTransport(senders, chunk_bytes)
     return CudaIpcTransport(senders, chunk_bytes)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.interfaces import address_towards
 from skyrl_tinker.listeners import closing_new_listeners
@@ -77,6 +78,7 @@ class GlooSender(BroadcastSender):
 class GlooTransport(BroadcastTransport):
     backend = "skyrl_staged"
     staged = True
+    ways: tuple[Way, Way] = ("gloo", "gloo")
 
     def __init__(self, senders: Senders, chunk_bytes: int, host: str = LOOPBACK) -> None:
         """`host`: address of rank 0's host, loopback where all members are on it."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import WeightChunk
@@ -80,6 +81,7 @@ class NcclSender(BroadcastSender):
 class NcclTransport(BroadcastTransport):
     backend = "nccl"
     staged = False
+    ways: tuple[Way, Way] = ("nccl", "nccl")
     factory = NcclSender
 
     def join_message(self, address: str, rank_offset: int, world: int) -> Message:

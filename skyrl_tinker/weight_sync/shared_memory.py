@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_tinker.domain.values import Way
 from skyrl_tinker.weight_sync.chunks import StoredChunk, read_chunks
 from skyrl_tinker.weight_sync.transport import Message, WeightSource
 
@@ -24,15 +25,18 @@ class SharedMemoryTransport:
     backend = "skyrl_staged"
     staged = True
     takes_captured = False
+    ways: tuple[Way, Way] = ("shared memory", "pull")
 
     def __init__(self, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()
         self._limit = chunk_bytes
+        self._replicas = 0
         self._directory = ""
         self._chunks: Sequence[StoredChunk] = ()
 
-    async def open(self, source: WeightSource) -> Sequence[StoredChunk]:
+    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[StoredChunk]:
         assert isinstance(source, Path), "files only: takes_captured says so"
+        self._replicas = len(replicas)
         self._directory = str(source.absolute())
         self._chunks = await asyncio.to_thread(read_chunks, source, self._limit)
         return self._chunks
@@ -43,12 +47,13 @@ class SharedMemoryTransport:
     async def meet(self) -> None:
         pass
 
-    async def load(self, index: int) -> Message:
+    async def load(self, index: int) -> Sequence[Message]:
         chunk = self._chunks[index]
         files = [Path(entry.file).name for entry in chunk.entries]
         last = index == len(self._chunks) - 1
         where = {"directory": self._directory, "files": files}
-        return {"names": chunk.names, "shapes": chunk.shapes, **where, "last": last}
+        message = {"names": chunk.names, "shapes": chunk.shapes, **where, "last": last}
+        return [message] * self._replicas
 
     async def send(self) -> None:
         pass

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 
@@ -42,11 +43,15 @@ class WeightTransport(Protocol):
     from start to finish, and have no weights at all when it fails."""
     takes_captured: bool
     """Whether `open` takes weights that the ranks hold; if not, files only."""
+    ways: tuple[Way, Way]
+    """The way to replicas of this host, and to those of others."""
     members: tuple[str, ...]
     """The replicas that `meet` brought together, () for none."""
 
-    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
-        """Return the chunks in the order to send. SamplerError when a directory holds no weights.
+    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[WeightChunk]:
+        """Return the chunks in the order to send to `replicas`, given by their URLs.
+
+        SamplerError when a directory holds no weights.
 
         `members` becomes () where the trainer has been restarted since: it is in no group.
         """
@@ -60,8 +65,8 @@ class WeightTransport(Protocol):
         """Do the trainer's part of init, while the replicas do theirs."""
         ...
 
-    async def load(self, index: int) -> Message:
-        """Make the chunk ready to send; return the update message for all replicas.
+    async def load(self, index: int) -> Sequence[Message]:
+        """Make the chunk ready to send; return the update message of each replica.
 
         From `open` on the next chunk is read ahead, so that this takes little time.
         """

@@ -35,6 +35,7 @@ def test_an_8b_trains_32k_tokens_on_one_gpu_with_recomputed_layers(tmp_path: Pat
     recomputed = trainer["row of 32768 tokens, layers recomputed"]
     assert recomputed < 25e9 < 150e9 < kept
     assert plan["longest"] == 32768
+    assert (chosen["placement"], plan["weights_by"]) == ("colocated", "cuda ipc")
 
 
 def test_the_table_names_places_settings_and_reasons_and_keeps_what_is_given(tmp_path: Path) -> None:
@@ -46,6 +47,7 @@ def test_the_table_names_places_settings_and_reasons_and_keeps_what_is_given(tmp
     for setting in given:
         assert re.search(rf"\n  {setting} +as given\n", result.stdout)
     assert re.search(r"\n  --placement separate .*\n(.*\n)+  --replicas 3 ", result.stdout)
+    assert "\n  full parameters by nccl, adapters by shared memory\n" in result.stdout
     assert result.stdout.endswith("\nfits\n")
 
 

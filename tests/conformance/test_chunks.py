@@ -16,7 +16,7 @@ from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTranspo
 from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
 from skyrl_tinker.weight_sync.chunk_buffer import ChunkSource, FileSource
 from skyrl_tinker.weight_sync.chunks import read_chunks
-from skyrl_tinker.weight_sync.factory import backend_of, choose, make_transport
+from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport, ways_of
 from skyrl_tinker.weight_sync.nccl import in_time
 from tests.conformance.support.ends import HeldByThreads, Tensors, ThreadSenders, carry, ends, size_of
 from tests.support.shards import write_index
@@ -164,7 +164,7 @@ async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: 
 
     monkeypatch.setattr(CapturedSource, "fill", slow)
     held = HeldByThreads(senders, dealt, torch.float32)
-    await transport.open(held)
+    await transport.open(held, ("replica",))
     await transport.load(0)
     loading = asyncio.create_task(senders.sender_call("load", 1))
     await asyncio.sleep(0.1)
@@ -172,7 +172,7 @@ async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: 
     await asyncio.sleep(0.1)
     late.set()
     await asyncio.wait_for(asyncio.gather(loading, closing), 10.0)
-    await transport.open(held)
+    await transport.open(held, ("replica",))
     await asyncio.wait_for(transport.load(0), 10.0)
     await transport.close()
 
@@ -237,7 +237,8 @@ def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path: Path) -> N
 
 def test_the_transport_follows_device_and_placement() -> None:
     assert choose("auto", "cpu", colocated=False) == choose("auto", "cpu", colocated=True) == "shared_memory"
-    assert choose("gloo", "cpu", colocated=False) == "gloo"
+    assert choose("auto", "cpu", colocated=False, hosts=True) == "by_host"
+    assert choose("gloo", "cpu", colocated=False, hosts=True) == "gloo"
     assert choose("auto", "cuda", colocated=False) == "nccl"
     assert choose("auto", "cuda", colocated=True) == "cuda_ipc"
     with pytest.raises(StartupError, match="nccl needs device cuda"):
@@ -250,8 +251,20 @@ def test_the_transport_follows_device_and_placement() -> None:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("shared_memory", "skyrl_staged"), ("gloo", "skyrl_staged"), ("nccl", "nccl"), ("cuda_ipc", "ipc")],
+    [
+        ("shared_memory", "skyrl_staged"),
+        ("gloo", "skyrl_staged"),
+        ("by_host", "skyrl_staged"),
+        ("nccl", "nccl"),
+        ("cuda_ipc", "ipc"),
+    ],
 )
-def test_each_transport_names_its_engine(name: str, backend: str) -> None:
-    assert backend_of(name) == backend  # type: ignore[arg-type]
-    assert make_transport(name, ThreadSenders(1), LIMIT).backend == backend  # type: ignore[arg-type]
+def test_each_transport_names_its_engine(name: TransportName, backend: str) -> None:
+    assert backend_of(name) == backend
+    assert make_transport(name, ThreadSenders(1), LIMIT).backend == backend
+
+
+def test_each_transport_names_its_ways_within_a_host_and_across() -> None:
+    assert ways_of("shared_memory") == ("shared memory", "pull")
+    assert ways_of("by_host") == ("shared memory", "gloo")
+    assert [ways_of(name)[0] for name in ("gloo", "nccl", "cuda_ipc")] == ["gloo", "nccl", "cuda ipc"]

@@ -106,8 +106,11 @@ def test_adapters_and_full_weights_reach_the_samplers_of_both_hosts(cluster: Clu
                 scored = sampler.compute_logprobs(prompt(TOKENS)).result()
                 assert np.abs(np.array(scored[1:]) - expected).max() < GAP
     now = httpx.get(f"{cluster.api.url}/api/v1/console/now", timeout=30).json()
-    found = {replica["address"].split("//")[1].split(":")[0] for replica in now["replicas"]}
-    assert found == {cluster.head.address, cluster.worker.address}
+    found = {each["host"]: (each["weights_by"], each["adapters_by"]) for each in now["replicas"]}
+    assert found == {
+        cluster.head.address: ("shared memory", "shared memory"),
+        cluster.worker.address: ("gloo", "pull"),
+    }
 
 
 def test_training_goes_on_when_a_host_is_lost(cluster: Cluster) -> None:

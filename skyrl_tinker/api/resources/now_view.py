@@ -227,7 +227,10 @@ def _replicas(view: SamplingView) -> list[ReplicaNow]:
     return [
         ReplicaNow(
             address=replica.address,
+            host=replica.host,
             state=replica.state,
+            weights_by=replica.weights_by,
+            adapters_by=replica.adapters_by,
             in_flight=alone,
             weights=list(view.weights) if replica.address else [],
         )

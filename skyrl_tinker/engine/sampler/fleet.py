@@ -7,20 +7,25 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.domain.values import Way
 from skyrl_tinker.engine.colocation.placement import SEPARATE, AwakeLock, Placement
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss
 from skyrl_tinker.inference.servers.router import Router
+from skyrl_tinker.interfaces import is_here
 from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, ReplicaView
 
 ATTEMPTS = 5
 NOTICED_WITHIN_S = 4.0  # from a failed request to the death that explains it: a death is noticed after 2 s
 RETRY_S = 5.0
+ADAPTERS_BY: tuple[Way, Way] = ("shared memory", "pull")
+"""Ways of adapters to replicas of this host, and to those of others."""
 T = TypeVar("T")
 Equip = Callable[[RemoteInferenceClient], Awaitable[None]]
 _log = logging.getLogger(__name__)
@@ -95,10 +100,13 @@ class Fleet:
         """True where some replicas compute prompts, and others continue them."""
         return 0 in self._cores
 
-    def view(self) -> tuple[ReplicaView, ...]:
-        """Return all replicas, those that are being replaced too."""
+    def view(self, ways: tuple[Way, Way]) -> tuple[ReplicaView, ...]:
+        """Return all replicas, those that are being replaced too.
+
+        `ways`: of full parameters to those of this host, and to those of others.
+        """
         urls = [self._members.get(index) for index in range(self._replicas)]
-        return tuple(ReplicaView(url, "serving" if url else "replaced") for url in urls)
+        return tuple(_view(url, ways) if url else ReplicaView(None, "replaced") for url in urls)
 
     async def adopt(self, equip: Equip) -> None:
         """Equip the replicas that others started: they may have weights from an earlier server."""
@@ -341,3 +349,8 @@ class Fleet:
                 await status.report("ready", "")
         except OperationalError as error:  # a database that fails briefly ends no engine
             _log.warning("the status could not be stored: %s", error)
+
+
+def _view(url: str, ways: tuple[Way, Way]) -> ReplicaView:
+    elsewhere = not is_here(url)
+    return ReplicaView(url, "serving", urlsplit(url).hostname, ways[elsewhere], ADAPTERS_BY[elsewhere])

@@ -76,7 +76,7 @@ class Samplers:
         return replace(
             waiting,
             paused=self.paused,
-            replicas=self._fleet.view(),
+            replicas=self._fleet.view(self._swaps.ways),
             weights=tuple(version.name for version in loaded),
             incidents=tuple(self._fleet.incidents),
         )

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import VersionId
-from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
+from skyrl_tinker.domain.values import BaseModelFacts, Way, WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.version_files import has_files, require_files
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -41,6 +41,11 @@ class WeightSwaps:
     @property
     def takes_captured(self) -> bool:
         return self._transport.takes_captured
+
+    @property
+    def ways(self) -> tuple[Way, Way]:
+        """Way of weights to replicas of this host, and to those of others."""
+        return self._transport.ways
 
     def lend(self, version: WeightVersion, captured: CapturedWeights) -> None:
         """Let syncs of this version take it from the ranks, until `end_loan`."""

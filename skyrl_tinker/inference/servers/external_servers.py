@@ -11,7 +11,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.client.vllm_responses import TRIAL, lists_experts, logprobs_mode
 from skyrl_tinker.inference.constants import BASE_MODEL, PROBE, VERSION_PULL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
-from skyrl_tinker.interfaces import address_towards
+from skyrl_tinker.interfaces import is_here
 
 POLL_S = 1.0
 TRY_S = 5.0
@@ -106,7 +106,7 @@ class ExternalServers:
 
 async def _is_elsewhere(url: str) -> bool:
     try:
-        return await asyncio.to_thread(address_towards, url) is not None
+        return not await asyncio.to_thread(is_here, url)
     except OSError as error:
         raise SamplerError(f"{url}: {error}") from error
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from skyrl_tinker.domain.values import Way
 from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest
 
 MOST_S = 10 * 366 * 86400
@@ -52,10 +53,16 @@ class ProcessUse(Message):
 
 
 class ReplicaNow(Message):
-    """vLLM server. `in_flight` null: the router chose, and only it knows."""
+    """vLLM server. `in_flight` null: the router chose, and only it knows.
+
+    `weights_by`, `adapters_by`: ways of full parameters and of adapters to it. Null: it is replaced.
+    """
 
     address: str | None
+    host: str | None
     state: Literal["serving", "replaced"]
+    weights_by: Way | None
+    adapters_by: Way | None
     in_flight: int | None
     weights: list[str]
 

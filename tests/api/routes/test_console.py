@@ -52,7 +52,15 @@ async def test_an_idle_server_says_what_it_serves_and_has_no_problems(busy: Wait
     assert told["queue"] == []
     assert told["trainer"]["running"] is None
     assert told["replicas"] == [
-        {"address": "http://replica", "state": "serving", "in_flight": 0, "weights": []}
+        {
+            "address": "http://10.0.0.2:8100",
+            "host": "10.0.0.2",
+            "state": "serving",
+            "weights_by": "gloo",
+            "adapters_by": "pull",
+            "in_flight": 0,
+            "weights": [],
+        }
     ]
 
 

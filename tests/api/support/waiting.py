@@ -29,6 +29,8 @@ from skyrl_tinker.store.store import Store
 from tests.api.support.whole import Samplers, Trainer
 from tests.api.support.world import FACTS, Json, World, running
 
+REPLICA = ReplicaView("http://10.0.0.2:8100", "serving", "10.0.0.2", "gloo", "pull")
+
 
 class SlowSamplers(Samplers):
     """Samplers whose samples end after `go_on`; `stopped`: prompts of those that were cancelled."""
@@ -40,7 +42,7 @@ class SlowSamplers(Samplers):
         self.stopped: list[tuple[int, ...]] = []
 
     def view(self, waiting: SamplingView) -> SamplingView:
-        return replace(waiting, paused=self.paused, replicas=(ReplicaView("http://replica", "serving"),))
+        return replace(waiting, paused=self.paused, replicas=(REPLICA,))
 
     async def sample(self, wanted: object, request: SampleRequest) -> SampleOutput:
         output = await super().sample(wanted, request)

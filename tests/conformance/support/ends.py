@@ -100,12 +100,12 @@ async def carry(
     transport: WeightTransport, receiver: Receiver, source: WeightSource
 ) -> tuple[Sequence[WeightChunk], list[Tensors]]:
     """Return the tensors that arrive, chunk by chunk; the messages pass as JSON."""
-    chunks = await transport.open(source)
+    chunks = await transport.open(source, ("replica",))
     (init,) = await transport.form([1])
-    await asyncio.gather(asyncio.to_thread(receiver.join, _as_json(init)), transport.meet())
+    await asyncio.gather(asyncio.to_thread(receiver.join, as_json(init)), transport.meet())
     arrived = []
     for index in range(len(chunks)):
-        update = _as_json(await transport.load(index))
+        (update,) = map(as_json, await transport.load(index))
         received, _ = await asyncio.gather(asyncio.to_thread(receiver.receive, update), transport.send())
         arrived.append({name: tensor.clone() for name, tensor in received.items()})
     await transport.close()
@@ -128,7 +128,7 @@ def ends(name: str, limit: int, senders: ThreadSenders | None = None) -> tuple[W
     return CudaIpcTransport(_IpcOnCpu(senders), limit), Ipc(senders)
 
 
-def _as_json(message: Message) -> dict[str, Any]:
+def as_json(message: Message) -> dict[str, Any]:
     plain: dict[str, Any] = orjson.loads(orjson.dumps(dict(message)))
     return plain
 

@@ -1,0 +1,46 @@
+"""Hosts and ways of the replicas as `status` and `ps` show them."""
+
+from typing import Any
+
+from skyrl_tinker.cli.running_server import process_lines, status_lines
+
+
+def replica(host: str | None, weights_by: str | None, adapters_by: str | None) -> dict[str, Any]:
+    ways = {"weights_by": weights_by, "adapters_by": adapters_by}
+    return {
+        **ways,
+        "host": host,
+        "address": host and f"http://{host}:8100",
+        "state": "serving" if host else "replaced",
+        "weights": [],
+    }
+
+
+NOW: dict[str, Any] = {
+    "state": "ready",
+    "detail": "",
+    "server": {"base_model": "org/tiny", "device": "cpu", "context_length": 64},
+    "problems": [],
+    "queue": [],
+    **dict.fromkeys(("trainer", "samplers", "rates", "processes")),
+    "replicas": [
+        replica("10.0.0.1", "shared memory", "shared memory"),
+        replica("10.0.0.2", "gloo", "pull"),
+        replica("10.0.0.3", "gloo", "pull"),
+        replica(None, None, None),
+    ],
+}
+
+
+def test_status_counts_the_replicas_of_each_way() -> None:
+    assert list(status_lines(NOW))[-1] == "weights   by shared memory to 1 replica, by gloo to 2 replicas"
+    assert not any(line.startswith("weights") for line in status_lines(NOW | {"replicas": []}))
+
+
+def test_ps_shows_host_and_ways_of_each_replica() -> None:
+    _, heads, near, far, _, replaced = process_lines(NOW)
+    assert heads.endswith("weights by     adapters by")
+    assert near.split()[:4] == ["http://10.0.0.1:8100", "10.0.0.1", "serving", "base"]
+    assert near.endswith("shared memory  shared memory")
+    assert far.split() == ["http://10.0.0.2:8100", "10.0.0.2", "serving", "base", "gloo", "pull"]
+    assert replaced.split() == ["replaced", "base"]
