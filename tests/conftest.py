@@ -28,6 +28,7 @@ GROUPS = {
     "tests/faults/test_engine_death.py": "server of faults",
     "tests/faults/test_inflight.py": "server of faults",
     "tests/faults/test_moved_home.py": "server of faults",
+    "tests/faults/test_one_api_process.py": "server of faults",
     "tests/faults/test_trainer_death.py": "server of faults",
 }
 """What tests share that is slow to start, by the beginning of their ids. What takes longest comes first."""

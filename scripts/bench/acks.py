@@ -1,44 +1,67 @@
 #!/usr/bin/env python3
-"""Requests that the store acknowledges per second, each on disk before it is: SQLite, or PostgreSQL.
+"""Requests that are acknowledged per second, each on disk before it is: by the store, and over HTTP.
 
-usage: scripts/bench/acks.py [--database-url URL] [--requests N] [--at-once N]
+usage: scripts/bench/acks.py [--postgresql | --database-url URL] [--requests N] [--at-once N]
 
-Processes, one and then two as several API processes would be, each submit N samples with bodies of 2 KB, so
-many at a time, and ring the engine behind each commit, which nobody answers. The database of the URL must be
-empty: it keeps what this writes. Without a URL it is SQLite in a temporary directory. Ends by itself, within
-a minute.
+The store: processes, one and then two as several API processes would be, each submit N samples with bodies of
+2 KB, so many at a time, and ring the engine behind each commit, which nobody answers.
 
-Prints, as its last line, one JSON object: database; acks_per_s_1, acks_per_s_2; p50_ms_1, p99_ms_1, p50_ms_2,
-p99_ms_2: of one acknowledgement, with so many processes; alone_ms: median of one at a time; ring_ms: median
-of a ring from one process to another and back.
+Over HTTP: one API process and then two on one port, as `serve` runs them, without an engine. Two clients,
+each a process of its own, submit N samples with bodies of 2 KB, so many at a time, and wait for the request
+ids. They and the database take processor time of the same cores.
+
+The database is SQLite in a temporary directory, with --postgresql a PostgreSQL started here, or that of the
+URL, which must be empty: it keeps what this writes. Ends by itself, with the default arguments within two
+minutes.
+
+Prints a table and, as its last line, one JSON object: database; acks_per_s_1, acks_per_s_2; p50_ms_1,
+p99_ms_1, p50_ms_2, p99_ms_2: of one acknowledgement, with so many processes; the same over HTTP as
+http_acks_per_s_1, …; alone_ms: median of one at a time; ring_ms: median of a ring from one process to another
+and back.
 """
 
 import argparse
 import asyncio
 import json
+import socket
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import aiohttp
+
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import SamplingSessionId
-from skyrl_tinker.store import sampling_sessions, session_records
+from skyrl_tinker.server.api_processes import ApiProcesses
+from skyrl_tinker.server.child_process import ChildProcess
+from skyrl_tinker.server.log_files import last_line
+from skyrl_tinker.store import sampling_sessions, server_state, session_records
 from skyrl_tinker.store.cluster.doorbells import bind_doorbell
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.store import Store
+from tests.api.support.world import BASE, FACTS, sample
+from tests.support.postgres import postgres_server
 
 BODY = bytes(2048)
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [123] * 500}]}
+UNLIMITED = 10**9
+CLIENTS = 2
+PROCESSES = (1, 2)
 ALONE = 200
 RINGS = 500
 
@@ -56,26 +79,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--database-url", help="SQLite in a temporary directory, by default")
-    parser.add_argument("--requests", type=int, default=5000, help="of each process")
+    database = parser.add_mutually_exclusive_group()
+    database.add_argument("--postgresql", action="store_true", help="start one, of Debian's package")
+    database.add_argument("--database-url", help="of an empty database")
+    parser.add_argument("--requests", type=int, default=3000, help="of each process")
     parser.add_argument("--at-once", type=int, default=64)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as home:
+    with ExitStack() as stack:
+        home = stack.enter_context(tempfile.TemporaryDirectory())
         url = given.database_url or Settings(home=Path(home)).store_url
+        if given.postgresql:
+            url = stack.enter_context(postgres_server(durable=True)).new_database()
         migrate(url)
-        found: dict[str, object] = {"database": "PostgreSQL" if file_of(url) is None else "SQLite"}
-        found["ring_ms"] = round(1000 * ring_there_and_back(url, home), 3)
-        (alone,) = together(1, url, home, ALONE, 1)
-        found["alone_ms"] = round(1000 * statistics.median(alone.waits), 3)
-        for processes in (1, 2):
-            parts = together(processes, url, home, given.requests, given.at_once)
-            waits = [wait for part in parts for wait in part.waits]
-            seconds = max(part.ended for part in parts) - min(part.began for part in parts)
-            found[f"acks_per_s_{processes}"] = round(len(waits) / seconds)
-            for name, place in (("p50", 49), ("p99", 98)):
-                percentile = statistics.quantiles(waits, n=100)[place]
-                found[f"{name}_ms_{processes}"] = round(1000 * percentile, 2)
-        print(json.dumps(found))
+        print(json.dumps(measure(url, home, given.requests, given.at_once)))
+
+
+def measure(url: str, home: str, requests: int, at_once: int) -> dict[str, object]:
+    found: dict[str, object] = {"database": "PostgreSQL" if file_of(url) is None else "SQLite"}
+    found["ring_ms"] = round(1000 * ring_there_and_back(url, home), 3)
+    (alone,) = together(1, submit, url, home, ALONE, 1)
+    found["alone_ms"] = round(1000 * statistics.median(alone.waits), 3)
+    print(f"{found['database']}: ring {found['ring_ms']} ms, alone {found['alone_ms']} ms")
+    print(f"{'':10}{'processes':>10}{'acks/s':>10}{'p50 ms':>10}{'p99 ms':>10}")
+    for processes in PROCESSES:
+        found |= tell("", processes, together(processes, submit, url, home, requests, at_once))
+    for processes in PROCESSES:
+        found |= tell("http_", processes, asyncio.run(over_http(processes, url, home, requests, at_once)))
+    return found
+
+
+def tell(way: str, processes: int, parts: list[Part]) -> dict[str, float]:
+    """Print a line of the table and return its figures."""
+    waits = [wait for part in parts for wait in part.waits]
+    rate = round(len(waits) / (max(part.ended for part in parts) - min(part.began for part in parts)))
+    percentiles = statistics.quantiles(waits, n=100)
+    p50, p99 = (round(1000 * percentiles[place], 2) for place in (49, 98))
+    print(f"{'over HTTP' if way else 'store':10}{processes:10}{rate:10}{p50:10}{p99:10}", flush=True)
+    figures = {"acks_per_s": rate, "p50_ms": p50, "p99_ms": p99}
+    return {f"{way}{name}_{processes}": value for name, value in figures.items()}
 
 
 def ring_there_and_back(url: str, home: str) -> float:
@@ -111,15 +152,91 @@ async def _answer(url: str, home: str) -> None:
     bell.close()
 
 
-def together(processes: int, url: str, home: str, requests: int, at_once: int) -> list[Part]:
-    """Submit from so many processes, which are up before the first request."""
+def together(processes: int, work: Callable[..., Part], *arguments: Any) -> list[Part]:
+    """Do it in so many processes, which are up before the first request."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         list(pool.map(pause, [0.5] * processes))
-        return list(pool.map(submit, *zip(*[(url, home, requests, at_once)] * processes, strict=True)))
+        return [part.result() for part in [pool.submit(work, *arguments) for _ in range(processes)]]
 
 
 def pause(seconds: float) -> None:
     time.sleep(seconds)
+
+
+async def timed(requests: int, at_once: int, acknowledged: Callable[[int], Awaitable[None]]) -> Part:
+    numbers, waits = iter(range(requests)), list[float]()
+
+    async def keep_submitting() -> None:
+        for number in numbers:
+            started = time.perf_counter()
+            await acknowledged(number)
+            waits.append(time.perf_counter() - started)
+
+    began = time.time()
+    await asyncio.gather(*(keep_submitting() for _ in range(at_once)))
+    return Part(began, time.time(), waits)
+
+
+# Over HTTP
+
+
+async def over_http(processes: int, url: str, home: str, requests: int, at_once: int) -> list[Part]:
+    changes = {"home": Path(home), "database_url": url, "sample_backlog": UNLIMITED}
+    async with api_processes(Settings(**changes, api_processes=processes)) as address:
+        return await asyncio.to_thread(together, CLIENTS, submit_over_http, address, requests, at_once)
+
+
+@asynccontextmanager
+async def api_processes(settings: Settings) -> AsyncIterator[str]:
+    """Their URL."""
+    directories = Directories(settings)
+    directories.make()
+    store = Store.open(settings.store_url)
+    facts = asdict(replace(FACTS, context_length=4096))
+    await store.write(lambda conn: server_state.put(conn, "base_model", facts))
+    await store.close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        directories.settings_file.write_text(settings.model_dump_json())
+        processes = ApiProcesses(settings.api_processes, directories, listener, ended)
+        running = asyncio.create_task(processes.run())
+        children = processes.children
+        while not all(each.pid and directories.listening_note(each.pid).exists() for each in children):
+            assert not running.done(), running.exception()
+            await asyncio.sleep(0.1)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/api/v1/"
+        running.cancel()
+        await asyncio.wait([running])
+        for process in [each.process for each in children if each.process]:
+            process.terminate()
+            await process.wait()
+
+
+async def ended(child: ChildProcess, code: int) -> None:
+    raise SystemExit(f"the {child.name} ended with {code}: {last_line(child.log)}")
+
+
+def submit_over_http(url: str, requests: int, at_once: int) -> Part:
+    return asyncio.run(_submit_over_http(url, requests, at_once))
+
+
+async def _submit_over_http(url: str, requests: int, at_once: int) -> Part:
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def ask(path: str, body: dict[str, Any], answer: str) -> str:
+            async with http.post(path, json=body) as response:
+                assert response.status == 200, await response.text()
+                return str((await response.json())[answer])
+
+        async def acknowledged(number: int) -> None:
+            await ask("asample", sample(sampler, number, prompt=PROMPT), "request_id")
+
+        session = await ask("create_session", {"sdk_version": "0.38.0"}, "session_id")
+        birth = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+        sampler = await ask("create_sampling_session", birth, "sampling_session_id")
+        return await timed(requests, at_once, acknowledged)
+
+
+# The store
 
 
 def submit(url: str, home: str, requests: int, at_once: int) -> Part:
@@ -134,20 +251,10 @@ async def _submit(url: str, home: str, requests: int, at_once: int) -> Part:
             conn, session, 0, base_model="none", model_path=None, version_id=None
         )
     )
-    numbers, waits = iter(range(requests)), list[float]()
-
-    async def keep_submitting() -> None:
-        for number in numbers:
-            started = time.perf_counter()
-            await _acknowledged(store, bell, sampler, number)
-            waits.append(time.perf_counter() - started)
-
-    began = time.time()
-    await asyncio.gather(*(keep_submitting() for _ in range(at_once)))
-    ended = time.time()
+    part = await timed(requests, at_once, lambda number: _acknowledged(store, bell, sampler, number))
     await store.close()
     bell.close()
-    return Part(began, ended, waits)
+    return part
 
 
 async def _acknowledged(store: Store, bell: Doorbell, sampler: SamplingSessionId, number: int) -> None:

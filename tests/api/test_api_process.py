@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -93,6 +94,17 @@ async def test_the_sdk_trains_samples_and_finishes_its_session(
 async def test_the_sdk_hears_at_once_what_was_wrong(api: Api, engine: Engine) -> None:
     await use_sdk(api, "be_wrong")
     assert (RequestKind.FORWARD_BACKWARD, 1) in engine.order  # failed, and its seq_id taken
+
+
+async def test_one_of_several_processes_has_its_part_of_the_connections(
+    settings: Settings, listener: socket.socket, store: Store
+) -> None:
+    changes = {"api_processes": 3, "max_connections_per_address": 7}
+    with launched(settings.model_copy(update=changes), listener) as api, ExitStack() as stack:
+        await write_facts(store)
+        await asyncio.to_thread(api.wait_until_up)
+        clients = [stack.enter_context(httpx.Client(base_url=api.url)) for _ in range(5)]
+        assert [client.get("/healthz").status_code for client in clients] == [200] * 3 + [503] * 2
 
 
 @pytest.mark.parametrize("compress", [True, False])

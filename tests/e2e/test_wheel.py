@@ -58,7 +58,8 @@ def test_the_wheel_serves_https_from_a_fresh_venv_and_learns_by_its_own_example(
     assert examples.startswith(fresh)
     cert, key = write_certificate(tmp_path)
     https = ["--tls-cert", str(cert), "--tls-key", str(key)]
-    with serving(tmp_path / "home", *https, python=str(installed)) as server:
+    several = ["--api-processes", "2"]  # on SQLite: those of tests/faults/ have PostgreSQL
+    with serving(tmp_path / "home", *https, *several, python=str(installed)) as server:
         variables = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local", "SSL_CERT_FILE": str(cert)}
         assert server.url.startswith("https://")
         demo = [sys.executable, f"{examples}/rl_loop.py", "--steps=3", f"--out={tmp_path}"]

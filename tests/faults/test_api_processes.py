@@ -1,6 +1,10 @@
-"""Three API processes on one port: any of them answers for all, one may die, all may be replaced."""
+"""Three API processes on one port, over TLS and on PostgreSQL: any answers for all, one may die, all may be
+replaced.
+"""
 
+import shutil
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +22,8 @@ from tinker import types
 from tests.api.support.world import step
 from tests.e2e.support.client import Client, prompt, random_tokens, train
 from tests.faults.test_engine_death import TOKENS, client_of, rounds
+from tests.support.certificates import write_certificate
+from tests.support.postgres import Postgres
 from tests.support.processes import title
 from tests.support.serve import KINDS, Serve, serving, wait_until
 
@@ -32,8 +38,19 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    with serving(tmp_path_factory.mktemp("several"), "--api-processes", str(COUNT)) as server:
+def several(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Iterator[Serve]:
+    directory = tmp_path_factory.mktemp("several")
+    cert, key = write_certificate(directory)
+    (directory / "renewed").mkdir()
+    renewed, _ = write_certificate(directory / "renewed")
+    trusted = directory / "trusted.pem"
+    trusted.write_text(cert.read_text() + renewed.read_text())
+    options = ("--api-processes", str(COUNT), "--database-url", postgres.new_database())
+    with (
+        serving(directory / "home", *options, "--tls-cert", str(cert), "--tls-key", str(key)) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("SSL_CERT_FILE", str(trusted))
         assert wait_until(lambda: len(apis(server)) == COUNT, 30)
         yield server
 
@@ -48,10 +65,10 @@ def client_of_each(server: Serve) -> Iterator[list[httpx.Client]]:
     with ExitStack() as stack:
         found: dict[int, httpx.Client] = {}
         for _ in range(300):
-            before = {each: peers(each) for each in apis(server)}
+            before = {each: peers(each, server) for each in apis(server)}
             client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60))
             client.get("/healthz").raise_for_status()
-            [process] = [each for each in before if peers(each) - before[each]]
+            [process] = [each for each in before if peers(each, server) - before[each]]
             found.setdefault(process.pid, client)
             if len(found) == COUNT:
                 break
@@ -59,9 +76,11 @@ def client_of_each(server: Serve) -> Iterator[list[httpx.Client]]:
         yield list(found.values())
 
 
-def peers(api: psutil.Process) -> set[int]:
+def peers(api: psutil.Process, server: Serve) -> set[int]:
     """Ports of its clients."""
-    return {each.raddr.port for each in api.net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED}
+    port = httpx.URL(server.url).port
+    connections = [each for each in api.net_connections("tcp") if each.laddr.port == port]
+    return {each.raddr.port for each in connections if each.status == psutil.CONN_ESTABLISHED}
 
 
 def test_metrics_and_processes_are_the_same_whichever_process_answers(several: Serve) -> None:
@@ -124,17 +143,22 @@ def test_replaced_processes_answer_their_long_polls_with_408(several: Serve) -> 
     with client_of_each(several) as clients, ThreadPoolExecutor() as threads:
         model = create_model(*clients[:2])["model_id"]
         request = {"request_id": ask(clients[2], "optim_step", step(model, 3))["request_id"]}
-        polls = [
-            threads.submit(client.post, "/api/v1/retrieve_future", json=request, timeout=90)
-            for client in clients
-        ]
+
+        def poll(client: httpx.Client) -> str:
+            """Poll until the answer is not that the time of a poll is over."""
+            reason = "waiting"
+            while reason.startswith("waiting"):
+                answer = client.post("/api/v1/retrieve_future", json=request, timeout=90)
+                assert answer.status_code == 408
+                reason = answer.json()["queue_state_reason"]
+            return reason
+
+        polls = [threads.submit(poll, client) for client in clients]
         time.sleep(0.5)
-        replace(several)
-        answers = [poll.result() for poll in polls]
-    assert [answer.status_code for answer in answers] == [408] * COUNT
-    assert [answer.json()["queue_state_reason"] for answer in answers] == [
-        "this server process is shutting down"
-    ] * COUNT
+        before = apis(several)
+        several.process.send_signal(signal.SIGUSR2)
+        assert [each.result(90) for each in polls] == ["this server process is shutting down"] * COUNT
+    assert replaced(several, before), "once their clients have closed"
 
 
 def test_clients_go_on_when_one_process_is_killed(several: Serve) -> None:
@@ -152,16 +176,39 @@ def test_clients_go_on_when_one_process_is_killed(several: Serve) -> None:
         assert min(answered(client) for client in clients) >= counted, "of the dead one, too"
 
 
-def test_a_rolling_restart_loses_no_request(several: Serve) -> None:
-    work_during(several, lambda: replace(several))
-    for log in (several.home / "logs").glob("api*.log"):
-        assert "Traceback" not in log.read_text(), log
+def test_a_rolling_restart_brings_a_renewed_certificate_and_loses_no_request(several: Serve) -> None:
+    directory = several.home.parent
+    log = several.home / "logs" / "api.log"
+
+    def renew() -> None:
+        before = apis(several)
+        shutil.copy(directory / "renewed" / "key.pem", directory)
+        several.process.send_signal(signal.SIGUSR2)
+        assert wait_until(lambda: "ssl.SSLError" in log.read_text(), 30), "it has the key of another"
+        assert apis(several) >= before, "none ends before there is another in its place"
+        shutil.copy(directory / "renewed" / "cert.pem", directory)
+        assert replaced(several, before)
+
+    with httpx.Client(base_url=several.url, timeout=60) as client:
+        counted = answered(client)
+    work_during(several, renew)
+    url = httpx.URL(several.url)
+    shown = {ssl.get_server_certificate((url.host, url.port or 0)) for _ in range(20)}
+    assert shown == {(directory / "renewed" / "cert.pem").read_text()}
+    with httpx.Client(base_url=several.url, timeout=60) as client:
+        assert answered(client) >= counted, "of those that were replaced, too"
+    for each in (several.home / "logs").glob("api*.log"):
+        assert each.read_text().count("Traceback") == each.read_text().count("ssl.SSLError"), each
 
 
 def replace(server: Serve) -> None:
     before = apis(server)
     server.process.send_signal(signal.SIGUSR2)
-    assert wait_until(lambda: len(apis(server)) == COUNT and not apis(server) & before, 90)
+    assert replaced(server, before)
+
+
+def replaced(server: Serve, before: set[psutil.Process]) -> bool:
+    return wait_until(lambda: len(apis(server)) == len(before) and not apis(server) & before, 90)
 
 
 def work_during(server: Serve, disturb: Callable[[], None]) -> None:

@@ -22,11 +22,14 @@ def write_certificate(directory: Path, password: bytes | None = None) -> tuple[P
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(IPv4Address("127.0.0.1"))])
     now = datetime.now(UTC)
+    # By its identifier a client that trusts two certificates of one name finds the right one.
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - timedelta(hours=1))
         .not_valid_after(now + timedelta(days=1))
         .add_extension(names, critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
     encryption = NoEncryption() if password is None else BestAvailableEncryption(password)
