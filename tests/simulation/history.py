@@ -7,7 +7,7 @@ So a checker that runs the requests one after another knows all answers, all che
 import asyncio
 import json
 import shutil
-import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,11 +16,15 @@ from random import Random
 from typing import Any
 
 import httpx
+from sqlalchemy import Connection, text
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.protocol.protobuf import sample_results
+from skyrl_tinker.store.database import tables
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.opening import open_database
+from skyrl_tinker.store.store import write_once
 from tests.api.support.world import FACTS, sample, step
 from tests.engine.support.world import STEPS_FILE
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
@@ -124,14 +128,19 @@ class _Model:
 
 
 class History:
-    def __init__(self, seed: int, home: Path, template: Path) -> None:
+    def __init__(self, seed: int, home: Path, template: Path, url: str | None = None) -> None:
+        """`url`: of a database in PostgreSQL, which is emptied; by default it is a file of the home."""
         self._random = Random(seed)
         self._follows = seed % 4 == 0
         self._home = home
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
-        shutil.copyfile(template / "store.db", home / "skyrl-tinker.db")
-        self._settings = _settings().model_copy(update={"home": home, "replay_s": often})
+        self._settings = _settings().model_copy(update={"home": home, "replay_s": often, "database_url": url})
+        if url is None:
+            shutil.copyfile(template / "store.db", home / "skyrl-tinker.db")
+        else:
+            names = ", ".join(tables.Base.metadata.tables)
+            write_once(url, lambda conn: conn.execute(text(f"TRUNCATE {names} RESTART IDENTITY")))
         self._facts = replace(FACTS, directory=str(template))
         self._deadly = self._random.random() < 0.1
         self.faults = Faults(self._random, FAULTS, deaths=1 if self._deadly else 2)
@@ -295,12 +304,16 @@ class History:
     async def _check_state(self, model: _Model, truth: Truth) -> None:
         last = len(model.requests) + 2  # behind the export
         await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
-        with closing(sqlite3.connect(self._home / "skyrl-tinker.db")) as db:
-            ((key,),) = db.execute("SELECT key FROM models WHERE model_id = ?", (model.model_id,))
-            found = db.execute("SELECT name, directory FROM checkpoints WHERE model_key = ?", (key,))
-            saved = {name: self._home / at for name, at in found}
-            exported = saved.pop(EXPORT)
-            ((futures,),) = db.execute("SELECT count(*) FROM futures WHERE model_key = ?", (key,))
+        with (
+            closing(open_database(self._settings.store_url, self._home)) as database,
+            database.connect() as conn,
+            database.reading(conn),
+        ):
+            key = _rows(conn, "SELECT key FROM models WHERE model_id = :of", model.model_id)[0][0]
+            found = _rows(conn, "SELECT name, directory FROM checkpoints WHERE model_key = :of", key)
+            ((futures,),) = _rows(conn, "SELECT count(*) FROM futures WHERE model_key = :of", key)
+        saved = {name: self._home / at for name, at in found}
+        exported = saved.pop(EXPORT)
         trained = self._server.ranks.trained[key]
         assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
         assert {name: json.loads((at / STEPS_FILE).read_text()) for name, at in saved.items()} == truth.saves
@@ -309,6 +322,10 @@ class History:
         assert list(exported.parent.iterdir()) == [exported]
         assert (exported / ADAPTER_FILE).is_file()
         assert futures == last + 1
+
+
+def _rows(conn: Connection, sql: str, of: object) -> Sequence[Any]:
+    return conn.execute(text(sql), {"of": of}).all()
 
 
 def _error(answer: httpx.Response) -> str | None:

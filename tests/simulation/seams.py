@@ -6,14 +6,14 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, NullPool, create_engine
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import directories
@@ -21,13 +21,15 @@ from skyrl_tinker.api import loop_watch
 from skyrl_tinker.api.security import keyring
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.engine import compose, engine
+from skyrl_tinker.engine.sampler import fleet
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep import cleanup
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
 from skyrl_tinker.store import store
-from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database import postgresql, sqlite
 from skyrl_tinker.store.database.abstract_database import Database, json_text
+from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from tests.simulation.backends import QueuesOnly, SamplerHttp
 from tests.simulation.faults import disk_full, point
 from tests.simulation.virtual_loop import PROCESS, VirtualLoop
@@ -67,23 +69,53 @@ def _at(real: Callable[..., Any], name: str, *, after: bool = False) -> Callable
 
 
 def _transaction(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return SQLite's, with the points of a commit."""
+
     @contextmanager
     def transaction(conn: Connection, begin: str = sqlite.BEGIN_READ) -> Iterator[None]:
-        writes = begin == sqlite.BEGIN_WRITE
-        with real(conn, begin):
+        with real(conn, begin), _committing() if begin == sqlite.BEGIN_WRITE else nullcontext():
             yield
-            if writes:
-                point("before a commit")
-                if disk_full():
-                    raise OperationalError("COMMIT", None, OSError("database or disk is full"))
-        if writes:
+        if begin == sqlite.BEGIN_WRITE:
             point("after a commit")
 
     return transaction
 
 
+def _writing(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return PostgreSQL's, with the points of a commit."""
+
+    @contextmanager
+    def writing(database: PostgresDatabase, conn: Connection) -> Iterator[None]:
+        with real(database, conn), _committing():
+            yield
+        point("after a commit")
+
+    return writing
+
+
+@contextmanager
+def _committing() -> Iterator[None]:
+    yield
+    point("before a commit")
+    if disk_full():
+        raise OperationalError("COMMIT", None, OSError("database or disk is full"))
+
+
+def _shared(real: Callable[..., Engine]) -> Callable[..., Engine]:
+    """Return a maker of PostgreSQL's engines, which share their compiled statements."""
+    made: dict[str, Engine] = {}
+
+    def engine(url: URL, *, execution_options: Mapping[str, Any], **options: Any) -> Engine:
+        name = url.render_as_string(hide_password=False)
+        if name not in made:
+            made[name] = real(url, **options)
+        return made[name].execution_options(**execution_options)
+
+    return engine
+
+
 class _Engine:
-    """Engine of one database that shares its compiled statements with those of all others."""
+    """Engine of one file that shares its compiled statements with those of all others."""
 
     _path = ""
     _shared = create_engine(
@@ -162,6 +194,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sqlite, "engine", _Engine)
     patch.setattr(store, "ThreadedConnection", _ThreadedConnection)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))
+    patch.setattr(postgresql, "create_engine", _shared(postgresql.create_engine))
+    patch.setattr(PostgresDatabase, "writing", _writing(PostgresDatabase.writing))
+    patch.setattr(fleet, "is_here", lambda _: True)
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
     patch.setattr(compose, "EngineHttpServer", QueuesOnly)
     patch.setattr(EngineClient, "get", _queues)

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from contextvars import Context, copy_context
 from functools import cache
 from typing import Any, cast
@@ -24,7 +25,7 @@ from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.doorbell import Doorbell, Role
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -76,7 +77,8 @@ class Server:
         self._bells: dict[str, Bell] = {}
         self._processes: dict[str, Process] = {}
         self._connections: list[Connection] = []  # that one process has left, and the next one takes over
-        self._writing = sqlite.engine(str(settings.root / "skyrl-tinker.db"), settings.root).connect()
+        with closing(open_database(settings.store_url, settings.root)) as database:
+            self._writing = database.connect()
         self._directories = Directories(settings)
         self._directories.run_dir.mkdir()
         self._app = _app()

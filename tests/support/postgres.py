@@ -94,7 +94,7 @@ def postgres_server(*, durable: bool = False, host: Host | None = None) -> Itera
 
     Where there is no PostgreSQL the test is skipped, and says how to get it.
     """
-    binaries = _binaries()
+    binaries = programs()
     if binaries is None:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     place = "/var/tmp" if host else None  # hosts have their own /tmp
@@ -110,8 +110,8 @@ def postgres_server(*, durable: bool = False, host: Host | None = None) -> Itera
             server.stop("immediate")
 
 
-def _binaries() -> Path | None:
-    """Return the directory of the newest version's programs."""
+def programs() -> Path | None:
+    """Return the directory of the newest version's programs; None: PostgreSQL is not installed."""
     if found := shutil.which("initdb"):
         return Path(found).resolve().parent
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))

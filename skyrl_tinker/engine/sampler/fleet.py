@@ -352,5 +352,8 @@ class Fleet:
 
 
 def _view(url: str, ways: tuple[Way, Way]) -> ReplicaView:
-    elsewhere = not is_here(url)
+    try:
+        elsewhere = not is_here(url)
+    except OSError:  # nobody knows its name now
+        elsewhere = True
     return ReplicaView(url, "serving", urlsplit(url).hostname, ways[elsewhere], ADAPTERS_BY[elsewhere])

@@ -9,20 +9,21 @@ from skyrl_tinker.interfaces import address_towards
 from skyrl_tinker.protocol.queue_views import ReplicaView
 from skyrl_tinker.weight_sync.factory import ways_of
 
-HERE, ELSEWHERE = "http://127.0.0.1:8100", "http://192.0.2.9:8100"
-"""The latter on a host that does not exist (RFC 5737)."""
+HERE, ELSEWHERE, UNKNOWN = "http://127.0.0.1:8100", "http://192.0.2.9:8100", "http://nowhere.invalid:8100"
+"""The latter two on hosts that do not exist (RFC 5737, RFC 2606)."""
 
 
 @pytest.mark.skipif(
     address_towards(ELSEWHERE) is None, reason="this machine has no network interface but loopback"
 )
 async def test_each_replica_has_the_ways_of_its_host_and_none_while_it_is_replaced() -> None:
-    urls = (HERE, ELSEWHERE, "http://127.0.0.1:8101")
+    urls = (HERE, ELSEWHERE, UNKNOWN, "http://127.0.0.1:8101")
     servers = ExternalServers(urls, startup_s=1.0, hang_s=2.0, max_model_len=2)
     fleet = Fleet(servers, RemoteInferenceClient(HERE, urls))
-    fleet.condemn(urls[2], "it stands still")
+    fleet.condemn(urls[3], "it stands still")
     assert fleet.view(ways_of("by_host")) == (
         ReplicaView(HERE, "serving", "127.0.0.1", "shared memory", "shared memory"),
         ReplicaView(ELSEWHERE, "serving", "192.0.2.9", "gloo", "pull"),
+        ReplicaView(UNKNOWN, "serving", "nowhere.invalid", "gloo", "pull"),
         ReplicaView(None, "replaced"),
     )
