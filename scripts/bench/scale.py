@@ -6,8 +6,9 @@ usage: scripts/bench/scale.py [--samples N] [--waiting N] [--answer-ms N]
 The journal, the engine's queue, its client, vllm-router and the watch over the replicas are the real ones.
 The replicas answer each request after --answer-ms, in a process of their own. Samples (64 prompt tokens, 16
 sampled ones) are in the journal before the engine begins: --samples of them before each number of replicas,
-then --waiting at once before 64. Costs are the engine's processor time, so that what the stand-ins and the
-router take on the same cores does not count: they bound samples per second of the wall clock.
+once their connections are open, then --waiting at once before 64. Costs are the engine's processor time, so
+that what the stand-ins and the router take on the same cores does not count: they bound samples per second of
+the wall clock.
 
 Needs the packages of `scripts/setup tests`. Ends by itself, with the default arguments after about five
 minutes.
@@ -50,7 +51,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
-from skyrl_tinker.processes import raise_open_files_limit
+from skyrl_tinker.processes import freeze_gc, raise_open_files_limit
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.database.migrate import migrate
@@ -173,6 +174,7 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
             asyncio.create_task(fleet.supervise(EngineStatus(store, bell), samplers.equip)),
             asyncio.create_task(intake.run(0)),
         ]
+        freeze_gc()  # as the engine does
         try:
             yield Engine(store, bell, fleet, driver, intake, samplers, clients)
         finally:
@@ -211,6 +213,9 @@ async def measure(replicas: int, samples: int, waiting: int, answer_s: float) ->
         idle = (time.process_time() - busy) / IDLE_S
         fanout = await _p50_ms(lambda number: control.load_adapter(f"v{number}", "/nowhere"))
         paused = await _p50_ms(pause)
+        warm_up = PER_CORE * replicas  # a connection for each that is in flight
+        await _fill(made, warm_up)
+        await made.work_off()
         await _fill(made, samples)
         wall_s, busy_s, routed_s = await made.work_off()
         found = {
@@ -230,7 +235,7 @@ async def measure(replicas: int, samples: int, waiting: int, answer_s: float) ->
             wall_s, busy_s, _ = await made.work_off()
             found["flood_per_s"] = round(waiting / busy_s)
             found["flood_wall_s"] = round(wall_s, 1)
-        found["errors"] = samples + waiting - made.counted(FutureStatus.DONE)
+        found["errors"] = warm_up + samples + waiting - made.counted(FutureStatus.DONE)
         return found
 
 

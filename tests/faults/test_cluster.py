@@ -19,6 +19,7 @@ import tinker
 from tinker import types
 
 from skyrl_tinker.store.cluster.signing_secrets import FILE
+from tests.cookbook.support.kitchen import MODEL, Kitchen
 from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.faults.test_engine_death import rounds
 from tests.support.cluster import HostServer, on_host, start_ray
@@ -40,6 +41,7 @@ class Cluster:
     third: Host
     server: HostServer
     api: HostServer
+    kitchen: Kitchen
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +57,12 @@ def cluster() -> Iterator[Cluster]:
         postgres = stack.enter_context(postgres_server(durable=True, host=database))
         for host in (head, worker):
             start_ray(host, head, cpus=1)
+        kitchen = Kitchen(shared / "kitchen")
         options = ["--standby", "--database-url", postgres.url()]
         options += [
             part for each in ("checkpoints", "snapshots") for part in (f"--{each}", str(shared / each))
         ]
+        options += ["--base-model", str(kitchen.model_directory), "--model-name", MODEL]
         over_ray = ("--ray-address", "auto", "--trainer-ranks", "2", "--replicas", "2")
         listening = ("--engine-listen", f"{head.address}:8100")
         server = stack.enter_context(on_host(head, shared / "head", *options, *listening, *over_ray))
@@ -71,7 +75,8 @@ def cluster() -> Iterator[Cluster]:
         assert wait_until(api.ready, HEAL_S), api.output()
         listening = ("--engine-listen", f"{third.address}:8100", "--port", "8001")
         stack.enter_context(on_host(third, shared / "standby", *options, *listening))
-        yield Cluster(head, worker, third, server, api)
+        kitchen.url = api.url
+        yield Cluster(head, worker, third, server, api, kitchen)
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +116,18 @@ def test_adapters_and_full_weights_reach_the_samplers_of_both_hosts(cluster: Clu
         cluster.head.address: ("shared memory", "shared memory"),
         cluster.worker.address: ("gloo", "pull"),
     }
+
+
+def test_the_cookbook_learns_on_both_hosts(cluster: Cluster) -> None:
+    """sl_loop teaches an adapter, with which rl_loop goes on, through the host that answers clients."""
+    settings = ("batch_size=8", "learning_rate=6e-3", "max_length=512", "save_every=0")
+    taught = cluster.kitchen.cook("sl_loop", "taught", *settings)
+    assert np.mean(taught.column("train_mean_nll")[-5:]) < 0.5 < 5 < taught.column("train_mean_nll")[0]
+    cluster.kitchen.log("rl_loop", taught.checkpoints[-1] | {"batch": 0})
+    sizes = ("group_size=8", "max_tokens=24", "batch_size=4", "learning_rate=5e-4", "max_steps=3")
+    rewards = cluster.kitchen.cook("rl_loop", "rl_loop", *sizes).column("reward/total")
+    assert len(rewards) == 3
+    assert np.mean(rewards) > 0.05, "what was taught is sampled"
 
 
 def test_training_goes_on_when_a_host_is_lost(cluster: Cluster) -> None:

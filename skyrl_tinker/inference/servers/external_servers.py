@@ -59,7 +59,8 @@ class ExternalServers:
 
     async def wait_lost(self, index: int) -> Loss:
         """Return once it serves no more: it refuses connections, or gives no answer for `hang_s`."""
-        return await HealthWatch(self._urls[index], self._hang_s, self._suspicion, _running).wait_lost(index)
+        watch = HealthWatch(self._urls[index], self._hang_s, self._suspicion, _running, len(self._urls))
+        return await watch.wait_lost(index)
 
     def suspect(self) -> None:
         """Have all of them checked now: a request failed."""

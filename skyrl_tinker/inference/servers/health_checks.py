@@ -10,8 +10,10 @@ import aiohttp
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 
-POLL_S = 1.0
-CORE_POLL_S = 5.0
+POLL_S, POLLS_PER_S = 1.0, 16
+"""Pause of each replica's checks, and most checks of all: a failed request has all checked at once."""
+CORE_POLL_S = 4.0
+"""Less than vLLM keeps an idle connection open (5 s): a new one costs more than the check itself."""
 SILENT_TRIES = 4
 """Consecutive checks without an answer after which a server counts as hung."""
 REFUSED_PAUSE_S = 0.3
@@ -84,9 +86,15 @@ class Suspicion:
 class HealthWatch:
     """Repeated checks of one server until it is lost."""
 
-    def __init__(self, url: str, hang_s: float, suspicion: Suspicion, ended: ExitReason) -> None:
-        """`hang_s`: silence that counts as death. `ended`: why its process ended, None while it runs."""
+    def __init__(
+        self, url: str, hang_s: float, suspicion: Suspicion, ended: ExitReason, replicas: int
+    ) -> None:
+        """`hang_s`: silence that counts as death. `ended`: why its process ended, None while it runs.
+
+        `replicas`: number of servers that are watched.
+        """
         self._url = url
+        self._poll_s = max(POLL_S, replicas / POLLS_PER_S)
         self._try_s = hang_s / SILENT_TRIES
         self._suspicion = suspicion
         self._ended = ended
@@ -114,7 +122,7 @@ class HealthWatch:
 
     async def _pause(self, silent: int, tried_s: float) -> None:
         if not silent:
-            await self._suspicion.sleep(POLL_S)
+            await self._suspicion.sleep(self._poll_s)
         elif tried_s < self._try_s / 2:  # refused: no process listens
             await asyncio.sleep(REFUSED_PAUSE_S)
 

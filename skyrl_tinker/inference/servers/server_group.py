@@ -56,9 +56,10 @@ class ServerGroup:
         return tuple(replica.url for replica in self._replicas)
 
     async def wait_lost(self, index: int) -> Loss:
-        """Return once this replica serves no more: a process died (noticed in 2 s), or it hangs."""
+        """Return once this replica serves no more: a process died (noticed in seconds), or it hangs."""
         replica = self._replicas[index]
-        watch = HealthWatch(replica.url, self._spec.hang_s, self._suspicion, replica.exit_reason)
+        ended, count = replica.exit_reason, len(self._replicas)
+        watch = HealthWatch(replica.url, self._spec.hang_s, self._suspicion, ended, count)
         return await watch.wait_lost(index)
 
     def suspect(self) -> None:
