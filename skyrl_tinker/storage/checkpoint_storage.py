@@ -40,6 +40,7 @@ class Storage(Protocol):
     """Place of checkpoints beside their directories on this host. See CheckpointStorage."""
 
     def store(self, directory: Path) -> None: ...
+    def store_copy(self, directory: Path, source: Path, origin: "Storage") -> None: ...
     def fetch(self, directory: Path) -> None: ...
     def remove(self, directory: Path) -> None: ...
     def discard(self, directory: Path) -> None: ...
@@ -54,6 +55,9 @@ class LocalDisk:
 
     def store(self, directory: Path) -> None:
         """Do nothing: it is where it stays."""
+
+    def store_copy(self, directory: Path, source: Path, origin: Storage) -> None:
+        """Do nothing, as `store`."""
 
     def fetch(self, directory: Path) -> None:
         """Do nothing: it is there, or gone."""
@@ -115,12 +119,30 @@ class CheckpointStorage:
 
     def store(self, directory: Path) -> None:
         """Store a directory with a manifest; nothing of it stays there after StorageError."""
-        names = [file.name for file in directory.iterdir() if file.name != FILE_NAME]
+        self._store(directory, lambda name, place: self._files.put_file(str(directory / name), place))
+
+    def store_copy(self, directory: Path, source: Path, origin: Storage) -> None:
+        """Store a directory that is a copy of `source`; within the storage, if `origin` has that there."""
+        if not (isinstance(origin, CheckpointStorage) and origin._is_with(self) and origin.has(source)):
+            self.store(directory)
+            return
+        stored = origin._place(source)
+        self._store(directory, lambda name, place: self._files.cp_file(f"{stored}/{name}", place))
+
+    def _is_with(self, other: "CheckpointStorage") -> bool:
+        return bool(self._files == other._files)
+
+    def _store(self, directory: Path, write: Callable[[str, str], object]) -> None:
+        """Write each file, by name and place, the manifest last."""
         place = self._place(directory)
+
+        def put(name: str) -> None:
+            self._try("write", f"{place}/{name}", lambda: write(name, f"{place}/{name}"))
+
         try:
             with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-                list(threads.map(lambda name: self._put(directory / name, f"{place}/{name}"), names))
-            self._put(directory / FILE_NAME, f"{place}/{FILE_NAME}")
+                list(threads.map(put, [file.name for file in directory.iterdir() if file.name != FILE_NAME]))
+            put(FILE_NAME)
         except StorageError:
             self.discard(directory)
             raise
@@ -222,9 +244,6 @@ class CheckpointStorage:
             file = self._root / path[path.index(self._base) + len(self._base) + 1 :]
             found.setdefault(file.parent, []).append(file.name)
         return found
-
-    def _put(self, source: Path, place: str) -> None:
-        self._try("write", place, lambda: self._files.put_file(str(source), place))
 
     def _get(self, place: str, target: Path) -> None:
         self._try("read", place, lambda: self._files.get_file(place, str(target)))

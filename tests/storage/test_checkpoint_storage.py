@@ -172,3 +172,20 @@ async def test_weights_are_waited_for_while_the_storage_is_away(
         assert storage.listed(tmp_path / "local") == ()
     await waiting
     assert content(directory).keys() == {*FILES, FILE_NAME}
+
+
+def test_a_copy_of_what_is_stored_is_made_within_the_storage(s3: ObjectStorage, tmp_path: Path) -> None:
+    origin = CheckpointStorage(tmp_path / "checkpoints", f"s3://{BUCKET}/origin")
+    target = CheckpointStorage(tmp_path / "snapshots", f"s3://{BUCKET}/target")
+    source, copies = write(tmp_path / "checkpoints" / "1"), [tmp_path / "snapshots" / name for name in "ab"]
+    for copy in copies:
+        shutil.copytree(source, copy)
+    target.store_copy(copies[0], source, origin)  # from here
+    origin.store(source)
+    for file in copies[1].iterdir():
+        file.write_bytes(b"")
+    target.store_copy(copies[1], source, origin)
+    for copy in copies:
+        shutil.rmtree(copy)
+        target.fetch(copy)
+        assert content(copy) == content(source)

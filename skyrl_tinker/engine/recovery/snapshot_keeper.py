@@ -76,6 +76,7 @@ class SnapshotKeeper:
         self._share = share
         self._progress: dict[ModelKey, _Unkept] = {}
         self._writing: asyncio.Task[None] | None = None
+        self._removals: set[asyncio.Task[None]] = set()
         self.taken = 0
         self.spent_s = 0.0  # of the trainer's time, so far
 
@@ -162,13 +163,18 @@ class SnapshotKeeper:
         self.taken += 1
         await self._forget_before(model, row)
 
-    async def link(self, model: ModelKey, seq_id: int, source: str, *, optimizer: bool) -> SnapshotRow:
-        """Keep a checkpoint that is to be loaded, by hard links: it may be deleted. Raises StorageError."""
+    async def link(
+        self, model: ModelKey, seq_id: int, source: str, origin: Storage, *, optimizer: bool
+    ) -> SnapshotRow:
+        """Keep a checkpoint that is to be loaded, by hard links: it may be deleted. Raises StorageError.
+
+        `origin`: the storage that has it.
+        """
         row = SnapshotRow(seq_id, str(self._new_directory(model, seq_id)), optimizer)
         try:
             with storage_errors("the checkpoint could not be kept for a later replay"):
                 await in_disk_thread(_link_files, Path(source), Path(row.directory))
-                await in_disk_thread(self._storage.store, Path(row.directory))
+                await in_disk_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
                 await self._keep_sampled(model)
         except StorageError:
             await self.discard(row)
@@ -234,9 +240,11 @@ class SnapshotKeeper:
         return await in_disk_thread(find)
 
     async def _remove(self, path: Path) -> None:
-        """Remove it here and from storage, as far as that can be done: what stays costs room only."""
+        """Remove it here, and from storage as far as that can be done: what stays costs room only."""
         await in_disk_thread(shutil.rmtree, path, ignore_errors=True)
-        await in_disk_thread(self._storage.discard, path)
+        removal = asyncio.create_task(in_disk_thread(self._storage.discard, path))  # it may be slow, or away
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
 
     async def _drop_bodies(self, model: ModelKey, until: int) -> None:
         def op(conn: Connection) -> bool:

@@ -88,7 +88,7 @@ class ModelCreation:
 
     async def _load(self, model: ModelKey, seq_id: int, directory: str, *, optimizer: bool) -> Op[Any]:
         """Load a checkpoint and keep its files; the op returned makes them the model's snapshot."""
-        kept = await self._snapshots.link(model, seq_id, directory, optimizer=optimizer)
+        kept = await self._snapshots.link(model, seq_id, directory, self._storage, optimizer=optimizer)
         try:
             await self._trainer.load_state(model, directory, optimizer=optimizer)
         except Exception:  # whatever it was: nothing else would delete the copy
