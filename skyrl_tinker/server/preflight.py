@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import ssl
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError, StorageError
 from skyrl_tinker.inference.servers.vllm_arguments import check, workers
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
-from skyrl_tinker.store import api_keys
+from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.store import write_once
 from skyrl_tinker.weight_sync.factory import choose
@@ -67,19 +68,27 @@ def check_placement(settings: Settings) -> None:
 
 def check_storage(settings: Settings) -> None:
     """Refuse object storage that cannot be written to."""
+    _each_storage(settings, CheckpointStorage.probe)
+
+
+def claim_storage(settings: Settings) -> None:
+    """Refuse object storage that belongs to another database, whose files it would overwrite."""
+    if settings.checkpoint_url or settings.snapshot_url:
+        identity = write_once(settings.store_url, server_state.identity)
+        _each_storage(settings, lambda storage: storage.claim(identity))
+
+
+def _each_storage(settings: Settings, check: Callable[[CheckpointStorage], None]) -> None:
     for name, url in (("checkpoints", settings.checkpoint_url), ("snapshots", settings.snapshot_url)):
-        if url is not None:
-            _probe(name, url, settings.root)
-
-
-def _probe(name: str, url: str, root: Path) -> None:
-    try:
-        CheckpointStorage(root, url, pauses_s=()).probe()
-    except ImportError as error:
-        extra = "; pip install 'skyrl-tinker[s3]'" if url.startswith("s3:") else ""
-        raise StartupError(f"--{name} {url}: {error}{extra}") from error
-    except (ValueError, StorageError) as error:
-        raise StartupError(f"--{name} {url}: {error}") from error
+        if url is None:
+            continue
+        try:
+            check(CheckpointStorage(settings.root, url, pauses_s=()))
+        except ImportError as error:
+            extra = "; pip install 'skyrl-tinker[s3]'" if url.startswith("s3:") else ""
+            raise StartupError(f"--{name} {url}: {error}{extra}") from error
+        except (ValueError, StorageError) as error:
+            raise StartupError(f"--{name} {url}: {error}") from error
 
 
 def check_room(home: Path) -> None:

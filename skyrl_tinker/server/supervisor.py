@@ -70,6 +70,7 @@ def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> 
         settings = settings.model_copy(update={"home": directories.home})
         facts = base_model.resolve(settings)
         with closing(_take_database(settings, progress)) as lease:
+            preflight.claim_storage(settings)
             preflight.check_host(settings)
             with preflight.listen(settings.host, settings.port) as listener:
                 settings = settings.model_copy(update={"port": listener.getsockname()[1]})

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
 from skyrl_tinker.atomic_directory import make_staging, publish, staging_of
@@ -26,6 +26,7 @@ from skyrl_tinker.off_loop import in_disk_thread
 T = TypeVar("T")
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before a call is repeated."""
+OWNER_FILE = ".database"
 FILES_AT_ONCE = 8
 AWAY_S = 5.0
 """Pause before weights are asked for again without which a server cannot go on."""
@@ -45,8 +46,8 @@ class Storage(Protocol):
     def remove(self, directory: Path) -> None: ...
     def discard(self, directory: Path) -> None: ...
     def has(self, directory: Path) -> bool: ...
-    def listed(self, below: Path) -> Sequence[Path]: ...
-    def discard_half_stored(self) -> None: ...
+    def listed(self, pattern: str, below: Path | None = None) -> Sequence[Path]: ...
+    def discard_half_stored(self, pattern: str) -> None: ...
     def evict(self, limit: float) -> None: ...
 
 
@@ -72,11 +73,11 @@ class LocalDisk:
         """Return True: where it is, it stays."""
         return True
 
-    def listed(self, below: Path) -> Sequence[Path]:
+    def listed(self, pattern: str, below: Path | None = None) -> Sequence[Path]:
         """Return nothing: who sweeps sees the directories."""
         return ()
 
-    def discard_half_stored(self) -> None:
+    def discard_half_stored(self, pattern: str) -> None:
         """Do nothing: directories appear whole."""
 
     def evict(self, limit: float) -> None:
@@ -116,6 +117,21 @@ class CheckpointStorage:
             self._files.rm_file(place)
 
         self._try("write, read and delete a file", self._url, probe)
+
+    def claim(self, owner: str) -> None:
+        """Mark it as one database's. Raises StorageError where it is another's."""
+        place = f"{self._base}/{OWNER_FILE}"
+
+        def claim() -> str:
+            if not self._files.exists(place):
+                self._files.pipe_file(place, owner.encode())
+            return str(self._files.cat_file(place).decode())
+
+        if self._try("write and read", place, claim) != owner:
+            raise StorageError(
+                f"{self._url} has the files of another database, expected a place of its own; "
+                f"delete {self._name(place)} if that database is gone"
+            )
 
     def store(self, directory: Path) -> None:
         """Store a directory with a manifest; nothing of it stays there after StorageError."""
@@ -197,17 +213,20 @@ class CheckpointStorage:
         place = self._place(directory)
         return bool(self._try("look for", place, lambda: self._files.exists(f"{place}/{FILE_NAME}")))
 
-    def listed(self, below: Path) -> Sequence[Path]:
-        """Return the directories with files that are stored below one, whole or not; none if it is away."""
+    def listed(self, pattern: str, below: Path | None = None) -> Sequence[Path]:
+        """Return the directories of `pattern` with files that are stored, whole or not; none if it is away.
+
+        `pattern`: of their paths relative to the root. `below`: a directory, by default the root.
+        """
         try:
-            return list(self._stored(below))
+            return list(self._stored(pattern, below or self._root))
         except StorageAwayError as error:
             _log.warning("files may stay that nobody needs: %s", error)
             return ()
 
-    def discard_half_stored(self) -> None:
+    def discard_half_stored(self, pattern: str) -> None:
         """Remove what has had no manifest for a day: its host died while it stored or removed it."""
-        for directory, files in self._stored(self._root).items():
+        for directory, files in self._stored(pattern, self._root).items():
             if FILE_NAME in files:
                 continue
             place = self._place(directory)
@@ -237,12 +256,14 @@ class CheckpointStorage:
                 shutil.rmtree(staging, ignore_errors=True)
                 excess -= sizes[directory]
 
-    def _stored(self, below: Path) -> dict[Path, list[str]]:
-        place = self._place(below)
+    def _stored(self, pattern: str, below: Path) -> dict[Path, list[str]]:
+        """Return files by directory; of others that somebody keeps there this is not the owner."""
+        place, depth = self._place(below), pattern.count("/") + 2
         found: dict[Path, list[str]] = {}
         for path in self._try("list", place, lambda: self._files.find(place)):
-            file = self._root / path[path.index(self._base) + len(self._base) + 1 :]
-            found.setdefault(file.parent, []).append(file.name)
+            file = PurePosixPath(path[path.index(self._base) + len(self._base) + 1 :])
+            if len(file.parts) == depth and file.parent.match(pattern):
+                found.setdefault(self._root / file.parent, []).append(file.name)
         return found
 
     def _get(self, place: str, target: Path) -> None:

@@ -1,5 +1,6 @@
 """Facts of `serve` and the engine for the API ("base_model", "engine", "warning"), and counters."""
 
+import secrets
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
@@ -13,6 +14,8 @@ ENGINE_ADDRESS = "engine_address"
 """Key of HOST:PORT by which API processes on other hosts reach the engine; None: by none."""
 LEASE = "lease"
 """Key of the lease of the server that works on the database."""
+IDENTITY = "identity"
+"""Key of a random text that tells this database from others."""
 SECRETS = "secrets"
 """Key of the fingerprint of the signing secrets."""
 SETTINGS = "settings"
@@ -26,6 +29,15 @@ def put(conn: Connection, key: str, value: Any) -> None:
     changed = conn.execute(update(ServerState).where(ServerState.key == key).values(value=value))
     if not changed.rowcount:
         conn.execute(insert(ServerState).values(key=key, value=value))
+
+
+def identity(conn: Connection) -> str:
+    """Return the database's, which is drawn at the first call."""
+    drawn: str | None = get(conn, IDENTITY)
+    if drawn is None:
+        drawn = secrets.token_hex(16)
+        put(conn, IDENTITY, drawn)
+    return drawn
 
 
 def get(conn: Connection, key: str) -> Any | None:

@@ -16,6 +16,7 @@ from skyrl_tinker.errors import StartupError, StorageError
 from skyrl_tinker.server import preflight
 from skyrl_tinker.storage import checkpoint_storage
 from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage, fetched
+from skyrl_tinker.store.database.migrate import migrate
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 
 FILES = {"adapter_model.safetensors": b"weights" * 1000, "adapter_config.json": b"{}"}
@@ -122,6 +123,22 @@ def test_storage_that_cannot_be_written_to_is_refused_at_the_start(
     preflight.check_storage(load(home=tmp_path, checkpoints=f"s3://{BUCKET}/x"))
 
 
+def test_storage_of_another_database_is_refused(s3: ObjectStorage, tmp_path: Path) -> None:
+    """Its models have the same numbers, and so the same places."""
+    url = f"s3://{BUCKET}/owned"
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    first = load(home=tmp_path / "first", checkpoints=url)
+    second = load(home=tmp_path / "second", snapshots=url)
+    for settings in (first, second):
+        migrate(settings.store_url)
+    for _ in range(2):  # starts
+        preflight.claim_storage(first)
+    with pytest.raises(StartupError, match=f"^--snapshots {url}: {url} has the files of another database"):
+        preflight.claim_storage(second)
+    preflight.claim_storage(second.model_copy(update={"snapshots": f"{url}/other"}))
+
+
 def test_what_a_dead_host_half_stored_goes_after_a_day(
     s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,11 +147,13 @@ def test_what_a_dead_host_half_stored_goes_after_a_day(
     storage.store(whole)
     storage.store(half)
     s3.client().delete_object(Bucket=BUCKET, Key=f"left/1/half/{FILE_NAME}")
-    storage.discard_half_stored()
-    assert set(storage.listed(tmp_path / "local")) == {whole, half}
+    s3.client().put_object(Bucket=BUCKET, Key="left/notes/of/mine/a.txt", Body=b"of somebody else")
+    storage.discard_half_stored("[0-9]*/*")
+    assert set(storage.listed("[0-9]*/*")) == {whole, half}
     monkeypatch.setattr(checkpoint_storage, "HALF_STORED_S", -60.0)  # the clocks are two
-    storage.discard_half_stored()
-    assert storage.listed(tmp_path / "local" / "1") == [whole]
+    storage.discard_half_stored("[0-9]*/*")
+    assert storage.listed("[0-9]*/*", tmp_path / "local" / "1") == [whole]
+    assert "left/notes/of/mine/a.txt" in s3.keys("left/")
 
 
 def test_the_longest_unused_leave_the_cache_and_come_back(s3: ObjectStorage, tmp_path: Path) -> None:
@@ -169,7 +188,7 @@ async def test_weights_are_waited_for_while_the_storage_is_away(
         waiting = asyncio.create_task(fetched(storage, directory))
         await asyncio.sleep(1.0)
         assert not waiting.done()
-        assert storage.listed(tmp_path / "local") == ()
+        assert storage.listed("[0-9]*") == ()
     await waiting
     assert content(directory).keys() == {*FILES, FILE_NAME}
 

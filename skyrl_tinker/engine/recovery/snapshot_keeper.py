@@ -235,7 +235,7 @@ class SnapshotKeeper:
 
         def find() -> set[Path]:
             here = below.glob("[0-9]*" if below != self._root else "*/*")
-            return {*here, *self._storage.listed(below)}
+            return {*here, *self._storage.listed("[0-9]*/[0-9]*", below)}
 
         return await in_disk_thread(find)
 

@@ -81,7 +81,7 @@ class TmpfsSpill:
             for path in root.glob("v*"):
                 if path.name not in known:
                     shutil.rmtree(path, ignore_errors=True)
-        for path in self._storage.listed(self._disk):
+        for path in self._storage.listed("v[0-9]*"):
             if path.name not in known:
                 self._storage.discard(path)
 

@@ -9,6 +9,8 @@ from skyrl_tinker.storage.checkpoint_storage import Storage
 
 EVICT_S = 300.0
 DISCARD_S = 86_400.0
+CHECKPOINTS = "[0-9]*/*/*"
+"""Their directories: of a model, of a kind, of one save."""
 
 
 class StorageUpkeep:
@@ -26,4 +28,4 @@ class StorageUpkeep:
             await in_disk_thread(self._storage.evict, self._cache_bytes)
         if now - self._discarded_at > DISCARD_S:
             self._discarded_at = now
-            await in_disk_thread(self._storage.discard_half_stored)
+            await in_disk_thread(self._storage.discard_half_stored, CHECKPOINTS)
