@@ -13,7 +13,7 @@ One unit of the other's work is what one of its requests takes from the client's
 measured by the attacker before it begins, or once it has ended; 0 where it does no work. Requests of each
 kind may take 1.5 x their p99 alone, and one unit.
 
---quick: out_of_memory, train_other_keys and killed for 6 s each. With the default arguments it ends within
+--quick: out_of_memory, train_other_keys and killed for 4 s each. With the default arguments it ends within
 ten minutes. On a CPU the trainer runs out of memory because it is given a limit (RLIMIT_DATA) for as long
 as the attack lasts.
 
@@ -65,7 +65,7 @@ TRAINER_ROOM = 8 * MIB
 QUIET, OTHER = "quiet", "other"
 EIGHT = tuple(f"{OTHER}-{number}" for number in range(8))
 QUICK = ("out_of_memory", "train_other_keys", "killed")
-QUICK_S = 6.0
+QUICK_S = 4.0
 PENDING = "skyrl_tinker_requests_pending{"
 
 

@@ -201,6 +201,12 @@ async def two(groups: dict[int, TrainerGroup]) -> AsyncIterator[TrainerGroup]:
     await groups[2].release(A)
 
 
+@pytest.fixture
+async def one(groups: dict[int, TrainerGroup]) -> AsyncIterator[TrainerGroup]:
+    yield groups[1]
+    await groups[1].release(A)
+
+
 async def test_broken_ranks_say_so_until_fresh_ones_are_up(two: TrainerGroup, tmp_path: Path) -> None:
     """What was captured dies with them; the sender of weights is there again."""
     await two.create_model(A, SPECS[0])
@@ -241,17 +247,17 @@ class LosesReplies:
 
 
 async def test_a_checkpoint_whose_rank_died_before_it_said_so_is_not_left(
-    two: TrainerGroup, tmp_path: Path
+    one: TrainerGroup, tmp_path: Path
 ) -> None:
-    two.note_work()  # or deaths in a row would be one too many
-    await two.create_model(A, SPECS[0])
-    captured = await two.capture_state(A, optimizer=True)
-    ranks = cast(Actors, LosesReplies(two, captured.ranks))
+    one.note_work()  # or deaths in a row would be one too many
+    await one.create_model(A, SPECS[0])
+    captured = await one.capture_state(A, optimizer=True)
+    ranks = cast(Actors, LosesReplies(one, captured.ranks))
     with pytest.raises(RankDiedError):
         await replace(captured, ranks=ranks).persist(str(tmp_path / "c"))
     assert not os.listdir(tmp_path)
-    await two.watch(PATIENCE_S)
-    await two.restart()
+    await one.watch(PATIENCE_S)
+    await one.restart()
 
 
 async def test_a_unit_does_not_wait_for_a_rank_that_hangs(two: TrainerGroup) -> None:
@@ -269,18 +275,18 @@ async def test_a_unit_does_not_wait_for_a_rank_that_hangs(two: TrainerGroup) -> 
     assert isinstance(output, PassOutput)
 
 
-async def test_fresh_ranks_that_do_not_come_up_are_given_up_and_started_again(two: TrainerGroup) -> None:
-    two.note_work()
-    await kill(two)
-    await two.watch(PATIENCE_S)
-    restarting = asyncio.create_task(two.restart())
+async def test_fresh_ranks_that_do_not_come_up_are_given_up_and_started_again(one: TrainerGroup) -> None:
+    one.note_work()
+    await kill(one)
+    await one.watch(PATIENCE_S)
+    restarting = asyncio.create_task(one.restart())
     while not restarting.done():
-        await two.watch(patience_s=0.1)  # they need seconds to answer at first
+        await one.watch(patience_s=0.1)  # they need seconds to answer at first
         await asyncio.sleep(0.01)
     with pytest.raises(TrainerError):
         await restarting
-    await two.restart()
-    await two.create_model(A, SPECS[0])
+    await one.restart()
+    await one.create_model(A, SPECS[0])
 
 
 def test_ranks_that_die_as_soon_as_they_are_up_are_given_up() -> None:
