@@ -7,6 +7,7 @@ tests/faults/test_cluster.py kills one, with its host.
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -32,83 +33,93 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
 
 
-class Pair:
-    """A server, a standby, and an API process that needs neither's home."""
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass(frozen=True)
+class Started:
+    server: Serve
+    wire: Wire
+
+
+class Servers:
+    """Servers on one database, each with a home and a way to the database of its own, and an API process."""
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self._root = root
         self._stack = stack
         stack.enter_context(object_storage())
-        postgres = stack.enter_context(postgres_server(durable=True))
-        url = postgres.new_database(template="template1")
-        self.wire = Wire(postgres.port)
-        stack.callback(self.wire.close)
-        self.first = self._serve("first", url.replace(f":{postgres.port}/", f":{self.wire.port}/"))
-        secrets = self.first.wait_ready().home
-        host = api_host(root / "api", "--database-url", url, secrets_of=secrets)
+        self._postgres = stack.enter_context(postgres_server(durable=True))
+        self._database = self._postgres.new_database(template="template1")
+        self.first = self.start("first")
+        self._secrets = self.first.server.wait_ready().home
+        host = api_host(root / "api", "--database-url", self._database, secrets_of=self._secrets)
         self.url = stack.enter_context(host).wait_up().url
-        (root / "second").mkdir()
-        shutil.copy(secrets / FILE, root / "second" / FILE)
-        self.second = self._serve("second", url)
 
-    def _serve(self, name: str, database: str) -> Serve:
-        shared = [
+    def start(self, name: str) -> "Started":
+        """Start one: the first works, and any other stands by."""
+        wire = Wire(self._postgres.port)
+        self._stack.callback(wire.close)
+        home = self._root / name
+        if name != "first":
+            home.mkdir()
+            shutil.copy(self._secrets / FILE, home / FILE)
+        places = [
             part
             for each in ("checkpoints", "snapshots")
             for part in (f"--{each}", f"s3://{BUCKET}/{self._root.name}/{each}")
         ]
+        database = self._database.replace(f":{self._postgres.port}/", f":{wire.port}/")
         listening = ("--engine-listen", "127.0.0.1:0", "--standby")
-        served = Serve(self._root / name, "--database-url", database, *shared, *listening)
-        self._stack.callback(served.close)
-        return served
-
-    def stop(self) -> list[psutil.Process]:
-        """As when a virtual machine is paused."""
-        tree = self.first.tree()
-        for process in tree:
-            process.suspend()
-        return tree
+        server = Serve(home, "--database-url", database, *places, *listening)
+        self._stack.callback(server.close)
+        return Started(server, wire)
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+def test_standbys_take_over_from_one_that_stood_still_and_from_one_that_was_cut_off(tmp_path: Path) -> None:
+    """Neither commits anything when it goes on; both end."""
     with ExitStack() as stack:
-        yield Pair(tmp_path, stack)
-
-
-def test_a_server_that_stood_still_commits_nothing_when_it_goes_on_and_ends(pair: Pair) -> None:
-    with training(pair) as go_on:
-        engine = pair.first.find("engine")
+        servers = Servers(tmp_path, stack)
+        go_on = stack.enter_context(training(servers.url))
+        first, second = servers.first, servers.start("second")
+        engine = first.server.find("engine")
         assert engine is not None
-        root, *others = pair.stop()
+        root, *others = stop(first.server)
         go_on()
         for process in others:
             process.resume()
         go_on()  # the late engine runs it as well
         assert wait_until(lambda: not engine.is_running() or is_zombie(engine), HEAL_S)
-        assert "another server has taken over" in (pair.first.home / "logs" / "engine.log").read_text()
+        assert "another server has taken over" in (first.server.home / "logs" / "engine.log").read_text()
         root.resume()
-        assert_ended(pair.first)
+        assert_ended(first.server)
+
+        second.server.wait_ready()
+        third = servers.start("third")
+        second.wire.cut()
         go_on()
+        assert second.server.process.poll() is None
+        second.wire.mend()
+        assert_ended(second.server)
+        go_on()
+        third.server.wait_ready()
 
 
-def test_a_server_whose_network_was_cut_commits_nothing_and_ends(pair: Pair) -> None:
-    with training(pair) as go_on:
-        pair.wire.cut()
-        go_on()
-        assert pair.first.process.poll() is None
-        pair.wire.mend()
-        assert_ended(pair.first)
-        go_on()
+def stop(server: Serve) -> list[psutil.Process]:
+    """As when a virtual machine is paused."""
+    tree = server.tree()
+    for process in tree:
+        process.suspend()
+    return tree
 
 
 @contextmanager
-def training(pair: Pair) -> Iterator[Callable[[], None]]:
+def training(url: str) -> Iterator[Callable[[], None]]:
     """Train and sample through the API process; what is yielded goes on a round, as in a quiet run."""
     params = types.SamplingParams(max_tokens=20, seed=5, temperature=1.0, stop=[])
-    with tinker.ServiceClient(base_url=pair.url) as service:
-        client = Client(pair.url, service)
-        assert wait_until(lambda: httpx.get(f"{pair.url}/readyz").status_code == 200, START_S)
+    with tinker.ServiceClient(base_url=url) as service:
+        client = Client(url, service)
+        assert wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, START_S)
         expected = rounds([client.new_lora()], 6)
         model = client.new_lora()
         numbers = count()
@@ -129,7 +140,6 @@ def training(pair: Pair) -> Iterator[Callable[[], None]]:
             assert sample() == tokens
 
         yield go_on
-        pair.second.wait_ready()
 
 
 def assert_ended(server: Serve) -> None:
