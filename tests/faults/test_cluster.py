@@ -87,7 +87,7 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def client_of(server: HostServer) -> Iterator[Client]:
     with tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service)
+        yield Client(server.url, service, MODEL)
 
 
 def test_each_host_has_a_rank_and_a_replica(cluster: Cluster) -> None:
