@@ -32,12 +32,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         ("trainer", signal.SIGSTOP),
         ("raylet", signal.SIGKILL),
         ("GCS", signal.SIGKILL),
-        ("vLLM server", signal.SIGKILL),
         (CORE, signal.SIGSTOP),
     ],
 )
 def test_it_heals_when_one_is_killed_or_stopped(server: Serve, kind: str, how: signal.Signals) -> None:
-    """All kinds of processes; tests/faults/test_engine_death.py and test_trainer_death.py kill the others."""
+    """All kinds of processes, with those that other tests here kill.
+
+    tests/faults/test_engine_death.py and test_trainer_death.py kill more.
+    """
     victim = server.find(kind)
     assert victim is not None
     victim.send_signal(how)
