@@ -35,7 +35,7 @@ def test_histories_that_found_faults() -> None:
 
 
 def test_a_seed_is_one_history_on_either_database() -> None:
-    arguments = ("--seed", "0", "--histories", "40", "--jobs", "1")
+    arguments = ("--seed", "0", "--histories", "20", "--jobs", "1")
     other = ("--postgres",) if programs() else ()
     assert simulate(*arguments, hashes="1") == simulate(*arguments, *other, hashes="2")
 
