@@ -1,5 +1,7 @@
 """Lines that `serve` prints once it is ready: the model, where its files are, and how clients reach it."""
 
+from sqlalchemy import make_url
+
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -37,5 +39,6 @@ def _keys(settings: Settings, keys: bool) -> str:
     if keys:
         return "required (skyrl-tinker keys)"
     reach = "is on this machine" if settings.host in ("127.0.0.1", "::1", "localhost") else "reaches it"
-    create = f"skyrl-tinker keys create --name NAME --home {settings.root}"
+    database = "" if settings.database_url is None else f" --database-url {make_url(settings.database_url)}"
+    create = f"skyrl-tinker keys create --name NAME --home {settings.root}{database}"
     return f"none, so whoever {reach} may use it and sees all; the first one: {create}"

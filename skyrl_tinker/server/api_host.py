@@ -39,8 +39,10 @@ def serve_api(given: Settings, ready: Report, progress: Report) -> None:
             "postgresql+psycopg://… of the server"
         )
     preflight.check_tls(given)
-    Directories(given).make()
-    with process_lock(Directories(given).api_lock, "API"):
+    directories = Directories(given)
+    missing = given.checkpoints is not None and not given.checkpoint_root.is_dir()
+    directories.make()
+    with process_lock(directories.api_lock, "API"), process_lock(directories.server_lock, "server"):
         server, fingerprint = _await_server(given, progress)
         signing_secrets.require_copy(given.root, fingerprint)
         settings = server.joined(given)
@@ -50,7 +52,7 @@ def serve_api(given: Settings, ready: Report, progress: Report) -> None:
                 "reaches its engine"
             )
         preflight.check_host(settings)
-        _warn_of_missing(settings, progress)
+        _warn_of_missing(settings, progress, missing=missing)
         # Of storage each host has a cache below its own home.
         _listen(settings, settings.root if settings.checkpoint_url else server.home, ready)
 
@@ -83,9 +85,10 @@ def _read(database: "Database") -> tuple[ServerSettings, str | None] | None:
             return None
 
 
-def _warn_of_missing(settings: Settings, progress: Report) -> None:
+def _warn_of_missing(settings: Settings, progress: Report, *, missing: bool) -> None:
+    """`missing`: what was given was not there before it was made."""
     root = settings.checkpoint_root
-    if settings.checkpoint_url is None and not root.is_dir():
+    if settings.checkpoint_url is None and (missing or not root.is_dir()):
         progress(
             f"{root} is not here: downloads and copies of checkpoints need it, so let the hosts share it "
             "(--checkpoints); all else works"

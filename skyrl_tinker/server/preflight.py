@@ -109,7 +109,8 @@ def check_host(settings: Settings) -> None:
     if not write_once(settings.store_url, api_keys.count_keys):
         raise StartupError(
             f"--host {settings.host} is open to the network and there are no API keys; make one with "
-            f"`skyrl-tinker keys create`, use 127.0.0.1, or add --insecure on a network that you trust"
+            "`skyrl-tinker keys create`, with this --home and --database-url, use 127.0.0.1, or add "
+            "--insecure on a network that you trust"
         )
 
 

@@ -135,6 +135,8 @@ class _Supervisor:
             raise failures.exceptions[0] from None
         finally:
             await self._end_children()
+            with suppress(LeaseLostError):
+                await self._set_engine_state(store, "starting", "the server was stopped, none has started")
             await store.close()
             self._directories.pid_file.unlink(missing_ok=True)
             self._directories.delete_temporary()

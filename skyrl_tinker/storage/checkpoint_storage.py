@@ -116,7 +116,7 @@ class CheckpointStorage:
                 raise OSError("what was written is not what is read")
             self._files.rm_file(place)
 
-        self._try("write, read and delete a file", self._url, probe)
+        self._try("write, read and delete a file below", self._base, probe)
 
     def claim(self, owner: str) -> None:
         """Mark it as one database's. Raises StorageError where it is another's."""

@@ -3,18 +3,22 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import tinker
 from tinker import types
 
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.store import write_once
 from tests.e2e.support.client import Client, logprobs_of, metrics_of, prompt, random_tokens, train
 from tests.faults.test_engine_death import TOKENS, rounds
 from tests.support.api_host import api_host
 from tests.support.postgres import postgres_server
-from tests.support.serve import serving, wait_until
+from tests.support.serve import HEAL_S, Serve, serving, wait_until
 
 PARAMS = types.SamplingParams(max_tokens=20, seed=5, temperature=1.0, stop=[])
 
@@ -38,6 +42,23 @@ def test_api_hosts_do_all_that_the_server_does_and_may_die(tmp_path: Path) -> No
             _train_and_die(first, second, one.process.kill)
             for host in (one, other):
                 assert not re.findall("WARNING.*|ERROR.*|Traceback", host.complaints())
+            _stand_still(server, second)
+        state: Any = write_once(shared[1], lambda conn: server_state.get(conn, "engine"))
+        assert state["detail"] == "the server was stopped, none has started"
+
+
+def _stand_still(server: Serve, host: str) -> None:
+    """As when the server's machine is gone: nobody writes to the database that it is not ready."""
+    engine = server.find("engine")
+    assert engine is not None
+    root = psutil.Process(server.process.pid)
+    for process in (root, engine):
+        process.suspend()
+    assert wait_until(lambda: not _ready(host), 30)
+    assert httpx.get(f"{host}/readyz").json() == {"state": "ready", "detail": "the engine does not answer"}
+    for process in (engine, root):
+        process.resume()
+    assert wait_until(lambda: _ready(host), HEAL_S)
 
 
 def _ready(url: str) -> bool:

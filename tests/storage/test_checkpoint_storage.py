@@ -110,7 +110,7 @@ def test_one_that_is_down_is_named_with_the_cause(
     [
         (
             "s3://no-such-bucket/x",
-            "--checkpoints s3://no-such-bucket/x: cannot write, read and delete a file",
+            "--checkpoints s3://no-such-bucket/x: cannot write, read and delete a file below s3://no-such-bucket/x",
         ),
         ("nothing://here", "--checkpoints nothing://here: Protocol not known: nothing"),
     ],

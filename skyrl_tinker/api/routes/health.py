@@ -25,6 +25,8 @@ async def healthz() -> HealthResponse:
 )
 async def readyz(deps: Deps) -> JSONResponse:
     engine, shortage = engine_state(deps.store), deps.room.shortage()
+    if engine.ready and not shortage and deps.settings.engine_listen and await deps.queues.view() is None:
+        shortage = "the engine does not answer"  # its host may be gone, which the database does not know
     status = 200 if engine.ready and not shortage else 503
     answer = ReadyResponse(state=engine.state, detail=shortage or engine.detail)
     return JSONResponse(answer.model_dump(), status)

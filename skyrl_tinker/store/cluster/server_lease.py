@@ -108,8 +108,14 @@ class Lease:
             row = _read(database)
             if row != seen:
                 if not (standby or self._is_free(row)):
-                    raise StartupError(f"database_url: another server works on this database: {_holder(row)}")
+                    raise StartupError(
+                        f"database_url: another server works on this database: {_holder(row)}; stop it, or "
+                        "wait for it with --standby"
+                    )
                 seen, since = row, time.monotonic()
+        if told:
+            silent = "has let go" if self._is_free(seen) else f"gave no sign of life for {HOLD_S:.0f} s"
+            progress(f"{time.strftime('%F %T')} the holder of the lease {silent}, taking over")
         self._grab(database, seen)
 
     def _is_free(self, row: LeaseRow | None) -> bool:
