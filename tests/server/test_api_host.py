@@ -8,8 +8,12 @@ import httpx
 import pytest
 from sqlalchemy import Connection
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Settings, load
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import shared_settings
+from skyrl_tinker.server.api_host import serve_api
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.cluster.signing_secrets import FILE, SigningSecrets, rotate
 from skyrl_tinker.store.database.migrate import migrate
@@ -114,3 +118,15 @@ def test_another_version_is_refused(
     options = ("--database-url", str(server.database_url))
     with api_host(tmp_path / "host", *options, secrets_of=server.root) as host:
         assert "is skyrl-tinker 0.0.1" in refused(host)
+
+
+def test_the_home_of_a_running_server_is_refused(server: Settings, tmp_path: Path) -> None:
+    """Its settings file is read by all that belongs to it."""
+    home = tmp_path / "host"
+    (home / "run").mkdir(parents=True)
+    settings = load(home=home, database_url=server.database_url)
+    with (
+        process_lock(Directories(settings).server_lock, "server"),
+        pytest.raises(StartupError, match=f"another server .* runs with --home {home}"),
+    ):
+        serve_api(settings, print, print)
