@@ -6,7 +6,7 @@ from pathlib import Path
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, inspect
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl_tinker.bundled import bundled
 from skyrl_tinker.errors import StartupError
@@ -14,6 +14,9 @@ from skyrl_tinker.store.database.abstract_database import Database
 from skyrl_tinker.store.database.opening import file_of, open_database
 
 SCRIPTS = bundled("alembic")
+_NOT_ALLOWED = (
+    "42501"  # insufficient_privilege, https://www.postgresql.org/docs/current/errcodes-appendix.html
+)
 
 
 def migrate(url: str, home: Path | None = None) -> None:
@@ -50,9 +53,15 @@ def upgrade(database: Database) -> None:
     config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     connection = _connected(database)
     # SQLAlchemy's transaction comes first: without one, alembic would commit each step by itself.
-    with connection, connection.begin(), database.writing(connection):
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+    try:
+        with connection, connection.begin(), database.writing(connection):
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+    except ProgrammingError as error:
+        if getattr(error.orig, "sqlstate", None) != _NOT_ALLOWED:
+            raise
+        reason = str(error.orig).partition("\n")[0]
+        raise StartupError(f"database_url: the role may not make tables: {reason}") from error
 
 
 def _connected(database: Database) -> Connection:

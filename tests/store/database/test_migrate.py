@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psycopg
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, create_engine, inspect
+from sqlalchemy import Connection, create_engine, inspect, make_url
 
 import skyrl_tinker
 from skyrl_tinker.errors import StartupError
@@ -23,6 +24,7 @@ from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 from skyrl_tinker.store.database.tables import Base
 from tests.store.support.databases import on_postgresql, on_sqlite
+from tests.support.postgres import Postgres
 
 ROWS_OF_0004 = """
     INSERT INTO sessions VALUES ('s', 1, 1, NULL, NULL, NULL, '[]', '{}', NULL, NULL, '0.38.0');
@@ -275,6 +277,16 @@ def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     with pytest.raises(Exception, match="table snapshots already exists"):
         migrate(f"sqlite+aiosqlite:///{path}")
     assert set(schema(path)) == {"snapshots"}
+
+
+def test_a_role_that_may_not_make_tables_is_told_so(postgres: Postgres) -> None:
+    url = make_url(postgres.new_database(template="template1"))
+    postgres.execute("CREATE ROLE guest LOGIN PASSWORD 'secret'")
+    administrator = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(administrator, autocommit=True) as conn:
+        conn.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")  # as it is from PostgreSQL 15
+    with pytest.raises(StartupError, match=r"^database_url: the role may not make tables: permission denied"):
+        migrate(url.set(username="guest").render_as_string(hide_password=False))
 
 
 def test_other_databases_are_refused() -> None:
