@@ -23,7 +23,7 @@ def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Serve]) -> None:
     time.sleep(0.2)
     serve.process.send_signal(signal.SIGINT)
     serve.process.wait(2)
-    assert serve.left() == []
+    assert wait_until(lambda: not serve.left(), 2), serve.left()
 
 
 def test_nothing_outlives_a_killed_serve(start: Callable[..., Serve]) -> None:
