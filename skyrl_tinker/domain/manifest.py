@@ -54,7 +54,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 def write_listing(directory: Path) -> None:
     """Write a manifest.json that lists the files only, of weights that are sampled and never loaded."""
-    _write(directory, {"files": {file.name: asdict(entry_of(file)) for file in directory.iterdir()}})
+    files = [file for file in directory.iterdir() if file.name != FILE_NAME]  # of an earlier try
+    _write(directory, {"files": {file.name: asdict(entry_of(file)) for file in files}})
 
 
 def _write(directory: Path, contents: Mapping[str, Any]) -> None:

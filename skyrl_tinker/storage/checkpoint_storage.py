@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
-from skyrl_tinker.atomic_directory import make_staging, publish, staging_of
+from skyrl_tinker.atomic_directory import publish, staging_of
 from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
 from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
 from skyrl_tinker.off_loop import in_disk_thread
@@ -251,9 +251,9 @@ class CheckpointStorage:
             if excess <= 0 or time.time() - _used_at(directory) < UNUSED_S:
                 return
             if self.has(directory):
-                staging = make_staging(directory)
-                directory.rename(staging)
-                shutil.rmtree(staging, ignore_errors=True)
+                doomed = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
+                directory.rename(doomed)  # in one step, and not where a fetch of it makes it anew
+                shutil.rmtree(doomed, ignore_errors=True)
                 excess -= sizes[directory]
 
     def _stored(self, pattern: str, below: Path) -> dict[Path, list[str]]:

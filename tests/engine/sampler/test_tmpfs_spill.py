@@ -12,6 +12,8 @@ import pytest
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.errors import StorageError
+from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 
 FILE = "adapter_model.safetensors"
 
@@ -139,3 +141,21 @@ def test_a_copy_that_was_cut_short_is_not_taken_for_a_kept_one(
     shutil.rmtree(version.directory)
     asyncio.run(spill.restore(version))
     assert not Path(version.directory).exists()
+
+
+def test_what_could_not_be_stored_at_first_is_whole_for_another_host(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/storage"
+    storage = CheckpointStorage(tmp_path / "disk", url, pauses_s=())
+    version = published(memory, 1)
+    with monkeypatch.context() as away:
+        away.setattr(storage._files, "put_file", lambda *_: (tmp_path / "nobody").rmdir())
+        with pytest.raises(StorageError, match="cannot write"):
+            TmpfsSpill(memory, tmp_path / "disk", storage).keep(version)
+    TmpfsSpill(memory, tmp_path / "disk", storage).keep(version)
+    before = content(version)
+    shutil.rmtree(version.directory)
+    other = CheckpointStorage(tmp_path / "other", url, pauses_s=())
+    asyncio.run(TmpfsSpill(memory, tmp_path / "other", other).restore(version))
+    assert content(version) == before
