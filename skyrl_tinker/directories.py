@@ -26,7 +26,6 @@ class Directories:
             self.snapshot_dir, self.overflow_dir = shared / "models", shared / "unnamed"
         self.settings_file = self.run_dir / "settings.json"
         self.server_lock = self.run_dir / "serve.lock"
-        self.api_lock = self.run_dir / "api.lock"
         self.engine_lock = self.run_dir / "engine.lock"
         self.pid_file = self.run_dir / "processes.json"
         self.bell_dir = user_directory(Path("/tmp"), self.home)

@@ -42,7 +42,7 @@ def serve_api(given: Settings, ready: Report, progress: Report) -> None:
     directories = Directories(given)
     missing = given.checkpoints is not None and not given.checkpoint_root.is_dir()
     directories.make()
-    with process_lock(directories.api_lock, "API"), process_lock(directories.server_lock, "server"):
+    with process_lock(directories.server_lock, "server or API process"):
         server, fingerprint = _await_server(given, progress)
         signing_secrets.require_copy(given.root, fingerprint)
         settings = server.joined(given)
