@@ -65,22 +65,27 @@ def _write(directory: Path, contents: Mapping[str, Any]) -> None:
 
 def read_manifest(directory: str | Path) -> Manifest:
     """Read a checkpoint's manifest. Raises UserError when it is missing, damaged or of another format."""
+    return _read(directory, _manifest)
 
-    def parse(raw: Mapping[str, Any]) -> Manifest:
-        return Manifest(
-            base_model=raw["base_model"],
-            spec=LoraSpec(**raw["spec"]),
-            step=raw["step"],
-            optimizer=raw["optimizer"],
-            files=_files(raw),
-        )
 
-    return _read(directory, parse)
+def parse_manifest(text: bytes, path: str) -> Manifest:
+    """Parse a checkpoint's manifest; `path` names it. Raises UserError as `read_manifest`."""
+    return _parse(text, path, _manifest)
 
 
 def read_listing(directory: Path) -> Mapping[str, FileEntry]:
     """Read what any manifest.json lists. Raises UserError as `read_manifest`."""
     return _read(directory, _files)
+
+
+def _manifest(raw: Mapping[str, Any]) -> Manifest:
+    return Manifest(
+        base_model=raw["base_model"],
+        spec=LoraSpec(**raw["spec"]),
+        step=raw["step"],
+        optimizer=raw["optimizer"],
+        files=_files(raw),
+    )
 
 
 def _files(raw: Mapping[str, Any]) -> Mapping[str, FileEntry]:
@@ -90,12 +95,18 @@ def _files(raw: Mapping[str, Any]) -> Mapping[str, FileEntry]:
 def _read(directory: str | Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
     path = Path(directory) / FILE_NAME
     try:
-        raw = json.loads(path.read_text())
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"no checkpoint at {directory}: expected {FILE_NAME}, found none") from None
+    return _parse(text, str(path), parse)
+
+
+def _parse(text: bytes, path: str, parse: Callable[[Mapping[str, Any]], T]) -> T:
+    try:
+        raw = json.loads(text)
         if (version := raw.get("format")) != FORMAT:
             raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {version}: save it again")
         return parse(raw)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"no checkpoint at {directory}: expected {FILE_NAME}, found none") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged: {error!r}") from error
 

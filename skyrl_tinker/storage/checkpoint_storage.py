@@ -5,6 +5,7 @@ its manifest.json is, which comes last and goes first.
 """
 
 import asyncio
+import io
 import logging
 import os
 import secrets
@@ -16,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from skyrl_tinker.atomic_directory import publish, staging_of
 from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
 from skyrl_tinker.off_loop import in_disk_thread
 
@@ -28,6 +30,8 @@ TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before a call is repeated."""
 OWNER_FILE = ".database"
 FILES_AT_ONCE = 8
+READ_BYTES = 4 * MiB
+"""Bytes that are read ahead of a file that stays in storage."""
 AWAY_S = 5.0
 """Pause before weights are asked for again without which a server cannot go on."""
 HALF_STORED_S = 86_400.0
@@ -43,6 +47,7 @@ class Storage(Protocol):
     def store(self, directory: Path) -> None: ...
     def store_copy(self, directory: Path, source: Path, origin: "Storage") -> None: ...
     def fetch(self, directory: Path) -> None: ...
+    def open(self, directory: Path, name: str) -> BinaryIO: ...
     def remove(self, directory: Path) -> None: ...
     def discard(self, directory: Path) -> None: ...
     def has(self, directory: Path) -> bool: ...
@@ -62,6 +67,10 @@ class LocalDisk:
 
     def fetch(self, directory: Path) -> None:
         """Do nothing: it is there, or gone."""
+
+    def open(self, directory: Path, name: str) -> BinaryIO:
+        """Open a file of the directory. Raises FileNotFoundError."""
+        return (directory / name).open("rb")
 
     def remove(self, directory: Path) -> None:
         """Do nothing: who removes the directory removes it."""
@@ -85,6 +94,36 @@ class LocalDisk:
 
 
 LOCAL_DISK = LocalDisk()
+
+
+class _StoredFile(io.RawIOBase):
+    """File of which each read is a request."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
+        """`read`: of a range, by its start and end."""
+        self._read = read
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        content = self._read(self._at, end) if self._at < end else b""
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
 
 
 class CheckpointStorage:
@@ -189,6 +228,30 @@ class CheckpointStorage:
                             f"{self._name(place)}/{name} is damaged: expected {expected}, found {found}"
                         )
             publish(staging, directory)
+
+    def open(self, directory: Path, name: str) -> BinaryIO:
+        """Open a file of the directory: on this host if it is here, else in storage, without a copy here.
+
+        Raises FileNotFoundError where neither has it.
+        """
+        if _touched(directory):
+            with suppress(FileNotFoundError):  # evicted just now
+                return (directory / name).open("rb")
+        place = f"{self._place(directory)}/{name}"
+
+        def size() -> int | None:
+            try:
+                return int(self._files.info(place)["size"])
+            except FileNotFoundError:
+                return None
+
+        if (found := self._try("look for", place, size)) is None:
+            raise FileNotFoundError(self._name(place))
+
+        def read(start: int, end: int) -> bytes:
+            return self._try("read", place, lambda: bytes(self._files.cat_file(place, start=start, end=end)))
+
+        return io.BufferedReader(_StoredFile(read, found), READ_BYTES)
 
     def remove(self, directory: Path) -> None:
         """Remove it from storage; harmless if it is not there."""

@@ -48,9 +48,10 @@ def test_models_and_checkpoints_outlive_the_disk_of_the_server(s3: ObjectStorage
             unnamed = training.save_weights_and_get_sampling_client().result()
             state = training.save_state("state").result().path
             sampler = training.save_weights_for_sampler("sampled").result().path
+            export = training.save_weights_external("exported").result().path
             scored = scores(client, sampler)
             kept = s3.keys("run/")
-            assert len(whole(kept)) == 2
+            assert len(whole(kept)) == 3
             assert wait_until(lambda: len(whole(s3.keys("live/models/"))) == 2, HEAL_S)
             assert wait_until(lambda: len(whole(s3.keys("live/unnamed/"))) == 1, HEAL_S)
         places = Directories(Settings(home=home))
@@ -64,7 +65,10 @@ def test_models_and_checkpoints_outlive_the_disk_of_the_server(s3: ObjectStorage
             resumed = client.service.create_training_client_from_state_with_optimizer(state).result()
             assert rounds([resumed], 1, first=2) == expected[2:]
             shutil.rmtree(places.checkpoint_root)
-            download(server, sampler)
+            archive = unpacked(server, sampler)
+            files = downloaded(server, export)
+            assert files["adapter_model.safetensors"] == archive["adapter_model.safetensors"]
+            assert not list(places.checkpoint_root.rglob("*.safetensors"))
             assert s3.keys("run/") == kept
             tinker.RestClient(base_url=server.url).delete_checkpoint_from_tinker_path(state).result()
             left = {key for key in kept if "/weights/" not in key}
@@ -72,12 +76,19 @@ def test_models_and_checkpoints_outlive_the_disk_of_the_server(s3: ObjectStorage
             outliving.close()  # a client takes its time to end without a server
 
 
-def download(server: Serve, path: str) -> None:
+def downloaded(server: Serve, path: str) -> dict[str, bytes]:
+    """Return the files behind the SDK's URLs of an export."""
+    urls = tinker.RestClient(base_url=server.url).get_external_weights_urls(path).result().urls
+    return {name: httpx.get(url, timeout=60).raise_for_status().content for name, url in urls.items()}
+
+
+def unpacked(server: Serve, path: str) -> dict[str, bytes]:
+    """Return the files of an archive, as SDKs up to 0.35 get it."""
     run, checkpoint = path.removeprefix("tinker://").split("/", 1)
     route = f"{server.url}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/archive"
     answer = httpx.get(route, headers={"X-API-Key": "tml-local"}, follow_redirects=True, timeout=60)
     with tarfile.open(fileobj=BytesIO(answer.raise_for_status().content)) as archive:
-        assert "adapter_model.safetensors" in archive.getnames()
+        return {each.name: archive.extractfile(each).read() for each in archive.getmembers()}
 
 
 def whole(keys: set[str]) -> set[str]:

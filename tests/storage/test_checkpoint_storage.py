@@ -78,6 +78,24 @@ def test_without_its_manifest_a_checkpoint_is_not_there(s3: ObjectStorage, tmp_p
     assert s3.keys("half/") == set()
 
 
+def test_a_file_is_read_where_it_is(storage: CheckpointStorage, tmp_path: Path) -> None:
+    directory = write(tmp_path / "local" / "1")
+    weights = FILES["adapter_model.safetensors"]
+    storage.store(directory)
+    for _ in ("here", "in storage"):
+        with storage.open(directory, "adapter_model.safetensors") as file:
+            assert file.read(10) == weights[:10]
+            assert file.seek(5000) == 5000
+            assert file.read(10) == weights[5000:5010]
+            assert file.read() == weights[5010:]
+            assert file.read(10) == b""
+            assert file.seek(0, os.SEEK_END) == len(weights)
+        with pytest.raises(FileNotFoundError):
+            storage.open(directory, "no such file")
+        shutil.rmtree(directory, ignore_errors=True)
+    assert not directory.exists()
+
+
 def test_a_fetch_goes_on_where_it_was_cut_and_damage_is_refused(s3: ObjectStorage, tmp_path: Path) -> None:
     storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/cut")
     directory = write(tmp_path / "local" / "1")

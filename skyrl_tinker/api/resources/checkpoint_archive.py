@@ -4,13 +4,14 @@ import json
 import tarfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
-import anyio
-
+from skyrl_tinker.api.resources.checkpoint_files import CheckpointFiles
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 COMPLETE_FILE = "checkpoint_complete"
@@ -21,10 +22,10 @@ _END = bytes(2 * tarfile.BLOCKSIZE)
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Contents of a tar: `texts`, small files by name, then `weights` of `weights_size` bytes."""
+    """Contents of a tar: `texts`, small files by name, then `weights`, an open file of that size in bytes."""
 
     texts: Mapping[str, bytes]
-    weights: Path
+    weights: BinaryIO
     weights_size: int
     time: float
 
@@ -37,9 +38,9 @@ class Archive:
     async def stream(self) -> AsyncIterator[bytes]:
         for name, text in self.texts.items():
             yield self._header(name, len(text)) + text + _padding(len(text))
-        yield self._header(self.weights.name, self.weights_size)
-        async with await anyio.open_file(self.weights, "rb") as file:
-            while chunk := await file.read(_CHUNK):
+        yield self._header(ADAPTER_FILE, self.weights_size)
+        with self.weights as file:
+            while chunk := await in_disk_thread(file.read, _CHUNK):
                 yield chunk
         yield _padding(self.weights_size) + _END
 
@@ -60,17 +61,14 @@ def require_archivable(row: CheckpointRow) -> None:
         )
 
 
-async def archive_of(row: CheckpointRow) -> Archive:
+async def archive_of(storage: Storage, row: CheckpointRow) -> Archive:
     """Return the archive of a LoRA checkpoint. NotFoundError if its files were just removed."""
-    directory = anyio.Path(row.directory)
-    try:
-        config = json.loads(await (directory / ADAPTER_CONFIG_FILE).read_text())
-        size = (await (directory / ADAPTER_FILE).stat()).st_size
-    except FileNotFoundError:
-        raise NotFoundError(f"no checkpoint {row.path}: its files are gone") from None
+    files = CheckpointFiles(storage, row)
+    size = (await files.manifest()).files[ADAPTER_FILE].size
+    config = json.loads(await files.read(ADAPTER_CONFIG_FILE))
     config["base_model_name_or_path"] = row.base_model  # the file names a local directory
     texts = {ADAPTER_CONFIG_FILE: json.dumps(config, indent=2).encode(), COMPLETE_FILE: b""}
-    return Archive(texts, Path(row.directory) / ADAPTER_FILE, size, row.created_at)
+    return Archive(texts, await files.open(ADAPTER_FILE), size, row.created_at)
 
 
 def _padding(size: int) -> bytes:

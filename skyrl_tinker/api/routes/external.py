@@ -1,19 +1,17 @@
 """Downloads of weights for use elsewhere: signed URLs of exports, archives of adapters."""
 
 from email.utils import formatdate
-from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse
 
 from skyrl_tinker.api.requests.model_requests import find_own_checkpoint
 from skyrl_tinker.api.resources.checkpoint_archive import require_archivable
+from skyrl_tinker.api.resources.checkpoint_files import CheckpointFiles
 from skyrl_tinker.api.security.signing import expiry
 from skyrl_tinker.api.services import Deps, Reached, Services
 from skyrl_tinker.domain.ids import CheckpointKind, Reach
-from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.runs import ExternalWeightsUrlsResponse
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
@@ -29,8 +27,7 @@ async def external_weights_urls(
     row = _find_own(deps, reach, run, checkpoint_id)
     if row.kind is not CheckpointKind.EXTERNAL_WEIGHTS:
         raise UserError(f"{row.path} is of kind {row.kind}, expected one made by save_weights_external")
-    await in_disk_thread(deps.storage.fetch, Path(row.directory))
-    manifest = await in_disk_thread(read_manifest, row.directory)
+    manifest = await CheckpointFiles(deps.storage, row).manifest()
     expires = expiry(row.expires_at)
     urls = {
         name: deps.signer.url(request, f"/download/checkpoint/{row.id}/{name}", expires)

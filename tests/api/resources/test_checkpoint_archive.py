@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.values import LoraSpec
 from tests.api.routes.test_download import record
 from tests.api.support.world import BASE, World
@@ -28,6 +29,8 @@ def adapter(tmp_path: Path) -> Path:
     (made / "adapter_model.safetensors").write_bytes(CONTENT)
     (made / "adapter_config.json").write_text('{"r": 8, "base_model_name_or_path": "/models/tiny"}')
     (made / "optimizer.safetensors").write_bytes(b"nobody's business")
+    entries = {file.name: entry_of(file) for file in made.iterdir()}
+    write_manifest(made, Manifest("/models/tiny", LoraSpec(8, 1), 0, None, entries))
     return made
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database.tables import SavedCheckpoint
 from tests.api.support.world import BASE, FACTS, World, running
+from tests.support.object_storage import BUCKET, object_storage
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
 LARGE = "model.safetensors"
@@ -55,6 +56,20 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+async def stored(settings: Settings, directory: Path) -> AsyncIterator[tuple[World, str]]:
+    """A server with an export that is in object storage only."""
+    with object_storage():
+        elsewhere = settings.model_copy(update={"checkpoints": f"s3://{BUCKET}/run"})
+        async with running(elsewhere) as world:
+            here = world.settings.checkpoint_root / "1" / "e"
+            shutil.copytree(directory, here)
+            world.services.storage.store(here)
+            export = await record(world, here)
+            shutil.rmtree(world.settings.checkpoint_root)
+            yield world, export
+
+
+@pytest.fixture
 async def export(world: World, directory: Path) -> str:
     return await record(world, directory)
 
@@ -80,6 +95,24 @@ async def test_every_file_is_served_to_a_bare_get_whole_in_ranges_and_to_head(
     head = await world.http.head(urls[LARGE])
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["Content-Length"] == str(len(FILES[LARGE]))
+
+
+async def test_what_is_in_storage_only_is_streamed_from_there(stored: tuple[World, str]) -> None:
+    world, export = stored
+    urls = await urls_of(world, export)
+    assert set(urls) == set(FILES)
+    for name, content in FILES.items():
+        answer = await world.http.get(urls[name])
+        assert (answer.status_code, answer.content) == (200, content)
+    head = await world.http.head(urls[LARGE])
+    assert (head.status_code, head.headers["Content-Length"]) == (200, str(len(FILES[LARGE])))
+    ranges = {"Range": "bytes=1000000-1000009", "If-Range": head.headers["ETag"]}
+    part = await world.http.get(urls[LARGE], headers=ranges)
+    assert (part.status_code, part.content) == (206, FILES[LARGE][1000000:1000010])
+    assert not world.settings.checkpoint_root.exists()  # no copy was made of it
+    world.services.storage.remove(world.settings.checkpoint_root / "1" / "e")
+    status, detail = await refusal(world, urls[LARGE])
+    assert (status, detail.endswith("its files are gone")) == (404, True)
 
 
 async def test_urls_hold_for_an_hour_or_as_long_as_the_checkpoint(world: World, directory: Path) -> None:
