@@ -118,9 +118,10 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
 
 
 async def _fence(settings: Settings) -> LeaseFence | None:
-    """Wait for the database. Return what ends this process where it would commit and has lost the lease.
+    """Wait for the database. Return what ends this process where it must not go on.
 
     It ends as if killed: what it would do about a failure, as to remove files, is no longer its business.
+    If the lease is still this server's, the next engine goes on from what the database has.
     """
     while True:
         try:
@@ -132,8 +133,8 @@ async def _fence(settings: Settings) -> LeaseFence | None:
     return None if epoch is None else LeaseFence(epoch, _end_at_once)
 
 
-def _end_at_once() -> None:
-    _log.error("ended: another server has taken over the database")
+def _end_at_once(why: str) -> None:
+    _log.error("ended: %s", why)
     os._exit(1)
 
 

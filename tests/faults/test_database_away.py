@@ -1,4 +1,7 @@
-"""A server on PostgreSQL, which stops for a while, and whose engine is killed: a longer wait, no more."""
+"""A server on PostgreSQL, whose copy takes over a while after a crash, and whose engine is killed.
+
+To clients it is a longer wait, no more.
+"""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +13,7 @@ from tinker import types
 
 from tests.e2e.support.client import prompt, random_tokens
 from tests.faults.test_engine_death import client_of, kill_engine, rounds
-from tests.support.postgres import postgres_server
+from tests.support.postgres import Postgres, postgres_server
 from tests.support.serve import HEAL_S, Serve, serving, wait_until
 
 AWAY_S = 10
@@ -24,7 +27,8 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_work_goes_on_to_the_bit_after_the_database_was_away_and_the_engine_died(tmp_path: Path) -> None:
     with (
         postgres_server(durable=True) as postgres,
-        serving(tmp_path / "home", "--database-url", postgres.new_database(template="template1")) as server,
+        postgres.copy() as copy,
+        serving(tmp_path / "home", "--database-url", url(postgres, copy)) as server,
         client_of(server) as client,
         ThreadPoolExecutor() as threads,
     ):
@@ -37,17 +41,22 @@ def test_work_goes_on_to_the_bit_after_the_database_was_away_and_the_engine_died
         asked = [prompt(random_tokens(8, seed=seed)) for seed in range(20)]
         samples = [sampler.sample(each, 1, params).result().sequences[0].tokens for each in asked]
 
-        postgres.stop()
+        postgres.stop("immediate")
         in_flight = [sampler.sample(each, 1, params) for each in asked]
         training = threads.submit(rounds, [model], 2, 2)
         _is_told(server, AWAY_S)
-        postgres.start()
+        copy.promote()
         assert [future.result(HEAL_S).sequences[0].tokens for future in in_flight] == samples
         assert [*before, *training.result(HEAL_S)] == expected[:4]
 
         kill_engine(server)
         assert rounds([model], 2, first=4) == expected[4:]
         assert wait_until(server.ready, HEAL_S)
+
+
+def url(postgres: Postgres, copy: Postgres) -> str:
+    postgres.new_database("journal", template="template1")
+    return postgres.url_of_either(copy, "journal")
 
 
 def _is_told(server: Serve, seconds: float) -> None:

@@ -29,8 +29,9 @@ class Postgres:
     ) -> None:
         """`durable`: with fsync, as a real one. `host`: what it runs on, in place of this machine."""
         self._binaries = binaries
-        self._data = root / "data"
         self._root = root
+        self._data = root / "data"
+        self._durable = durable
         self._host = host
         self._address = host.address if host else "127.0.0.1"
         self.port = 5432 if host else _free_port()
@@ -59,6 +60,37 @@ class Postgres:
     def stop(self, how: str = "fast") -> None:
         """Stop it: `fast` cuts its connections, `immediate` is a crash."""
         self._run("pg_ctl", "-D", self._data, "-m", how, "-w", "stop")
+
+    @contextmanager
+    def copy(self) -> Iterator["Postgres"]:
+        """Run a copy that has each commit before it is acknowledged."""
+        root = self._root / "copy"
+        root.mkdir()
+        shutil.chown(root, self._root.owner(), self._root.group())
+        copy = Postgres(self._binaries, root, durable=self._durable)
+        source = f"host={self._address} port={self.port} user=postgres password={PASSWORD}"
+        copy._run("pg_basebackup", "-D", copy._data, "-d", source, "-R", "--checkpoint=fast", "--no-sync")
+        copy.start()
+        try:
+            self.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            self.execute("SELECT pg_reload_conf()")
+            yield copy
+        finally:
+            copy.end()
+
+    def promote(self) -> None:
+        """Let a copy take over."""
+        self._run("pg_ctl", "-D", self._data, "-w", "promote")
+
+    def url_of_either(self, copy: "Postgres", name: str = "postgres") -> str:
+        """Return the URL of a database on the one of the two that can be written to."""
+        hosts = "&".join(f"host={each._address}:{each.port}" for each in (self, copy))
+        start = f"postgresql+psycopg://postgres:{PASSWORD}@/{name}"
+        return f"{start}?{hosts}&target_session_attrs=read-write"
+
+    def end(self) -> None:
+        if (self._data / "postmaster.pid").exists():  # a test may have stopped it
+            self.stop("immediate")
 
     def new_database(self, name: str | None = None, template: str = _MIGRATED) -> str:
         """Return the URL of a new database, by default a migrated one."""
@@ -107,7 +139,7 @@ def postgres_server(*, durable: bool = False, host: Host | None = None) -> Itera
         try:
             yield server
         finally:
-            server.stop("immediate")
+            server.end()
 
 
 def programs() -> Path | None:

@@ -19,15 +19,18 @@ from skyrl_tinker.errors import LeaseLostError
 
 @dataclass(frozen=True, slots=True)
 class LeaseFence:
-    """Bar to commits of a server whose lease has ended. `lost` is called where one would be made."""
+    """Bar to commits of a server whose lease has ended.
+
+    `end` is called with the reason where one would be made, and where nobody can know whether one was made.
+    """
 
     epoch: int
-    lost: Callable[[], None] = lambda: None
+    end: Callable[[str], None] = lambda _: None
 
     def check(self, row: Sequence[Any] | None) -> None:
         """Raise LeaseLostError unless the epoch that the database has, in a row, is that of the lease."""
         if row is None or row[0] != self.epoch:
-            self.lost()
+            self.end("another server has taken over the database")
             raise LeaseLostError("database_url: another server has taken over")
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, NullPool, create_engine
+from sqlalchemy import URL, Connection, NullPool, create_engine, event
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 
 from skyrl_tinker.errors import StartupError
@@ -30,6 +30,8 @@ _READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _WRITE = f"BEGIN; SELECT pg_current_xact_id()::text FROM pg_advisory_xact_lock({WRITERS}) AS turn"
 _EPOCH = "; SELECT (value->>'epoch')::bigint FROM server_state WHERE key = 'lease'"
 """Behind _WRITE: a statement of its own sees what was committed before the turn came."""
+_TIMELINE = "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)"
+_LOST_ANSWER = "the database is a promoted copy of which nobody knows whether it has the last commit"
 _PARAMETERS = {
     "application_name": "skyrl-tinker",
     "connect_timeout": "10",
@@ -66,6 +68,7 @@ class PostgresDatabase(Database):
             connect_args={name: value for name, value in _PARAMETERS.items() if name not in url.query},
             execution_options={"home": home},
         )
+        event.listen(self.engine, "connect", _note_timeline)
 
     @contextmanager
     def reading(self, conn: Connection) -> Iterator[None]:
@@ -80,7 +83,7 @@ class PostgresDatabase(Database):
         cursor.nextset()
         row = cursor.fetchone()
         assert row is not None
-        transaction = str(row[0])
+        transaction, timeline = str(row[0]), conn.info[_TIMELINE]
         with _undone(conn):
             if self._fence is not None:
                 cursor.nextset()
@@ -92,7 +95,7 @@ class PostgresDatabase(Database):
             if self.usable(conn):
                 raise  # the server says that it is undone
             _log.warning("the answer to a commit was lost, asking for its fate: %s", error)
-            if not self._committed(transaction, error):
+            if not self._committed(transaction, timeline, error):
                 raise
 
     def written(self, size: int) -> None:
@@ -112,19 +115,24 @@ class PostgresDatabase(Database):
             conn.invalidate()  # or SQLAlchemy would roll back, which fails on a broken one
         conn.close()
 
-    def _committed(self, transaction: str, lost: OperationalError) -> bool:
+    def _committed(self, transaction: str, timeline: str | None, lost: OperationalError) -> bool:
         """Return whether a transaction was committed whose connection broke in its commit.
 
-        Blocks while the server is away; after RESOLVE_S raises `lost`. A copy that was promoted without it
-        does not know its id.
+        Blocks while the server is away; after RESOLVE_S raises `lost`. Raises it, too, where a copy was
+        promoted: that may have given the same id to another transaction.
         """
         until = time.monotonic() + RESOLVE_S
         while time.monotonic() < until:
             try:
                 with self.connect() as conn:
-                    return self._status(conn, transaction) == "committed"
+                    if conn.info[_TIMELINE] == timeline:
+                        return self._status(conn, transaction) == "committed"
             except DBAPIError:
                 time.sleep(_RETRY_S)
+            else:
+                if self._fence is not None:
+                    self._fence.end(_LOST_ANSWER)
+                break
         raise lost
 
     def _status(self, conn: Connection, transaction: str) -> str | None:
@@ -138,6 +146,22 @@ class PostgresDatabase(Database):
             if status != "in progress":
                 return status
             time.sleep(_RETRY_S)
+
+
+def _note_timeline(connection: "psycopg.Connection[Any]", record: Any) -> None:
+    """Note which history of the data the server goes on with: a copy begins another when it is promoted.
+
+    None where the server does not tell: it is a copy, or keeps its data otherwise.
+    """
+    import psycopg
+
+    try:
+        row = connection.execute(_TIMELINE).fetchone()
+    except psycopg.Error:
+        row = None
+    if not connection.closed:  # else the first to use it sees that
+        connection.rollback()
+    record.info[_TIMELINE] = None if row is None else row[0]
 
 
 def raw(conn: Connection) -> "psycopg.Connection[Any]":

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.database.postgresql import PostgresDatabase
+from skyrl_tinker.store.database.postgresql import _TIMELINE, PostgresDatabase
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_postgresql
 from tests.store.support.rows import new_session
@@ -126,10 +126,12 @@ async def test_while_the_server_is_away_all_fails_and_then_goes_on(
     assert await store.fetch(lambda conn: conn.scalar(text("SELECT session_id FROM sessions"))) == session
 
 
-async def test_a_commit_that_a_promoted_copy_does_not_have_is_undone(url: str) -> None:
+async def test_a_commit_that_the_server_does_not_know_is_undone(url: str) -> None:
     database = PostgresDatabase(make_url(url))
+    with closing(database.connect()) as conn:
+        timeline = conn.info[_TIMELINE]
     lost = OperationalError("COMMIT", None, OSError("cut"))
-    assert not database._committed(str(1 << 40), lost)
+    assert not database._committed(str(1 << 40), timeline, lost)
 
 
 async def test_who_stands_still_in_the_middle_of_a_write_loses_its_turn(url: str, store: Store) -> None:
