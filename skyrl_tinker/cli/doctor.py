@@ -10,10 +10,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -23,6 +24,7 @@ from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import preflight, start_plan
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.server.base_models.base_model import TINY
+from skyrl_tinker.store.database.opening import file_of, open_database
 
 _GIB = 1 << 30
 _NEEDED_MEMORY = 3 * _GIB  # an idle server with the tiny model
@@ -43,6 +45,7 @@ def report(settings: Settings) -> bool:
     """Print every check of a server with these settings; True when all passed."""
     running = _running(settings)
     cuda = settings.device == "cuda"
+    elsewhere = settings.checkpoint_url or settings.snapshot_url
     checks: dict[str, Callable[[], str]] = {
         "settings": lambda: _settings(settings),
         "python": _python,
@@ -55,6 +58,8 @@ def report(settings: Settings) -> bool:
         "memory": lambda: running or _memory(),
         "/dev/shm": lambda: running or _shared_memory(),
         "disk": lambda: _disk(settings),
+        "database": lambda: _database(settings),
+        **({"storage": lambda: _storage(settings)} if elsewhere else {}),
         "open files": _open_files,
         "port": lambda: running or _port(settings),
     }
@@ -249,6 +254,28 @@ def _disk(settings: Settings) -> str:
     return _need(
         enough, f"{free} ({settings.min_free_gb:g} needed; see the settings home, checkpoints, min_free_gb)"
     )
+
+
+def _database(settings: Settings) -> str:
+    """Ask it a question, if it is not a file that the first start makes."""
+    with _startup_errors():
+        file = file_of(settings.store_url)
+        if file is not None and not file.exists():
+            return f"{file}, made by the first start"
+        database = open_database(settings.store_url, settings.root)
+    try:
+        with closing(database), database.connect() as conn, database.reading(conn):
+            version = ".".join(map(str, conn.dialect.server_version_info or ()))
+    except OperationalError as error:
+        raise CheckFailedError(f"database_url: cannot connect: {error.orig}") from error
+    return str(file) if file is not None else f"PostgreSQL {version}"
+
+
+def _storage(settings: Settings) -> str:
+    with _startup_errors():
+        preflight.check_storage(settings)
+    urls = (url for url in (settings.checkpoint_url, settings.snapshot_url) if url)
+    return ", ".join(f"{url} can be written" for url in urls)
 
 
 def _free_at(root: Path) -> int:

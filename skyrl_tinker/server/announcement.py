@@ -20,10 +20,23 @@ def announcement(settings: Settings, facts: BaseModelFacts, *, keys: bool) -> st
         "runs on": _devices(settings),
         "home": f"{settings.root}, logs in {Directories(settings).log_dir}",
         "API keys": _keys(settings, keys),
+        **_places(settings),
         "dashboard": f"{url}/",
         "clients": f"export TINKER_BASE_URL={url} TINKER_API_KEY={'tml-…' if keys else 'tml-local'}",
     }
-    return "\n".join([READY + url, *(f"  {name:<10} {value}" for name, value in facts_of_it.items())])
+    return "\n".join([READY + url, *(f"  {name:<11} {value}" for name, value in facts_of_it.items())])
+
+
+def _places(settings: Settings) -> dict[str, str]:
+    """Return what is elsewhere than under home."""
+    database = settings.database_url
+    found = {
+        "database": None if database is None else make_url(database).render_as_string(),
+        "checkpoints": settings.checkpoints and str(settings.checkpoints),
+        "snapshots": settings.snapshots and str(settings.snapshots),
+        "engine": settings.engine_listen and f"{settings.engine_listen}, for API processes on other hosts",
+    }
+    return {name: str(value) for name, value in found.items() if value}
 
 
 def _devices(settings: Settings) -> str:

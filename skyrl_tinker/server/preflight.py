@@ -84,11 +84,23 @@ def _each_storage(settings: Settings, check: Callable[[CheckpointStorage], None]
             continue
         try:
             check(CheckpointStorage(settings.root, url, pauses_s=()))
-        except ImportError as error:
-            extra = "; pip install 'skyrl-tinker[s3]'" if url.startswith("s3:") else ""
-            raise StartupError(f"--{name} {url}: {error}{extra}") from error
-        except (ValueError, StorageError) as error:
-            raise StartupError(f"--{name} {url}: {error}") from error
+        except (ImportError, ValueError, StorageError) as error:
+            raise StartupError(f"--{name} {url}: {error}{_storage_hint(url, error)}") from error
+
+
+def _storage_hint(url: str, error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return "; expected a directory or a URL that fsspec knows, as s3://bucket/path"
+    if not url.startswith("s3:"):
+        return ""
+    if isinstance(error, ImportError):
+        return "; pip install 'skyrl-tinker[s3]'"
+    if "credentials" in str(error):
+        return (
+            "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL unless it is Amazon's, "
+            "or write ~/.aws/credentials"
+        )
+    return ""
 
 
 def check_room(home: Path) -> None:

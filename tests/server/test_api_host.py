@@ -76,7 +76,7 @@ def test_it_waits_for_a_server_takes_over_its_settings_and_is_not_ready_without_
         assert host.end() == 0
 
 
-def test_other_secrets_and_none_are_refused(server: Settings, tmp_path: Path) -> None:
+def test_other_secrets_none_and_those_that_others_read_are_refused(server: Settings, tmp_path: Path) -> None:
     start(server)
     options = ("--database-url", str(server.database_url))
     with api_host(tmp_path / "none", *options) as host:
@@ -87,6 +87,9 @@ def test_other_secrets_and_none_are_refused(server: Settings, tmp_path: Path) ->
     rotate(other)
     with api_host(tmp_path / "other", *options, secrets_of=other) as host:
         assert "found other ones" in refused(host)
+    (other / FILE).chmod(0o644)
+    with api_host(tmp_path / "read", *options, secrets_of=other) as host:
+        assert f"found mode 644, by which others may read it; chmod 600 {host.home / FILE}" in refused(host)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,10 @@ def test_one_that_is_down_is_named_with_the_cause(
             "s3://no-such-bucket/x",
             "--checkpoints s3://no-such-bucket/x: cannot write, read and delete a file below s3://no-such-bucket/x",
         ),
-        ("nothing://here", "--checkpoints nothing://here: Protocol not known: nothing"),
+        (
+            "nothing://here",
+            "--checkpoints nothing://here: Protocol not known: nothing; expected a directory or a URL",
+        ),
     ],
 )
 def test_storage_that_cannot_be_written_to_is_refused_at_the_start(

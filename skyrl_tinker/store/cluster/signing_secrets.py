@@ -50,9 +50,11 @@ def rotate(home: Path) -> Secrets:
 def require_copy(home: Path, fingerprint: str | None) -> None:
     """Refuse a home without the secrets of the server that works on the database, which `fingerprint` tells.
 
-    Raises StartupError.
+    Also a copy that others may read. Raises StartupError.
     """
     file = home / FILE
+    if file.exists() and (mode := file.stat().st_mode & 0o777) & 0o077:
+        raise StartupError(f"{file}: found mode {mode:o}, by which others may read it; chmod 600 {file}")
     if fingerprint is None or (file.exists() and SigningSecrets(home).current.fingerprint == fingerprint):
         return
     found = "other ones" if file.exists() else "none"

@@ -1,0 +1,24 @@
+"""The first thing that a user reads: how to reach the server, and where it keeps what it has."""
+
+from pathlib import Path
+
+from skyrl_tinker import config
+from skyrl_tinker.server.announcement import announcement
+from tests.api.support.world import FACTS
+
+
+def test_it_names_the_places_that_are_not_under_home_without_secrets(tmp_path: Path) -> None:
+    alone = announcement(config.load(home=tmp_path), FACTS, keys=False)
+    assert not any(word in alone for word in ("database  ", "checkpoints  ", "snapshots  ", "engine  "))
+    cluster = config.load(
+        home=tmp_path,
+        database_url="postgresql+psycopg://u:hidden@db/journal",
+        checkpoints="s3://bucket/a",
+        snapshots="/shared/b",
+        engine_listen="10.0.0.1:8100",
+    )
+    lines = announcement(cluster, FACTS, keys=True).splitlines()
+    assert "  database    postgresql+psycopg://u:***@db/journal" in lines
+    assert "  checkpoints s3://bucket/a" in lines
+    assert "  snapshots   /shared/b" in lines
+    assert "  engine      10.0.0.1:8100, for API processes on other hosts" in lines
