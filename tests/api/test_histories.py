@@ -105,7 +105,7 @@ class Runs:
         return found
 
     async def _finished(self, requests: list[str]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(240):  # a disk may stand still for half a minute beside other tests
             while not all([await self._status(each) for each in requests]):  # noqa: ASYNC110 (as clients do)
                 await asyncio.sleep(0.005)
 
