@@ -234,9 +234,11 @@ class CheckpointStorage:
 
         Raises FileNotFoundError where neither has it.
         """
+        if not directory.is_relative_to(self._root):
+            return LOCAL_DISK.open(directory, name)
         if _touched(directory):
             with suppress(FileNotFoundError):  # evicted just now
-                return (directory / name).open("rb")
+                return LOCAL_DISK.open(directory, name)
         place = f"{self._place(directory)}/{name}"
 
         def size() -> int | None:

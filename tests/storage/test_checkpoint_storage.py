@@ -94,6 +94,9 @@ def test_a_file_is_read_where_it_is(storage: CheckpointStorage, tmp_path: Path) 
             storage.open(directory, "no such file")
         shutil.rmtree(directory, ignore_errors=True)
     assert not directory.exists()
+    elsewhere = write(tmp_path / "from before it was used")
+    with storage.open(elsewhere, "adapter_config.json") as file:
+        assert file.read() == FILES["adapter_config.json"]
 
 
 def test_a_fetch_goes_on_where_it_was_cut_and_damage_is_refused(s3: ObjectStorage, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ _WRITE = f"BEGIN; SELECT pg_current_xact_id()::text FROM pg_advisory_xact_lock({
 _EPOCH = "; SELECT (value->>'epoch')::bigint FROM server_state WHERE key = 'lease'"
 """Behind _WRITE: a statement of its own sees what was committed before the turn came."""
 _TIMELINE = "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)"
+"""Number of the history of the server's data; PostgreSQL counts them."""
 _LOST_ANSWER = "the database is a promoted copy of which nobody knows whether it has the last commit"
 _PARAMETERS = {
     "application_name": "skyrl-tinker",
