@@ -13,7 +13,7 @@ from tests.simulation.faults import POINTS
 from tests.support.postgres import programs
 
 SIMULATE = Path(__file__).parents[2] / "scripts" / "simulate"
-HISTORIES = 400  # in half a minute on two cores of their own; scripts/simulate runs any number
+HISTORIES = 250  # in half a minute on two cores of their own; scripts/simulate runs any number
 MENDED = (55, 93, 170, 1117, 2449, 4475)
 """Seeds that found faults of the server; where its code runs otherwise now, they are other histories.
 
