@@ -14,6 +14,7 @@ object: takeover_s: each; takeover_max_s; base_model.
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -40,6 +41,7 @@ def main() -> None:
     if programs() is None:
         sys.exit("PostgreSQL is not installed: apt-get install postgresql")
     os.environ["TINKER_API_KEY"] = "tml-local"
+    logging.getLogger("werkzeug").disabled = True  # moto's, a line for each request
     with tempfile.TemporaryDirectory(prefix="skyrl-takeover-") as root, ExitStack() as stack:
         found = takeovers(Path(root), stack, arguments.takeovers)
     print(json.dumps({"takeover_s": found, "takeover_max_s": max(found), "base_model": "tiny"}))
