@@ -5,7 +5,6 @@ its manifest.json is, which comes last and goes first.
 """
 
 import asyncio
-import io
 import logging
 import os
 import secrets
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar, cast
 
 from skyrl_tinker.atomic_directory import publish, staging_of
 from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
@@ -94,36 +93,6 @@ class LocalDisk:
 
 
 LOCAL_DISK = LocalDisk()
-
-
-class _StoredFile(io.RawIOBase):
-    """File of which each read is a request."""
-
-    def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
-        """`read`: of a range, by its start and end."""
-        self._read = read
-        self._size = size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self._size)
-        content = self._read(self._at, end) if self._at < end else b""
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
 
 
 class CheckpointStorage:
@@ -241,19 +210,14 @@ class CheckpointStorage:
                 return LOCAL_DISK.open(directory, name)
         place = f"{self._place(directory)}/{name}"
 
-        def size() -> int | None:
-            try:
-                return int(self._files.info(place)["size"])
-            except FileNotFoundError:
-                return None
+        def opened() -> BinaryIO | None:
+            with suppress(FileNotFoundError):
+                return cast(BinaryIO, self._files.open(place, "rb", block_size=READ_BYTES))
+            return None
 
-        if (found := self._try("look for", place, size)) is None:
+        if (file := self._try("open", place, opened)) is None:
             raise FileNotFoundError(self._name(place))
-
-        def read(start: int, end: int) -> bytes:
-            return self._try("read", place, lambda: bytes(self._files.cat_file(place, start=start, end=end)))
-
-        return io.BufferedReader(_StoredFile(read, found), READ_BYTES)
+        return file
 
     def remove(self, directory: Path) -> None:
         """Remove it from storage; harmless if it is not there."""
