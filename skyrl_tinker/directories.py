@@ -31,7 +31,6 @@ class Directories:
         self.bell_dir = user_directory(Path("/tmp"), self.home)
         self.engine_socket = self.bell_dir / "engine.http"
         self.metrics_dir = self.bell_dir / "metrics"
-        self.rates_dir = self.bell_dir / "rates"
         self.ephemeral_dir = user_directory(_SHM, self.home) if _SHM.is_dir() else self.run_dir / "adapters"
 
     def make(self) -> None:

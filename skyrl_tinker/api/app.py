@@ -148,7 +148,7 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
         Signer(signing, settings.trust_forwarded),
         queues,
         Backpressure(queues, settings.sample_backlog),
-        RequestRates(directories.rates_dir),
+        RequestRates(store),
         KeyBacklogs(store),
         room,
         SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
@@ -219,4 +219,3 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         for task in background:
             task.cancel()
         await services.engine.close()
-        services.rates.close()

@@ -38,9 +38,9 @@ class ApiProcesses:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        for directory in (self._directories.metrics_dir, self._directories.rates_dir):
-            shutil.rmtree(directory, ignore_errors=True)  # of a server that was killed
-            directory.mkdir(mode=0o700)
+        metrics_dir = self._directories.metrics_dir
+        shutil.rmtree(metrics_dir, ignore_errors=True)  # of a server that was killed
+        metrics_dir.mkdir(mode=0o700)
         async with asyncio.TaskGroup() as tasks:
             for child in self._places:
                 tasks.create_task(self._keep(child))

@@ -1,4 +1,4 @@
-"""Facts of `serve` and the engine for the API ("base_model", "engine", "warning"), and counters."""
+"""Facts of `serve` and the engine for the API ("base_model", "engine", "warning"), and counters of all."""
 
 import secrets
 from typing import Any

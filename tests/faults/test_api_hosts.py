@@ -10,9 +10,10 @@ import openai
 import psutil
 import pytest
 import tinker
+from sqlalchemy import Connection
 from tinker import types
 
-from skyrl_tinker.store import server_state
+from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.store import write_once
 from tests.e2e.support.client import Client, logprobs_of, metrics_of, prompt, random_tokens, train
 from tests.faults.test_engine_death import TOKENS, rounds
@@ -43,6 +44,7 @@ def test_api_hosts_do_all_that_the_server_does_and_may_die(tmp_path: Path) -> No
             for host in (one, other):
                 assert not re.findall("WARNING.*|ERROR.*|Traceback", host.complaints())
             _stand_still(server, second)
+            _share_a_rate(shared[1], server.url, second)
         state: Any = write_once(shared[1], lambda conn: server_state.get(conn, "engine"))
         assert state["detail"] == "the server was stopped, none has started"
 
@@ -59,6 +61,21 @@ def _stand_still(server: Serve, host: str) -> None:
     for process in (engine, root):
         process.resume()
     assert wait_until(lambda: _ready(host), HEAL_S)
+
+
+def _share_a_rate(database: str, first: str, second: str) -> None:
+    def new_key(conn: Connection) -> str:
+        key = api_keys.create(conn, "bob")
+        api_keys.limit(conn, "bob", {"requests_per_s": 0.001})
+        return key
+
+    key = write_once(database, new_key)
+
+    def status(url: str) -> int:
+        return httpx.get(f"{url}/api/v1/sessions", headers={"X-API-Key": key}).status_code
+
+    assert wait_until(lambda: status(first) == 200, 10), "as soon as the key is known there"
+    assert wait_until(lambda: status(second) == 429, 10), "its one request in 1000 s was answered elsewhere"
 
 
 def _ready(url: str) -> bool:

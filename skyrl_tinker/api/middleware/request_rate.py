@@ -1,22 +1,29 @@
-"""Request rates of API keys, each a token bucket in a file that the API processes of a host share."""
+"""Request rates of API keys, each a token bucket in the database that all API processes share.
 
-import fcntl
+A process takes a second's tokens at a time, so that few requests wait for the database.
+"""
+
+import asyncio
 import math
-import os
-import struct
 import time
-from pathlib import Path
+from dataclasses import dataclass, field
 
+from fastapi import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError
 from skyrl_tinker.protocol.schemas.openai import error_body
+from skyrl_tinker.store.cluster import token_buckets
+from skyrl_tinker.store.store import Store
 
 BURST_S = 10.0
 """A bucket holds the tokens of so many seconds: clients send in bursts."""
+SHARE_S = 1.0
+"""A process takes the tokens of so many seconds at once, at least one, and keeps them for BURST_S at most."""
 UNCOUNTED = frozenset(
     f"/api/v1/{name}"
     for name in (
@@ -33,57 +40,59 @@ UNCOUNTED = frozenset(
 """Requests that wait, or that SDK and dashboard send by themselves: the SDK fails of some."""
 
 
-_BUCKET = struct.Struct("dd")  # tokens, when they were counted
+@dataclass(slots=True)
+class _Share:
+    """Tokens of one key, kept until `ends`; before `empty_until` the bucket has none."""
+
+    tokens: int = 0
+    ends: float = 0.0
+    empty_until: float = 0.0
+    taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class RequestRates:
-    """Buckets of the keys that have a rate; an open file per key that was ever used here."""
+    """Shares of one process of the buckets of the keys that have a rate."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._files: dict[OwnerId | None, int] = {}
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._shares: dict[tuple[OwnerId | None, float], _Share] = {}  # a new rate counts at once
 
-    def admit(self, caller: Caller, now: float) -> None:
-        """Take a token at `now`, of the clock that is the same in all processes of a host.
-
-        Raises OverloadedError, with the time until there is one.
-        """
+    async def admit(self, caller: Caller) -> None:
+        """Take a token. Raises OverloadedError, with the time until there is one, and OperationalError."""
         rate = caller.limits.requests_per_s
         if rate is None:
             return
-        most = max(1.0, rate * BURST_S)
-        tokens = self._take(caller.owner, rate, most, now)
-        if tokens < 1:
-            raise OverloadedError(
-                f"key_requests_per_s: found more than {most:.6g} requests in {BURST_S:g} s, expected at most "
-                f"{rate:.6g} a second from one API key: send this request again later",
-                math.ceil((1 - tokens) / rate),
+        share = self._shares.setdefault((caller.owner, rate), _Share())
+        async with share.taking:
+            now = time.monotonic()
+            if (share.tokens < 1 or now > share.ends) and now >= share.empty_until:
+                await self._take(share, caller.owner, rate)
+            if share.tokens < 1:
+                raise OverloadedError(
+                    f"key_requests_per_s: found more than {_most(rate):.6g} requests in {BURST_S:g} s, "
+                    f"expected at most {rate:.6g} a second from one API key: send this request again later",
+                    max(1, math.ceil(share.empty_until - now)),
+                )
+            share.tokens -= 1
+
+    async def _take(self, share: _Share, owner: OwnerId | None, rate: float) -> None:
+        share.tokens, left = await self._store.write(
+            lambda conn: token_buckets.take(
+                conn,
+                f"requests_per_s of {owner}",
+                rate=rate,
+                most=_most(rate),
+                wanted=max(1.0, rate * SHARE_S),
             )
+        )
+        now = time.monotonic()
+        share.ends = now + BURST_S
+        if share.tokens < 1:
+            share.empty_until = now + (1 - left) / rate
 
-    def _take(self, owner: OwnerId | None, rate: float, most: float, now: float) -> float:
-        """Return how many tokens there were; take one unless they were less than one."""
-        file = self._file(owner)
-        fcntl.flock(file, fcntl.LOCK_EX)  # others hold it for microseconds
-        try:
-            found = os.pread(file, _BUCKET.size, 0)
-            left, counted_at = _BUCKET.unpack(found) if found else (most, now)
-            tokens = min(most, left + max(0.0, now - counted_at) * rate)
-            os.pwrite(file, _BUCKET.pack(tokens - 1 if tokens >= 1 else tokens, max(now, counted_at)), 0)
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
-        return float(tokens)
 
-    def _file(self, owner: OwnerId | None) -> int:
-        if owner not in self._files:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self._directory / str(owner)
-            self._files[owner] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        return self._files[owner]
-
-    def close(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+def _most(rate: float) -> float:
+    return max(1.0, rate * BURST_S)
 
 
 class RequestRateMiddleware:
@@ -97,9 +106,12 @@ class RequestRateMiddleware:
         if caller is not None and scope["path"] not in UNCOUNTED:
             rates: RequestRates = scope["app"].state.services.rates
             try:
-                rates.admit(caller, time.monotonic())
+                await rates.admit(caller)
             except OverloadedError as error:
                 await _refusal(scope["path"], error)(scope, receive, send)
+                return
+            except error_responses.EXPECTED as error:
+                await error_responses.refusal(Request(scope), error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -1,13 +1,13 @@
 """Limits of one API key: refused with the limit's name and both numbers, and nobody else is."""
 
 import asyncio
-import time
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
-from skyrl_tinker.api.middleware.request_rate import BURST_S, UNCOUNTED, RequestRates
+from skyrl_tinker.api.middleware import request_rate
+from skyrl_tinker.api.middleware.request_rate import UNCOUNTED, RequestRates
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.waiting import key_backlogs
 from skyrl_tinker.config import Settings
@@ -18,8 +18,11 @@ from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import OverloadedError
 from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.cluster import token_buckets
+from skyrl_tinker.store.store import Store
 from tests.api.support.users import new_user, speak_as
 from tests.api.support.world import BASE, World, running, sample, step
+from tests.support.postgres import Postgres
 
 SESSION = {"sdk_version": "0.38.0"}
 
@@ -213,44 +216,79 @@ def caller(rate: float | None, owner: int = 1) -> Caller:
     return Caller(OwnerId(owner), "alice", limits=KeyLimits(requests_per_s=rate))
 
 
-def admitted(rates: RequestRates, who: Caller, now: float, count: int) -> int:
+async def admitted(rates: RequestRates, who: Caller, count: int) -> int:
     taken = 0
     for _ in range(count):
         try:
-            rates.admit(who, now)
+            await rates.admit(who)
         except OverloadedError:
             continue
         taken += 1
     return taken
 
 
-def test_a_rate_is_an_average_over_ten_seconds_of_one_key(tmp_path: Path) -> None:
-    rates = RequestRates(tmp_path)
-    assert admitted(rates, caller(2.0), 100.0, 50) == 2 * BURST_S
-    assert admitted(rates, caller(2.0, owner=2), 100.0, 5) == 5
-    assert admitted(rates, caller(2.0), 101.5, 50) == 3
-    assert admitted(rates, caller(2.0), 1000.0, 50) == 2 * BURST_S
-    assert admitted(rates, caller(None), 1000.0, 50) == 50
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield settings.store_url
+    else:
+        server: Postgres = request.getfixturevalue("postgres")
+        yield (made := server.new_database())
+        server.drop(made)
 
 
-def test_processes_of_one_host_share_a_rate(tmp_path: Path) -> None:
-    processes = [RequestRates(tmp_path) for _ in range(3)]
-    assert sum(admitted(rates, caller(2.0), 100.0, 50) for rates in processes) == 2 * BURST_S
-    assert sum(admitted(rates, caller(2.0), 102.0, 50) for rates in processes) == 4
-    processes[0].close()
-    assert admitted(RequestRates(tmp_path), caller(2.0), 102.0, 50) == 0, "one that is started again"
+@pytest.fixture
+async def processes(url: str, settings: Settings) -> AsyncIterator[list[RequestRates]]:
+    """Two, each with a connection of its own, as on two hosts."""
+    stores = [Store.open(url, settings.root) for _ in range(2)]
+    yield [RequestRates(store) for store in stores]
+    for store in stores:
+        await store.close()
+
+
+async def test_all_processes_share_a_rate(
+    processes: list[RequestRates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate is an average over ten seconds of one key."""
+    first, other = processes
+    assert await admitted(first, caller(0.02), 9) == 1
+    assert await admitted(other, caller(0.02), 9) == 0
+    rate = 7e-3
+    monkeypatch.setattr(request_rate, "BURST_S", 10 / rate)
+    counts = [await admitted(rates, caller(rate, owner=2), 3) for rates in (first, other, first, other)]
+    assert counts == [3, 3, 3, 1]
+    assert await admitted(other, caller(rate, owner=3), 20) == 10
+    assert await admitted(other, caller(None), 50) == 50
+    assert await admitted(first, caller(1e6), 50) == 50, "a new rate counts at once"
+
+
+async def test_a_process_keeps_what_it_took_for_a_while(
+    processes: list[RequestRates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_rate, "SHARE_S", 4 / 1e-3)
+    monkeypatch.setattr(request_rate, "BURST_S", 4 / 1e-3)
+    first, other = processes
+    assert await admitted(first, caller(1e-3), 1) == 1
+    assert await admitted(other, caller(1e-3), 1) == 0
+    assert await admitted(first, caller(1e-3), 5) == 3
+    monkeypatch.setattr(request_rate, "BURST_S", 0.0)
+    assert await admitted(first, caller(1e3), 1) == 1
+    await asyncio.sleep(0.01)
+    assert await admitted(first, caller(1e3), 1) == 1, "another share than the one that has ended"
 
 
 @pytest.mark.parametrize("rate", [0.05, 2.0])
-def test_a_429_says_when_there_is_a_token_again(rate: float, tmp_path: Path) -> None:
-    rates, who = RequestRates(tmp_path), caller(rate)
-    admitted(rates, who, 0.0, 50)
+async def test_a_429_says_when_there_is_a_token_again(rate: float, processes: list[RequestRates]) -> None:
+    rates, who = processes[0], caller(rate)
+    await admitted(rates, who, 50)
     with pytest.raises(
         OverloadedError, match=r"^key_requests_per_s: found more than \d+ requests"
     ) as refusal:
-        rates.admit(who, 0.0)
-    assert refusal.value.retry_after_s <= 1 / rate + 1
-    rates.admit(who, float(refusal.value.retry_after_s))
+        await rates.admit(who)
+    assert 1 <= refusal.value.retry_after_s <= 1 / rate + 1
+    if rate > 1:
+        await asyncio.sleep(refusal.value.retry_after_s)
+        await rates.admit(who)
 
 
 async def test_requests_above_the_rate_get_a_429_and_those_that_wait_do_not(world: World) -> None:
@@ -269,12 +307,23 @@ async def test_requests_above_the_rate_get_a_429_and_those_that_wait_do_not(worl
     speak_as(world, key)
 
 
-def test_counting_a_request_costs_microseconds(tmp_path: Path) -> None:
-    rates, who = RequestRates(tmp_path), caller(1e9)
-    began = time.perf_counter()
-    for number in range(10_000):
-        rates.admit(who, float(number))
-    assert time.perf_counter() - began < 2.0  # 40 ms on an idle machine
+async def test_few_requests_wait_for_the_database(
+    processes: list[RequestRates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes = 0
+
+    def counted(*args: Any, **wanted: Any) -> tuple[int, float]:
+        nonlocal takes
+        takes += 1
+        return take(*args, **wanted)
+
+    take = token_buckets.take
+    monkeypatch.setattr(token_buckets, "take", counted)
+    who = caller(100.0)
+    assert await asyncio.gather(*(processes[0].admit(who) for _ in range(1000)))
+    assert takes == 10
+    assert await admitted(processes[0], caller(0.01), 100) == 1
+    assert takes == 12, "an empty bucket is not asked for each request"
 
 
 async def test_a_key_without_limits_is_not_counted(world: World) -> None:
@@ -282,4 +331,4 @@ async def test_a_key_without_limits_is_not_counted(world: World) -> None:
     await world.ok("optim_step", step(await world.model(), 1))
     assert UNLIMITED.overridden({}) == UNLIMITED
     assert not world.services.backlogs._counts
-    assert not world.services.rates._files
+    assert not world.services.rates._shares

@@ -1,0 +1,27 @@
+"""Token buckets that all API processes of a database share, each a value of `server_state`."""
+
+import time
+
+from sqlalchemy import Connection, extract, func, select
+
+from skyrl_tinker.store import server_state
+
+
+def take(conn: Connection, name: str, *, rate: float, most: float, wanted: float) -> tuple[int, float]:
+    """Take at most `wanted` tokens from a bucket that holds `most` and gets `rate` a second.
+
+    Returns how many were taken, and what the bucket then has. Writers take turns, so all is counted.
+    """
+    now = _now(conn)
+    left, counted_at = server_state.get(conn, name) or (most, now)
+    left = min(most, left + max(0.0, now - counted_at) * rate)
+    taken = int(min(wanted, left))
+    server_state.put(conn, name, (left - taken, now))
+    return taken, left - taken
+
+
+def _now(conn: Connection) -> float:
+    """Return the time in seconds of the one clock that all processes ask: a file's are on one host."""
+    if conn.dialect.name == "sqlite":
+        return time.time()
+    return float(conn.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
