@@ -22,7 +22,7 @@ _PARTS = {  # text in the command line
     "ray/dashboard/dashboard.py": "Ray: dashboard",
     "ray/_private/log_monitor.py": "Ray: log monitor",
     "multiprocessing.resource_tracker": "resource tracker",
-    "vllm.entrypoints": "vLLM server",
+    "skyrl_tinker.inference.servers.vllm_entry": "vLLM server",
     "vllm::router": "router",
 }
 

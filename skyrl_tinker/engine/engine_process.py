@@ -88,7 +88,8 @@ def _ray_environment(directory: Path, log_bytes: int) -> dict[str, str]:
 
 
 def _run(settings: Settings, directories: Directories) -> str | None:
-    from skyrl_tinker.engine.ray_cluster import RayCluster  # not before its environment is set
+    with processes.gc_paused():
+        from skyrl_tinker.engine.ray_cluster import RayCluster  # not before its environment is set
 
     ray = RayCluster(settings, _ray_directory(directories))
     try:
@@ -98,9 +99,10 @@ def _run(settings: Settings, directories: Directories) -> str | None:
 
 
 async def _main(settings: Settings, directories: Directories, ray: "RayCluster") -> str | None:
-    from skyrl_tinker.engine.compose import Environment, make_metrics
-    from skyrl_tinker.engine.engine import Engine
-    from skyrl_tinker.engine.status import EngineStatus
+    with processes.gc_paused():
+        from skyrl_tinker.engine.compose import Environment, make_metrics
+        from skyrl_tinker.engine.engine import Engine
+        from skyrl_tinker.engine.status import EngineStatus
 
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -19,6 +19,7 @@ from skyrl_tinker.errors import (
     TrainerError,
     UserError,
 )
+from skyrl_tinker.processes import gc_paused
 from skyrl_tinker.training.rank_placement import RankPlacement
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
@@ -49,7 +50,8 @@ class RankProcess:
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
-        from skyrl_tinker.training.worker import Worker  # torch belongs to this process, not to the engine's
+        with gc_paused():  # torch belongs to this process, not to the engine's
+            from skyrl_tinker.training.worker import Worker
 
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._worker = Worker(spec, rank, address)

@@ -303,7 +303,7 @@ def _throw(port: Port, canary: Path) -> None:
 
 KINDS = {
     "vllm::router": _knock_router,
-    "vllm.entrypoints": _knock_vllm,
+    "servers.vllm_entry": _knock_vllm,
     "skyrl_tinker.engine.engine_process": _knock_engine,
     "gcs/gcs_server": _knock_grpc,
     "raylet/raylet": _knock_grpc,

@@ -21,7 +21,7 @@ KINDS = {  # part of the title
     "trainer": "ray::RankProcess",
     "raylet": "raylet/raylet",
     "GCS": "gcs/gcs_server",
-    "vLLM server": "vllm.entrypoints",
+    "vLLM server": "servers.vllm_entry",
     "router": "vllm::router",
 }
 CORE = "vLLM engine core"

@@ -24,7 +24,7 @@ from skyrl_tinker.inference.servers.sampler_spec import (
 from skyrl_tinker.interfaces import interface_of
 from skyrl_tinker.processes import die_with_parent
 
-ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` would need the dist to be named vllm
+ENTRY = "skyrl_tinker.inference.servers.vllm_entry"
 STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000
 NICENESS = 10
