@@ -45,7 +45,8 @@ class Engine:
         for task in (work, stopped):
             task.cancel()
         await asyncio.wait((work, stopped))
-        await self._shut_down()
+        if self._env.ray.answers():  # else all that it runs is killed below this process
+            await self._shut_down()
         return None if error is None else str(_root_cause(error))
 
     async def _work(self) -> None:

@@ -37,9 +37,19 @@ class RayCluster:
 
     def require_alive(self) -> None:
         """Raise TrainerLostError when a local daemon died: calls to actors would hang before they fail."""
+        if (pid := self._dead()) is not None:
+            raise TrainerLostError(f"a process of Ray died (pid {pid})")
+
+    def answers(self) -> bool:
+        """Return whether Ray can be called; without its daemons a call waits for a minute."""
+        return self._dead() is None
+
+    def _dead(self) -> int | None:
+        """Return the pid of a local daemon that died."""
         for daemon in self._daemons:
             if not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE:
-                raise TrainerLostError(f"a process of Ray died (pid {daemon.pid})")
+                return daemon.pid
+        return None
 
     def require_gpus(self, trainer: int, samplers: int) -> None:
         """Raise StartupError when there are fewer: actors would wait for them indefinitely."""
@@ -51,7 +61,8 @@ class RayCluster:
             )
 
     def stop(self) -> None:
-        ray.shutdown()
+        if self.answers():
+            ray.shutdown()
         self._remove_files()
 
     def _remove_files(self) -> None:

@@ -5,8 +5,8 @@ import hypothesis
 import pytest
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.store.database.migrate import migrate
 from tests.api.support.world import World, running, settings_for
+from tests.support.sqlite_file import new_file
 
 hypothesis.settings.register_profile("long", max_examples=3000, deadline=None)
 
@@ -14,7 +14,7 @@ hypothesis.settings.register_profile("long", max_examples=3000, deadline=None)
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     made = settings_for(tmp_path / "home")
-    migrate(made.store_url)
+    new_file(made.root / "skyrl-tinker.db")
     return made
 
 

@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
 from tests.engine.support.world import World
+from tests.support.sqlite_file import new_file
 
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    url = f"sqlite+aiosqlite:///{tmp_path / 'store.db'}"
-    migrate(url)
-    opened = Store.open(url)
+    opened = Store.open(new_file(tmp_path / "store.db"))
     yield opened
     await opened.close()
 

@@ -6,19 +6,17 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.domain.ids import SamplingSessionId, SessionId
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import base_sampler, create, new_session
 from tests.support.postgres import Postgres
+from tests.support.sqlite_file import new_file
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
-        url = f"sqlite+aiosqlite:///{tmp_path / 'store.db'}"
-        migrate(url)
-        yield url
+        yield new_file(tmp_path / "store.db")
     else:
         server: Postgres = request.getfixturevalue("postgres")
         url = server.new_database()

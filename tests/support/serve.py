@@ -74,7 +74,8 @@ class Serve:
 
     def ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200
+            # Without `verify=False` each call loads all root certificates, in 25 ms.
+            return httpx.get(f"{self.url}/readyz", timeout=5, verify=False).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -112,5 +113,5 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.1)
+        time.sleep(0.25)  # a look at all processes takes milliseconds
     return True
