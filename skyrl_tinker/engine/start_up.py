@@ -106,7 +106,7 @@ class StartUp:
 
     async def _start_trainer(self, trainer: TrainerGroup) -> startup_check.Probe | None:
         await self._await_ready("trainer", trainer.ready())
-        await trainer.require_shared([self._directories.checkpoint_root, self._directories.snapshot_dir])
+        await trainer.look_for_shared([self._directories.checkpoint_root, self._directories.snapshot_dir])
         probed = await startup_check.probe(trainer, self._facts) if self._settings.canary else None
         if self._settings.colocated:
             await trainer.offload()  # the samplers have the first phase

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ray
@@ -66,6 +67,9 @@ class RankProcess:
     def write_call(self, method: str, *args: Any) -> Any:
         return getattr(self._worker, method)(*args)
 
+    def file_call(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker.files, method)(*args)
+
     def ping(self) -> int:
         return os.getpid()
 
@@ -96,11 +100,30 @@ class Actors:
         self._placement = RankPlacement(spec)
         self._actors: tuple[Any, ...] = ()  # by rank; empty before `join`
         self.pids: list[int] = []  # likewise
+        self._unshared: dict[int, list[str]] = {}  # directories, by rank; empty before `look_for`
 
     @property
-    def far_ranks(self) -> list[int]:
-        """The ranks on other hosts than that of rank 0 and the engine."""
-        return self._placement.far_ranks
+    def spread(self) -> bool:
+        """True if there are ranks on other hosts than the engine's."""
+        return bool(self._placement.far_ranks)
+
+    def apart(self, directory: str) -> list[int]:
+        """Return one rank of each host whose directory of this path is another one than the engine's."""
+        return [rank for rank in self._placement.far_hosts if self._is_apart(rank, Path(directory))]
+
+    def _is_apart(self, rank: int, directory: Path) -> bool:
+        roots = (self._spec.memory_root, *self._unshared.get(rank, ()))
+        return any(directory.is_relative_to(root) for root in roots)
+
+    async def look_for(self, marks: Mapping[str, str]) -> set[str]:
+        """Have far ranks note which directories their hosts do not share; return those that any does not.
+
+        `marks`: by directory, the name of a file that the engine has made there.
+        """
+        ranks = self._placement.far_ranks
+        found = await _gather(self.file_call(rank, "checkpoints", "look_for", marks) for rank in ranks)
+        self._unshared = dict(zip(ranks, found, strict=True))
+        return {directory for each in found for directory in each}
 
     async def join(self) -> None:
         """Wait until every rank has joined the process group and loaded the base model.
@@ -116,13 +139,8 @@ class Actors:
         await self.ping()
         meeting = (await self.call(0, "meeting_place", self._placement.hosts)).value
         await self.call_all("join", meeting)
-        for rank in self.far_ranks:  # left by an engine that died while it brought them here
-            await self.call(rank, "remove_files", self.memory_root)
-
-    @property
-    def memory_root(self) -> str:
-        """Directory in the memory of each host, of which the engine reads that of its own."""
-        return self._spec.memory_root
+        for rank in self._placement.far_hosts:
+            await self.file_call(rank, "checkpoints", "drop_leftovers")
 
     async def call(self, rank: int, method: str, *args: Any) -> RankReply:
         call = self._actors[rank].call.remote(method, *args)
@@ -150,6 +168,11 @@ class Actors:
     async def write_call(self, rank: int, writer: Writer, method: str, *args: Any) -> Any:
         """Call one rank's writer, concurrently with other calls. A failure raises StorageError."""
         call = self._actors[rank].write_call.options(concurrency_group=writer).remote(method, *args)
+        return await _reply(call, rank, method, StorageError)
+
+    async def file_call(self, rank: int, writer: Writer, method: str, *args: Any) -> Any:
+        """Call the HostFiles of one rank, as `write_call` does."""
+        call = self._actors[rank].file_call.options(concurrency_group=writer).remote(method, *args)
         return await _reply(call, rank, method, StorageError)
 
     async def write_call_all(self, writer: Writer, method: str, *args: Any) -> list[Any]:

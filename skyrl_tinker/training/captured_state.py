@@ -11,8 +11,7 @@ from typing import Any
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.errors import RankDiedError, SkyrlTinkerError
 from skyrl_tinker.training.actors import Actors, Writer
-
-BLOCK_BYTES = 64 << 20
+from skyrl_tinker.training.far_directory import FarDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class CapturedState:
         try:
             return await self._write(str(scratch), directory)
         except SkyrlTinkerError as error:
-            await self._drop_far(str(scratch))
+            await self._elsewhere(str(scratch)).drop()
             left = [scratch]
             if isinstance(error, RankDiedError):  # its peers may write on until they are gone
                 self.ranks.kill()
@@ -55,36 +54,17 @@ class CapturedState:
             )
             return alone
         parts = await self.ranks.write_call_all(self.writer, "persist_state", self.number, scratch)
-        for rank in self._ranks_apart(scratch):
-            await self._bring(rank, Path(scratch))
-        await self._drop_far(scratch)
+        elsewhere = self._elsewhere(scratch)
+        await elsewhere.bring()
+        await elsewhere.drop()
         files: dict[str, FileEntry] = {name: entry for part in parts for name, entry in part.items()}
         size: int = await self.ranks.write_call(
             0, self.writer, "commit_state", self.number, files, scratch, directory
         )
         return size
 
-    def _ranks_apart(self, directory: str) -> list[int]:
-        """Return the ranks that have another directory of this path: one in their own host's memory."""
-        return self.ranks.far_ranks if Path(directory).is_relative_to(self.ranks.memory_root) else []
-
-    async def _bring(self, rank: int, directory: Path) -> None:
-        """Copy what a rank has written to its host's memory to ours."""
-        files: dict[str, int] = await self._far(rank, "list_files", str(directory))
-        for name, size in files.items():
-            with (directory / name).open("wb") as file:
-                for offset in range(0, size, BLOCK_BYTES):
-                    block = await self._far(rank, "read_file", str(directory / name), offset, BLOCK_BYTES)
-                    await asyncio.to_thread(file.write, block)
-
-    async def _drop_far(self, directory: str) -> None:
-        """Remove it from the hosts of other ranks; what those hold that died is theirs no more."""
-        for rank in self._ranks_apart(directory):
-            with suppress(SkyrlTinkerError):
-                await self._far(rank, "remove_files", directory)
-
-    async def _far(self, rank: int, method: str, *args: Any) -> Any:
-        return await self.ranks.write_call(rank, self.writer, method, *args)
+    def _elsewhere(self, directory: str) -> FarDirectory:
+        return FarDirectory(self.ranks, self.writer, directory)
 
     async def open_in_senders(self, limit: int) -> list[Any]:
         """Have each rank's weight sender open what the rank holds of a full model; its answers, by rank.

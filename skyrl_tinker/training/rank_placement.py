@@ -49,6 +49,11 @@ class RankPlacement:
         """The ranks on other hosts than that of rank 0 and the engine."""
         return [rank for rank, node in enumerate(self.nodes) if node != self.nodes[0]]
 
+    @property
+    def far_hosts(self) -> list[int]:
+        """The first of the far ranks of each host."""
+        return [rank for rank in self.far_ranks if self.nodes.index(self.nodes[rank]) == rank]
+
     async def reserve(self) -> list[dict[str, Any]]:
         """Wait for the places; return the options of each rank's actor. Raises NoPlaceError."""
         deadline = time.monotonic() + ROOM_S

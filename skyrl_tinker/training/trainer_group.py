@@ -5,6 +5,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,11 +24,12 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.errors import NoPlaceError, StartupError, TrainerError
+from skyrl_tinker.errors import NoPlaceError, TrainerError
 from skyrl_tinker.training.actors import Actors, RankReply
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
 from skyrl_tinker.training.captured_state import CapturedState
+from skyrl_tinker.training.far_directory import FarDirectory
 from skyrl_tinker.training.restart_policy import RestartPolicy
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
@@ -78,6 +80,7 @@ class TrainerGroup:
         self._restart_policy = RestartPolicy()
         self._followers: list[Follower] = []
         self._sender: Callable[[int], Any] | None = None
+        self._directories: Sequence[Path] = ()
         self._captures = itertools.count()
 
     @classmethod
@@ -99,22 +102,23 @@ class TrainerGroup:
         await self._ranks.join()
         self._restart_policy.born()
 
-    async def require_shared(self, directories: Sequence[Path]) -> None:
-        """Raise StartupError unless the ranks of all hosts see what this process writes to `directories`."""
-        if not self._ranks.far_ranks:
+    async def look_for_shared(self, directories: Sequence[Path]) -> None:
+        """Find out which ranks see what this process writes to `directories`, now and at each restart.
+
+        For those that do not, what they write there is brought here, and what they read is carried to them.
+        """
+        self._directories = directories
+        if not self._ranks.spread:
             return
-        text = secrets.token_hex(16)
-        files = {str(directory / f".shared-{text}"): text for directory in directories}
-        await asyncio.to_thread(_write_all, files)
+        name = f".shared-{secrets.token_hex(16)}"
+        marks = [directory / name for directory in directories]
+        await asyncio.to_thread(_touch_all, marks)
         try:
-            unseen = [path for reply in await self._ranks.call_all("sees", files) for path in reply.value]
+            unshared = await self._ranks.look_for({str(directory): name for directory in directories})
         finally:
-            await asyncio.to_thread(_remove_all, files)
-        if unseen:
-            raise StartupError(
-                f"{Path(unseen[0]).parent} is not the same directory on all hosts of the ranks: put it on "
-                "storage that they share (home, checkpoints), or use ranks of one host"
-            )
+            await asyncio.to_thread(_remove_all, marks)
+        for directory in sorted(unshared):
+            _log.info("%s is not shared: ranks of other hosts send and get its files", directory)
 
     async def restart(self) -> None:
         """Replace broken ranks by fresh ones, which have the base model and nothing else.
@@ -133,6 +137,7 @@ class TrainerGroup:
         self.restarts += 1
         try:
             await self._ranks.join()
+            await self.look_for_shared(self._directories)
             if self._sender is not None:
                 await self._ranks.open_sender(self._sender)
         except TrainerError as error:
@@ -212,7 +217,17 @@ class TrainerGroup:
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         """Load in place; clears gradients. Raises UserError when the checkpoint does not fit the model."""
-        await self._on_all_ranks("load_state", model, directory, optimizer)
+        ranks = self._ranks
+        elsewhere = FarDirectory(ranks, "checkpoints", directory)
+        try:
+            await elsewhere.carry()
+            await self._on_all_ranks("load_state", model, directory, optimizer)
+        except TrainerError as error:
+            if ranks is self._ranks:
+                self.broken = self.broken or error
+            raise
+        finally:
+            await elsewhere.drop()
 
     async def release(self, model: ModelKey) -> None:
         """Forget a model; on broken ranks there is none."""
@@ -330,11 +345,12 @@ class TrainerGroup:
         return CapturedState(number, contents[0], self._ranks)
 
 
-def _write_all(files: Mapping[str, str]) -> None:
-    for path, text in files.items():
-        Path(path).write_text(text)
+def _touch_all(files: Iterable[Path]) -> None:
+    for file in files:
+        with suppress(OSError):  # a full disk: it then counts as not shared, and works as well
+            file.touch()
 
 
-def _remove_all(files: Iterable[str]) -> None:
-    for path in files:
-        Path(path).unlink()
+def _remove_all(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)

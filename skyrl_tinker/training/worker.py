@@ -1,6 +1,5 @@
 """One rank of the trainer: a plain class, which Ray runs as an actor and tests use directly."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from skyrl_tinker.training.batching.outputs import RankOutput
 from skyrl_tinker.training.checkpoints import checkpoint_load, checkpoint_save
 from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
 from skyrl_tinker.training.distributed import MeetingPlace, Ranks
+from skyrl_tinker.training.host_files import HostFiles
 from skyrl_tinker.training.memory import allocator, memory_budget
 from skyrl_tinker.training.memory.activation_memory import ActivationMemory
 from skyrl_tinker.training.memory.device_cache import DeviceCache
@@ -48,6 +48,7 @@ class Worker:
         allocator.keep_freed()
         self.spec = spec
         self.rank = rank
+        self.files = HostFiles(spec.memory_root)
         self._address = address
         self._models: dict[ModelKey, TrainableModel] = {}
         self._device_cache = DeviceCache(self._models, spec.resident_models)
@@ -154,7 +155,7 @@ class Worker:
     def persist_state(self, number: int, scratch: str) -> dict[str, FileEntry]:
         """Write the share captured under `number`, in any thread, until `drop_captured`."""
         with storage_errors(f"rank {self.rank} could not write the checkpoint"):
-            return checkpoint_save.persist(self._captured[number], Path(scratch))
+            return checkpoint_save.persist(self._captured[number], self.files.here(scratch))
 
     def captured_share(self, number: int) -> WeightShare:
         """Return the weights captured under `number`, until `drop_captured`, for this rank's sender."""
@@ -176,27 +177,9 @@ class Worker:
         """Persist and commit what only this rank writes, in any thread. Returns bytes."""
         return self.commit_state(number, self.persist_state(number, scratch), scratch, directory)
 
-    def list_files(self, directory: str) -> dict[str, int]:
-        """Return the sizes of the files in a directory on this host."""
-        return {file.name: file.stat().st_size for file in Path(directory).iterdir()}
-
-    def read_file(self, path: str, offset: int, size: int) -> bytes:
-        """Return at most `size` bytes of a file on this host."""
-        with Path(path).open("rb") as file:
-            file.seek(offset)
-            return file.read(size)
-
-    def remove_files(self, directory: str) -> None:
-        """Remove a directory on this host; harmless if there is none."""
-        shutil.rmtree(directory, ignore_errors=True)
-
-    def sees(self, files: Mapping[str, str]) -> list[str]:
-        """Return the paths that do not have the given content on this host."""
-        return [path for path, text in files.items() if not _has(Path(path), text)]
-
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
         model = self._model_to_change(key)
-        checkpoint_load.load(model, Path(directory), optimizer=optimizer, ranks=self._ranks)
+        checkpoint_load.load(model, self.files.here(directory), optimizer=optimizer, ranks=self._ranks)
 
     def release(self, key: ModelKey) -> None:
         """Release a model, also while offloaded. Idempotent. Frees a full copy's memory at once."""
@@ -257,10 +240,3 @@ class Worker:
         self._require_known(key)
         self._device_cache.load([key])
         return self._models[key]
-
-
-def _has(path: Path, text: str) -> bool:
-    try:
-        return path.read_text() == text
-    except OSError:
-        return False

@@ -42,11 +42,12 @@ class Cluster:
     server: HostServer
     api: HostServer
     kitchen: Kitchen
+    shared: Path
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Checkpoints and snapshots are on storage that the hosts share; homes are their own."""
+    """Checkpoints and snapshots are on storage that all hosts share but the second; homes are their own."""
     if reason := why_not():
         pytest.skip(reason)
     with ExitStack() as stack:
@@ -55,6 +56,9 @@ def cluster() -> Iterator[Cluster]:
             stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp", prefix="skyrl-cluster-"))
         )
         postgres = stack.enter_context(postgres_server(durable=True, host=database))
+        for each in ("checkpoints", "snapshots"):
+            (shared / each).mkdir()
+            worker.run("mount", "-t", "tmpfs", "tmpfs", shared / each)
         for host in (head, worker):
             start_ray(host, head, cpus=1)
         kitchen = Kitchen(shared / "kitchen")
@@ -76,7 +80,7 @@ def cluster() -> Iterator[Cluster]:
         listening = ("--engine-listen", f"{third.address}:8100", "--port", "8001")
         stack.enter_context(on_host(third, shared / "standby", *options, *listening))
         kitchen.url = api.url
-        yield Cluster(head, worker, third, server, api, kitchen)
+        yield Cluster(head, worker, third, server, api, kitchen, shared)
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +120,22 @@ def test_adapters_and_full_weights_reach_the_samplers_of_both_hosts(cluster: Clu
         cluster.head.address: ("shared memory", "shared memory"),
         cluster.worker.address: ("gloo", "pull"),
     }
+
+
+def test_a_host_that_shares_no_directory_writes_and_reads_its_part_of_checkpoints(cluster: Cluster) -> None:
+    with client_of(cluster.server) as client:
+        for training in (client.new_lora(), client.new_full()):
+            train(training, TOKENS)
+            path = training.save_state("apart").result().path
+            train(training, TOKENS)
+            resumed = client.service.create_training_client_from_state_with_optimizer(path).result()
+            train(resumed, TOKENS)
+            np.testing.assert_allclose(logprobs_of(resumed, TOKENS), logprobs_of(training, TOKENS), atol=1e-5)
+    log = (cluster.server.home / "logs" / "engine.log").read_text()
+    assert log.count("is not shared: ranks of other hosts send and get its files") == 2
+    places = (cluster.shared / "checkpoints", cluster.shared / "snapshots", "/tmp", "/dev/shm")
+    find = ("find", *places, "-name", "*.safetensors")
+    assert wait_until(lambda: not cluster.worker.run(*find), 60), "files stay that were carried"
 
 
 def test_the_cookbook_learns_on_both_hosts(cluster: Cluster) -> None:

@@ -1,0 +1,62 @@
+"""Files of checkpoints on the host of one rank, which may not share the engine's directories."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from skyrl_tinker.user_directory import make_private, user_directory
+
+
+class HostFiles:
+    """Files by their paths on the engine's host; where that is not shared they lie in a scratch directory.
+
+    A directory in each host's memory has the same path on all. Threads of a rank may call the methods.
+    """
+
+    def __init__(self, memory_root: str) -> None:
+        self._memory_root = memory_root
+        self._scratch = user_directory(Path(tempfile.gettempdir()), Path(memory_root)) / "carried"
+        self._unshared: list[str] = []
+
+    def look_for(self, marks: Mapping[str, str]) -> list[str]:
+        """Note which directories this host does not share, and return them.
+
+        `marks`: by directory, the name of a file that the engine has made there.
+        """
+        self._unshared = [root for root, name in marks.items() if not (Path(root) / name).exists()]
+        if self._unshared:
+            make_private(self._scratch.parent)
+        return self._unshared
+
+    def drop_leftovers(self) -> None:
+        """Remove what dead ranks have left on a host that is not the engine's."""
+        for directory in (self._memory_root, self._scratch):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def here(self, path: str) -> Path:
+        """Return where a file or directory lies on this host."""
+        shared = not any(Path(path).is_relative_to(root) for root in self._unshared)
+        return Path(path) if shared else self._scratch / Path(path).relative_to("/")
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return the bytes of the files in a directory, by name."""
+        return {file.name: file.stat().st_size for file in self.here(directory).iterdir()}
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        """Return at most `size` bytes of a file."""
+        with self.here(path).open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def write(self, path: str, offset: int, content: bytes) -> None:
+        """Write a part of a file; that at 0 makes it."""
+        file = self.here(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("r+b" if offset else "wb") as opened:
+            opened.seek(offset)
+            opened.write(content)
+
+    def remove(self, directory: str) -> None:
+        """Remove a directory; harmless if there is none."""
+        shutil.rmtree(self.here(directory), ignore_errors=True)
