@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -52,7 +52,7 @@ class RankPlacement:
     @property
     def far_hosts(self) -> list[int]:
         """The first of the far ranks of each host."""
-        return [rank for rank in self.far_ranks if self.nodes.index(self.nodes[rank]) == rank]
+        return first_elsewhere(self.nodes)
 
     async def reserve(self) -> list[dict[str, Any]]:
         """Wait for the places; return the options of each rank's actor. Raises NoPlaceError."""
@@ -98,6 +98,11 @@ class RankPlacement:
             f"the Ray cluster has no room for {ranks} trainer ranks with {each} {kind} each, the first on "
             f"the engine's host {self._here}; it has {kind}s: {listed or 'none'}, which others may use"
         )
+
+
+def first_elsewhere(nodes: Sequence[str]) -> list[int]:
+    """Return the first rank of each node but that of rank 0. `nodes`: by rank."""
+    return [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank > 0]
 
 
 def by_host(node_of: Mapping[int, str]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_tinker.training.rank_placement import by_host
+from skyrl_tinker.training.rank_placement import by_host, first_elsewhere
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,8 @@ from skyrl_tinker.training.rank_placement import by_host
 )
 def test_ranks_are_numbered_host_by_host(nodes: str, order: list[int]) -> None:
     assert by_host(dict(enumerate(nodes))) == order
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("aaaa", []), ("aabbb", [2]), ("abbcc", [1, 3])])
+def test_one_rank_of_each_other_host_copies_its_files(nodes: str, first: list[int]) -> None:
+    assert first_elsewhere(nodes) == first
