@@ -26,7 +26,7 @@ from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 STRAGGLERS_S = 2.0
 """Time that the other ranks get to report their own errors after one rank failed."""
-CONCURRENCY = {"ctl": 1, "sync": 2, "checkpoints": 1, "sampler_weights": 1}
+CONCURRENCY = {"ctl": 1, "sync": 2, "checkpoints": 1, "sampler_weights": 1, "files": 1}
 """Threads of a rank beside its default one, by their group."""
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Actors:
         `marks`: by directory, the name of a file that the engine has made there.
         """
         ranks = self._placement.far_ranks
-        found = await _gather(self.file_call(rank, "checkpoints", "look_for", marks) for rank in ranks)
+        found = await _gather(self.file_call(rank, "look_for", marks) for rank in ranks)
         self._unshared = dict(zip(ranks, found, strict=True))
         return {directory for each in found for directory in each}
 
@@ -140,7 +140,7 @@ class Actors:
         meeting = (await self.call(0, "meeting_place", self._placement.hosts)).value
         await self.call_all("join", meeting)
         for rank in self._placement.far_hosts:
-            await self.file_call(rank, "checkpoints", "drop_leftovers")
+            await self.file_call(rank, "drop_leftovers")
 
     async def call(self, rank: int, method: str, *args: Any) -> RankReply:
         call = self._actors[rank].call.remote(method, *args)
@@ -170,9 +170,9 @@ class Actors:
         call = self._actors[rank].write_call.options(concurrency_group=writer).remote(method, *args)
         return await _reply(call, rank, method, StorageError)
 
-    async def file_call(self, rank: int, writer: Writer, method: str, *args: Any) -> Any:
-        """Call the HostFiles of one rank, as `write_call` does."""
-        call = self._actors[rank].file_call.options(concurrency_group=writer).remote(method, *args)
+    async def file_call(self, rank: int, method: str, *args: Any) -> Any:
+        """Call the HostFiles of one rank, concurrently with other calls. A failure raises StorageError."""
+        call = self._actors[rank].file_call.options(concurrency_group="files").remote(method, *args)
         return await _reply(call, rank, method, StorageError)
 
     async def write_call_all(self, writer: Writer, method: str, *args: Any) -> list[Any]:

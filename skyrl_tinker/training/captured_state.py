@@ -64,7 +64,7 @@ class CapturedState:
         return size
 
     def _elsewhere(self, directory: str) -> FarDirectory:
-        return FarDirectory(self.ranks, self.writer, directory)
+        return FarDirectory(self.ranks, directory)
 
     async def open_in_senders(self, limit: int) -> list[Any]:
         """Have each rank's weight sender open what the rank holds of a full model; its answers, by rank.

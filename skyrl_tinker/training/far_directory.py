@@ -5,59 +5,68 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from skyrl_tinker.atomic_directory import storage_errors
-from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.training.actors import Actors, Writer
+from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, TrainerError
+from skyrl_tinker.training.actors import Actors
 
 BLOCK_BYTES = 64 << 20
 
 
 class FarDirectory:
-    """Copies between this host and others, through one rank of each, beside what the ranks compute."""
+    """Copies between this host and others, through one rank of each, beside all else that ranks do."""
 
-    def __init__(self, ranks: Actors, writer: Writer, directory: str) -> None:
-        """`writer`: the thread of the ranks that reads and writes."""
+    def __init__(self, ranks: Actors, directory: str) -> None:
         self._ranks = ranks
-        self._writer: Writer = writer
         self._directory = Path(directory)
         self._apart = ranks.apart(directory)
 
     async def bring(self) -> None:
         """Copy here what other hosts have of it. Raises StorageError, TrainerError."""
         for rank in self._apart:
-            sizes: dict[str, int] = await self._call(rank, "sizes", str(self._directory))
+            sizes: dict[str, int] = await self._ranks.file_call(rank, "sizes", str(self._directory))
             for name, size in sizes.items():
                 await self._bring_file(rank, self._directory / name, size)
 
     async def carry(self) -> None:
-        """Copy it to other hosts, if it is there. Raises StorageError, TrainerError."""
+        """Copy it to other hosts, if it is there.
+
+        Raises StorageError when it cannot be read, StorageAwayError when one of them cannot take it now, and
+        TrainerError.
+        """
         if self._apart:
-            for path in await asyncio.to_thread(_files, self._directory):
-                await self._carry_file(path)
+            with storage_errors(f"{self._directory} cannot be read"):
+                for path in await asyncio.to_thread(_files, self._directory):
+                    await self._carry_file(path)
 
     async def drop(self) -> None:
         """Remove it from other hosts; what those hold that died is theirs no more."""
         for rank in self._apart:
             with suppress(SkyrlTinkerError):
-                await self._call(rank, "remove", str(self._directory))
+                await self._ranks.file_call(rank, "remove", str(self._directory))
 
     async def _bring_file(self, rank: int, path: Path, size: int) -> None:
         with storage_errors(f"a file of rank {rank} could not be written here"), path.open("wb") as file:
             for offset in range(0, size, BLOCK_BYTES):
-                block = await self._call(rank, "read", str(path), offset, BLOCK_BYTES)
+                block = await self._ranks.file_call(rank, "read", str(path), offset, BLOCK_BYTES)
                 await asyncio.to_thread(file.write, block)
 
     async def _carry_file(self, path: Path) -> None:
-        with storage_errors(f"{path} cannot be read"), path.open("rb") as file:
+        with path.open("rb") as file:
             offset = 0
             while (block := await asyncio.to_thread(file.read, BLOCK_BYTES)) or not offset:
-                await asyncio.gather(
-                    *(self._call(rank, "write", str(path), offset, block) for rank in self._apart)
-                )
+                sent = await asyncio.to_thread(ray.put, block)  # once for all hosts
+                await asyncio.gather(*(self._write(rank, path, offset, sent) for rank in self._apart))
                 offset += max(1, len(block))
 
-    async def _call(self, rank: int, method: str, *args: Any) -> Any:
-        return await self._ranks.file_call(rank, self._writer, method, *args)
+    async def _write(self, rank: int, path: Path, offset: int, block: Any) -> None:
+        try:
+            await self._ranks.file_call(rank, "write", str(path), offset, block)
+        except TrainerError:
+            raise
+        except SkyrlTinkerError as error:  # its disk may be full
+            raise StorageAwayError(f"{self._directory} cannot be copied to another host: {error}") from error
 
 
 def _files(directory: Path) -> list[Path]:

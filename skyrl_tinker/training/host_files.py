@@ -1,5 +1,6 @@
 """Files of checkpoints on the host of one rank, which may not share the engine's directories."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -24,9 +25,7 @@ class HostFiles:
 
         `marks`: by directory, the name of a file that the engine has made there.
         """
-        self._unshared = [root for root, name in marks.items() if not (Path(root) / name).exists()]
-        if self._unshared:
-            make_private(self._scratch.parent)
+        self._unshared = [root for root, name in marks.items() if not os.path.exists(f"{root}/{name}")]
         return self._unshared
 
     def drop_leftovers(self) -> None:
@@ -35,9 +34,18 @@ class HostFiles:
             shutil.rmtree(directory, ignore_errors=True)
 
     def here(self, path: str) -> Path:
-        """Return where a file or directory lies on this host."""
-        shared = not any(Path(path).is_relative_to(root) for root in self._unshared)
-        return Path(path) if shared else self._scratch / Path(path).relative_to("/")
+        """Return where a file or directory lies on this host.
+
+        Raises StartupError where another user has taken our place in the directory for temporary files.
+        """
+        if not any(Path(path).is_relative_to(root) for root in self._unshared):
+            return Path(path)
+        for directory in (
+            self._scratch.parent.parent,
+            self._scratch.parent,
+        ):  # which the system may remove
+            make_private(directory)
+        return self._scratch / Path(path).relative_to("/")
 
     def sizes(self, directory: str) -> dict[str, int]:
         """Return the bytes of the files in a directory, by name."""

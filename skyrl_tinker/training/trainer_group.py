@@ -24,7 +24,7 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.errors import NoPlaceError, TrainerError
+from skyrl_tinker.errors import NoPlaceError, StorageError, TrainerError
 from skyrl_tinker.training.actors import Actors, RankReply
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
@@ -115,6 +115,8 @@ class TrainerGroup:
         await asyncio.to_thread(_touch_all, marks)
         try:
             unshared = await self._ranks.look_for({str(directory): name for directory in directories})
+        except StorageError as error:
+            raise TrainerError(str(error)) from error
         finally:
             await asyncio.to_thread(_remove_all, marks)
         for directory in sorted(unshared):
@@ -216,9 +218,12 @@ class TrainerGroup:
             raise
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
-        """Load in place; clears gradients. Raises UserError when the checkpoint does not fit the model."""
+        """Load in place; clears gradients. Raises UserError when the checkpoint does not fit the model.
+
+        StorageAwayError: another host cannot take it now, and the model is as it was.
+        """
         ranks = self._ranks
-        elsewhere = FarDirectory(ranks, "checkpoints", directory)
+        elsewhere = FarDirectory(ranks, directory)
         try:
             await elsewhere.carry()
             await self._on_all_ranks("load_state", model, directory, optimizer)

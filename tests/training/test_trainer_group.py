@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,8 +17,9 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
-from skyrl_tinker.errors import SamplerError, StorageError, TrainerError, UserError
+from skyrl_tinker.errors import SamplerError, StorageAwayError, StorageError, TrainerError, UserError
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
+from skyrl_tinker.user_directory import user_directory
 from tests.training.support.passes import make_data, make_item
 from tests.training.support.saves import publish_weights, published_weights
 
@@ -151,6 +154,59 @@ async def test_a_disk_that_fails_one_rank_leaves_the_group_whole(two: TrainerGro
     with pytest.raises(StorageError, match="rank 0 could not write the checkpoint: Not a directory"):
         await publish_weights(two, FULL, tmp_path / "file" / "c")
     assert await two.save_state(FULL, str(tmp_path / "c"), optimizer=True) > 0
+
+
+@pytest.fixture
+async def apart(
+    two: TrainerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[TrainerGroup]:
+    """Two ranks, the second as if on another host, which does not share `tmp_path`."""
+    ranks = two._ranks
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks._placement, "nodes", ("here", "elsewhere"))
+        assert await ranks.look_for({str(tmp_path): "a mark that is not there"}) == {str(tmp_path)}
+        yield two
+        await ranks.look_for({})
+
+
+def _carried(tmp_path: Path) -> list[Path]:
+    place = user_directory(Path(tempfile.gettempdir()), Path("/dev/shm")) / "carried"
+    return [path for path in place.rglob("*") if path.is_file() and tmp_path.name in path.parts]
+
+
+async def test_ranks_of_a_host_that_shares_nothing_send_and_get_files(
+    apart: TrainerGroup, one: TrainerGroup, tmp_path: Path
+) -> None:
+    directory = str(tmp_path / "c")
+    for group in (apart, one):
+        await group.create_model(FULL, SPECS[FULL])
+    item = make_item(FULL, make_data((30, 30), 1))
+    await _pass(apart, item)
+    await apart.optim_step([StepItem(RequestId("s"), FULL, AdamParams(1e-2))])
+    await apart.save_state(FULL, directory, optimizer=True)
+    (expected,) = await _pass(apart, item)
+    await apart.optim_step([StepItem(RequestId("s"), FULL, AdamParams(1e-2))])
+    for group in (apart, one):  # which reads what both have written
+        await group.load_state(FULL, directory, optimizer=True)
+        (found,) = await _pass(group, item)
+        np.testing.assert_allclose(found.logprobs[0], expected.logprobs[0], atol=1e-5)
+    assert not _carried(tmp_path)
+
+
+async def test_a_host_without_room_leaves_group_and_model_as_they_were(
+    apart: TrainerGroup, tmp_path: Path
+) -> None:
+    await apart.create_model(A, SPECS[A])
+    await apart.save_state(A, str(tmp_path / "c"), optimizer=True)
+    scratch = user_directory(Path(tempfile.gettempdir()), Path("/dev/shm")) / "carried"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    scratch.touch()  # as little room as on a full disk
+    with pytest.raises(StorageAwayError, match="cannot be copied to another host: rank 1 failed in write"):
+        await apart.load_state(A, str(tmp_path / "c"), optimizer=True)
+    scratch.unlink()
+    assert apart.broken is None
+    await apart.load_state(A, str(tmp_path / "c"), optimizer=True)
 
 
 async def test_ping_answers_while_a_pass_runs(one: TrainerGroup) -> None:

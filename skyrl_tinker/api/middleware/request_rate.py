@@ -8,11 +8,10 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from fastapi import Request
+from sqlalchemy.exc import OperationalError
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError
@@ -24,6 +23,10 @@ BURST_S = 10.0
 """A bucket holds the tokens of so many seconds: clients send in bursts."""
 SHARE_S = 1.0
 """A process takes the tokens of so many seconds at once, at least one, and keeps them for BURST_S at most."""
+LOOK_S = 1.0
+"""Least time until an empty bucket is asked again: no client is told to come back sooner."""
+AWAY_S = 5.0
+"""Time until a database is asked again that did not answer."""
 UNCOUNTED = frozenset(
     f"/api/v1/{name}"
     for name in (
@@ -42,11 +45,15 @@ UNCOUNTED = frozenset(
 
 @dataclass(slots=True)
 class _Share:
-    """Tokens of one key, kept until `ends`; before `empty_until` the bucket has none."""
+    """Tokens of one key, kept until `ends`.
+
+    Before `empty_until` the bucket is not asked, before `away_until` the database is not, and nobody refused.
+    """
 
     tokens: int = 0
     ends: float = 0.0
     empty_until: float = 0.0
+    away_until: float = 0.0
     taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -58,7 +65,10 @@ class RequestRates:
         self._shares: dict[tuple[OwnerId | None, float], _Share] = {}  # a new rate counts at once
 
     async def admit(self, caller: Caller) -> None:
-        """Take a token. Raises OverloadedError, with the time until there is one, and OperationalError."""
+        """Take a token. Raises OverloadedError, with the time until there is one.
+
+        While the database is away, or its disk full, requests are not counted.
+        """
         rate = caller.limits.requests_per_s
         if rate is None:
             return
@@ -66,12 +76,18 @@ class RequestRates:
         async with share.taking:
             now = time.monotonic()
             if (share.tokens < 1 or now > share.ends) and now >= share.empty_until:
-                await self._take(share, caller.owner, rate)
+                if now < share.away_until:
+                    return
+                try:
+                    await self._take(share, caller.owner, rate)
+                except OperationalError:  # whatever needs the database says so itself
+                    share.away_until = time.monotonic() + AWAY_S
+                    return
             if share.tokens < 1:
                 raise OverloadedError(
                     f"key_requests_per_s: found more than {_most(rate):.6g} requests in {BURST_S:g} s, "
                     f"expected at most {rate:.6g} a second from one API key: send this request again later",
-                    max(1, math.ceil(share.empty_until - now)),
+                    max(1, math.ceil(share.empty_until - time.monotonic())),
                 )
             share.tokens -= 1
 
@@ -88,7 +104,7 @@ class RequestRates:
         now = time.monotonic()
         share.ends = now + BURST_S
         if share.tokens < 1:
-            share.empty_until = now + (1 - left) / rate
+            share.empty_until = now + max((1 - left) / rate, LOOK_S)
 
 
 def _most(rate: float) -> float:
@@ -109,9 +125,6 @@ class RequestRateMiddleware:
                 await rates.admit(caller)
             except OverloadedError as error:
                 await _refusal(scope["path"], error)(scope, receive, send)
-                return
-            except error_responses.EXPECTED as error:
-                await error_responses.refusal(Request(scope), error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -5,6 +5,7 @@ ordinary passes and steps; their outcomes are dropped, since their clients have 
 models are then the same to the last bit; on several ranks, and on GPUs, to about 1e-5.
 """
 
+import asyncio
 import logging
 import math
 import time
@@ -25,8 +26,9 @@ from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
-from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
+from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, TrainerError
 from skyrl_tinker.protocol.protobuf import pass_results
+from skyrl_tinker.storage.checkpoint_storage import AWAY_S
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -138,11 +140,22 @@ class Replay:
             await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
             if snapshot is not None:
                 await self._snapshots.fetch(snapshot)
-                await self._trainer.load_state(model.key, snapshot.directory, optimizer=snapshot.optimizer)
+                await self._load(model.key, snapshot)
         except TrainerError:
             raise
         except SkyrlTinkerError as error:
             self._lost[model.key] = str(error)
+
+    async def _load(self, model: ModelKey, snapshot: SnapshotRow) -> None:
+        """Load it, and wait while another host has no room for it."""
+        while True:
+            try:
+                await self._trainer.load_state(model, snapshot.directory, optimizer=snapshot.optimizer)
+            except StorageAwayError as error:
+                _log.warning("tried again in %.0f s: %s", AWAY_S, error)
+                await asyncio.sleep(AWAY_S)
+            else:
+                return
 
     async def _prove_ranks(self, model: ModelKey) -> None:
         """Run a trivial pass: if ranks die of that, too, it is not the request. Raises TrainerError."""

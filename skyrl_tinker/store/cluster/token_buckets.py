@@ -6,17 +6,21 @@ from sqlalchemy import Connection, extract, func, select
 
 from skyrl_tinker.store import server_state
 
+_PART = 0.25
+
 
 def take(conn: Connection, name: str, *, rate: float, most: float, wanted: float) -> tuple[int, float]:
     """Take at most `wanted` tokens from a bucket that holds `most` and gets `rate` a second.
 
-    Returns how many were taken, and what the bucket then has. Writers take turns, so all is counted.
+    Of few that are left it takes a part, so that others find some. Returns how many were taken, and what the
+    bucket then has. Writers take turns, so all is counted.
     """
     now = _now(conn)
     left, counted_at = server_state.get(conn, name) or (most, now)
     left = min(most, left + max(0.0, now - counted_at) * rate)
-    taken = int(min(wanted, left))
-    server_state.put(conn, name, (left - taken, now))
+    taken = int(min(wanted, max(1.0, left * _PART), left))
+    if taken:
+        server_state.put(conn, name, (left - taken, now))
     return taken, left - taken
 
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.api.middleware import request_rate
 from skyrl_tinker.api.middleware.request_rate import UNCOUNTED, RequestRates
@@ -265,16 +266,43 @@ async def test_all_processes_share_a_rate(
 async def test_a_process_keeps_what_it_took_for_a_while(
     processes: list[RequestRates], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_rate, "SHARE_S", 4 / 1e-3)
-    monkeypatch.setattr(request_rate, "BURST_S", 4 / 1e-3)
+    """It takes four of sixteen, three of twelve; the others find the rest."""
+    monkeypatch.setattr(request_rate, "SHARE_S", 8 / 1e-3)
+    monkeypatch.setattr(request_rate, "BURST_S", 16 / 1e-3)
     first, other = processes
     assert await admitted(first, caller(1e-3), 1) == 1
-    assert await admitted(other, caller(1e-3), 1) == 0
+    assert await admitted(other, caller(1e-3), 30) == 12
     assert await admitted(first, caller(1e-3), 5) == 3
     monkeypatch.setattr(request_rate, "BURST_S", 0.0)
     assert await admitted(first, caller(1e3), 1) == 1
     await asyncio.sleep(0.01)
     assert await admitted(first, caller(1e3), 1) == 1, "another share than the one that has ended"
+
+
+async def test_no_process_finds_a_bucket_empty_that_others_hardly_use(url: str, settings: Settings) -> None:
+    stores = [Store.open(url, settings.root) for _ in range(12)]
+    assert [await admitted(RequestRates(store), caller(50.0), 1) for store in stores] == [1] * 12
+    for store in stores:
+        await store.close()
+
+
+async def test_without_the_database_requests_are_not_counted(
+    processes: list[RequestRates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+
+    async def away(*_: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        raise OperationalError("BEGIN", {}, Exception("no answer"))
+
+    rates = processes[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(rates._store, "write", away)
+        assert await admitted(rates, caller(0.01), 5) == 5
+    assert asked == 1
+    monkeypatch.setattr(request_rate, "AWAY_S", 0.0)
+    assert await admitted(processes[1], caller(0.01), 5) == 1
 
 
 @pytest.mark.parametrize("rate", [0.05, 2.0])
@@ -321,9 +349,10 @@ async def test_few_requests_wait_for_the_database(
     monkeypatch.setattr(token_buckets, "take", counted)
     who = caller(100.0)
     assert await asyncio.gather(*(processes[0].admit(who) for _ in range(1000)))
-    assert takes == 10
+    assert takes < 60
+    takes = 0
     assert await admitted(processes[0], caller(0.01), 100) == 1
-    assert takes == 12, "an empty bucket is not asked for each request"
+    assert takes == 2, "an empty bucket is not asked for each request"
 
 
 async def test_a_key_without_limits_is_not_counted(world: World) -> None:

@@ -15,7 +15,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, Model
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.trainer import replay, trainer_driver
-from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
@@ -339,6 +339,25 @@ async def test_what_a_released_model_had_is_removed(world: World) -> None:
     assert await bodies_of(world, model) == 3
     world.driver.release(await journal.key_of(world.store, model))
     await world.until(lambda: bodies_of(world, model), lambda left: left == 0)
+
+
+async def test_a_model_waits_for_room_on_the_host_of_a_rank(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snapshot must not be given up for a full disk that is not even the server's."""
+    monkeypatch.setattr(replay, "AWAY_S", 0.01)
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    model = await world.model()
+    world.workers.busy_s = 0.0
+    await train_busily(world, model, 1, 2)
+    await world.until(lambda: snapshot_of(world, model), lambda row: row is not None and row.seq_id == 6)
+    world.workers.failing["load"] = StorageAwayError("rank 1 failed in write: no space left")
+    world.workers.broken = DEAD
+    world.driver.wake()
+    await world.until(lambda: asyncio.sleep(0, world.workers.names().count("load")), lambda times: times > 2)
+    world.workers.failing.clear()
+    await train(world, model, 7, 1)
+    assert await steps_of(world, model) == expected(1, 3)
 
 
 async def test_a_model_whose_snapshot_is_damaged_is_lost_and_the_others_are_not(
