@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -210,12 +210,8 @@ class TrainerGroup:
 
     async def persist_state(self, captured: CapturedState, directory: str) -> int:
         """Write the checkpoint directory while units of work go on, as CapturedState.persist does."""
-        try:
+        with self._broken_by_failures_of(captured.ranks):
             return await captured.persist(directory)
-        except TrainerError as error:
-            if captured.ranks is self._ranks:
-                self.broken = self.broken or error
-            raise
 
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         """Load in place; clears gradients. Raises UserError when the checkpoint does not fit the model.
@@ -225,12 +221,9 @@ class TrainerGroup:
         ranks = self._ranks
         elsewhere = FarDirectory(ranks, directory)
         try:
-            await elsewhere.carry()
+            with self._broken_by_failures_of(ranks):
+                await elsewhere.carry()
             await self._on_all_ranks("load_state", model, directory, optimizer)
-        except TrainerError as error:
-            if ranks is self._ranks:
-                self.broken = self.broken or error
-            raise
         finally:
             await elsewhere.drop()
 
@@ -315,8 +308,14 @@ class TrainerGroup:
         if self.broken is not None:
             raise self.broken
         ranks = self._ranks
-        try:
+        with self._broken_by_failures_of(ranks):
             return await call(ranks)
+
+    @contextmanager
+    def _broken_by_failures_of(self, ranks: Actors) -> Iterator[None]:
+        """Note a TrainerError of the block, unless others have replaced these ranks meanwhile."""
+        try:
+            yield
         except TrainerError as error:
             if ranks is self._ranks:
                 self.broken = self.broken or error
