@@ -60,7 +60,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
         child.stdout.readline()
         started = time.monotonic()
         assert processes.kill_descendants(grace_s=0.5) == [child.pid]
-        assert 0.5 <= time.monotonic() - started < 3
+        assert 0.5 <= time.monotonic() - started < 20
         print(child.pid)
         """,
         STUBBORN,

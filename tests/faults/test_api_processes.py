@@ -51,7 +51,7 @@ def several(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Ite
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("SSL_CERT_FILE", str(trusted))
-        assert wait_until(lambda: len(apis(server)) == COUNT, 30)
+        assert wait_until(lambda: len(apis(server)) == COUNT, 90)
         yield server
 
 
@@ -166,7 +166,7 @@ def test_clients_go_on_when_one_process_is_killed(several: Serve) -> None:
         before = apis(several)
         victim = min(before, key=lambda each: each.pid)
         victim.kill()
-        assert wait_until(lambda: len(apis(several) - before) == 1, 30)
+        assert wait_until(lambda: len(apis(several) - before) == 1, 90)
         assert len(apis(several) & before) == COUNT - 1
 
     with client_of_each(several) as (one, *_):
@@ -184,7 +184,7 @@ def test_a_rolling_restart_brings_a_renewed_certificate_and_loses_no_request(sev
         before = apis(several)
         shutil.copy(directory / "renewed" / "key.pem", directory)
         several.process.send_signal(signal.SIGUSR2)
-        assert wait_until(lambda: "ssl.SSLError" in log.read_text(), 30), "it has the key of another"
+        assert wait_until(lambda: "ssl.SSLError" in log.read_text(), 90), "it has the key of another"
         assert apis(several) >= before, "none ends before there is another in its place"
         shutil.copy(directory / "renewed" / "cert.pem", directory)
         assert replaced(several, before)

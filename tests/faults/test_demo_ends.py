@@ -28,7 +28,7 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
         assert directories.bell_dir.exists()
         assert directories.ephemeral_dir.exists()
         demo.send_signal(signal.SIGINT)
-        assert demo.wait(20) != 0
+        assert demo.wait(60) != 0
     assert not [each for each in started if each.is_running()]
     assert not list((tmp_path / "tmp").iterdir())
     assert not directories.bell_dir.exists()

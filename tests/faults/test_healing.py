@@ -50,10 +50,10 @@ def test_it_heals_when_one_is_killed_or_stopped(server: Serve, kind: str, how: s
     if kind in ("raylet", "GCS"):  # without them a call of Ray's waits for a minute, then ends the process
         log = (server.home / "logs" / "engine.log").read_text()
         assert f"ended: a process of Ray died (pid {victim.pid})" in log
-    assert wait_until(lambda: not server.unreaped(), 10)
+    assert wait_until(lambda: not server.unreaped(), 30)
     current = server.tree()
     assert wait_until(
-        lambda: not [each for each in server.seen if each not in current and each.is_running()], 10
+        lambda: not [each for each in server.seen if each not in current and each.is_running()], 30
     )
 
 

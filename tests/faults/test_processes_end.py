@@ -19,11 +19,14 @@ def test_a_signal_while_starting_ends_everything_too(start: Callable[..., Serve]
 def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Serve]) -> None:
     serve = start()
     assert wait_until(lambda: serve.find("raylet") is not None, START_S)
+    engine = serve.find("engine")
+    assert engine is not None
+    engine.suspend()  # so that the first alone takes ten seconds
     serve.process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     serve.process.send_signal(signal.SIGINT)
-    serve.process.wait(2)
-    assert wait_until(lambda: not serve.left(), 2), serve.left()
+    serve.process.wait(9)
+    assert wait_until(lambda: not serve.left(), STOP_S), serve.left()
 
 
 def test_nothing_outlives_a_killed_serve(start: Callable[..., Serve]) -> None:

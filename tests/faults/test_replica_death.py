@@ -51,7 +51,7 @@ def sample_many(server: Serve, sampler: tinker.SamplingClient) -> list[Future[ty
         )
         for index in range(SAMPLES)
     ]
-    assert wait_until(lambda: samples_in_flight(server) > 0, 10)
+    assert wait_until(lambda: samples_in_flight(server) > 0, 60)
     return pending
 
 

@@ -50,7 +50,7 @@ class ApiHost:
     def end(self) -> int:
         """End it in good order, unless it has ended. Returns the exit code."""
         self.process.terminate()
-        code = self.process.wait(15)
+        code = self.process.wait(30)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code

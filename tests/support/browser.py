@@ -138,7 +138,7 @@ def browser(profile: Path) -> Iterator[Browser]:
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+            process.wait(30)
         process.kill()
         process.wait()
 

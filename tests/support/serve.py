@@ -14,7 +14,7 @@ import psutil
 
 from tests.support.processes import below, command, is_zombie, title, vllm_servers
 
-STOP_S, HEAL_S, START_S = 15, 180, 120  # on a machine that is busy with other tests
+STOP_S, HEAL_S, START_S = 30, 180, 120  # on a machine that is busy with other tests
 KINDS = {  # part of the title
     "API": "skyrl_tinker.api.api_process",
     "engine": "skyrl_tinker.engine.engine_process",

@@ -115,4 +115,5 @@ class NotifyBell(Doorbell):
             if loop is None:
                 self._rung.set()  # nobody waits yet
                 return
-        loop.call_soon_threadsafe(self._rung.set)
+        with suppress(RuntimeError):  # a loop that is closed: nobody waits any more
+            loop.call_soon_threadsafe(self._rung.set)

@@ -55,7 +55,10 @@ def patient(settings: Settings) -> Settings:
     return settings.model_copy(update={"long_poll_s": 20.0})
 
 
-async def test_a_ring_wakes_all_who_wait_for_that_future_at_once(patient: Settings) -> None:
+async def test_a_ring_wakes_all_who_wait_for_that_future_at_once(
+    patient: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_tinker.api.waiting.long_poll._FALLBACK_POLL_S", 20.0)
     async with running(patient) as world:
         request_id, other = await submitted(world), await submitted(world)
         waiting = [asyncio.create_task(world.retrieve(request_id)) for _ in range(3)]
@@ -64,7 +67,7 @@ async def test_a_ring_wakes_all_who_wait_for_that_future_at_once(patient: Settin
         began = time.monotonic()
         await world.succeed(request_id, "application/json", STEP_BYTES)
         answers = await asyncio.gather(*waiting)
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 10
         assert [answer.json() for answer in answers] == [STEP] * 3
         assert not still.done()
         world.services.waiter.stop()
@@ -77,14 +80,14 @@ async def test_a_lost_ring_costs_a_second_not_the_result(patient: Settings) -> N
         waiting = asyncio.create_task(world.retrieve(request_id))
         await asyncio.sleep(0.1)
         await world.succeed(request_id, "application/json", STEP_BYTES, ring=False)
-        assert (await asyncio.wait_for(waiting, 3)).status_code == 200
+        assert (await asyncio.wait_for(waiting, 10)).status_code == 200
 
 
 async def test_what_was_announced_too_long_ago_to_be_remembered_is_looked_up_once(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyrl_tinker.api.waiting.long_poll._REMEMBERED", 0)
-    async with running(settings.model_copy(update={"long_poll_s": 2.0})) as world:
+    async with running(settings.model_copy(update={"long_poll_s": 20.0})) as world:
         request_id = await submitted(world)
         await world.succeed(request_id, "application/json", STEP_BYTES)
         assert (await world.retrieve(request_id)).status_code == 200
@@ -92,7 +95,7 @@ async def test_what_was_announced_too_long_ago_to_be_remembered_is_looked_up_onc
         assert (await world.retrieve(request_id)).status_code == 200
         began = time.monotonic()
         assert (await world.retrieve(request_id)).status_code == 200
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 10
 
 
 async def test_shutdown_answers_every_long_poll_with_408(patient: Settings) -> None:

@@ -22,7 +22,7 @@ class Api:
     settings: Settings
 
     def wait_until_up(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
                 httpx.get(f"{self.url}/healthz", verify=False).raise_for_status()
@@ -36,7 +36,7 @@ class Api:
         """SIGTERM; seconds until it was gone."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(timeout=10) == 0
+        assert self.process.wait(timeout=30) == 0
         return time.monotonic() - began
 
 

@@ -243,7 +243,7 @@ async def test_a_collector_that_never_answers_holds_up_neither_work_nor_the_end(
                 steps += 1
                 await answered(busy, "optim_step", step(model, steps))
             began = time.monotonic()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < otlp_export.TIMEOUT_S
     assert steps > 2
 
 

@@ -78,7 +78,7 @@ def test_a_lease_that_is_let_go_is_taken_at_once(url: str, homes: list[Path]) ->
     first.close()
     started = time.monotonic()
     second.take(NOTHING)
-    assert (second.epoch, time.monotonic() - started < 1) == (2, True)
+    assert (second.epoch, time.monotonic() - started < server_lease.HOLD_S / 2) == (2, True)
     second.close()
 
 
@@ -88,7 +88,7 @@ def test_a_server_that_was_killed_takes_its_own_lease_at_once(url: str, homes: l
     first.take(NOTHING)
     started = time.monotonic()
     again.take(NOTHING)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < server_lease.HOLD_S / 2
     with pytest.raises(LeaseLostError, match="another server has taken over"):
         first.keep()
     again.keep()
