@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -13,6 +14,11 @@ from tests.support.postgres import Postgres, postgres_server
 if TYPE_CHECKING:
     from tests.inference.support.samplers import Served
 
+# The same examples each time, however slow a machine is that is busy with other tests.
+settings.register_profile(
+    "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
 
 GROUPS = {
     "tests/e2e/test_external_samplers.py": "ray_cluster",

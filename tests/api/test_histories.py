@@ -29,7 +29,7 @@ from tests.api.support.whole import Ran, Whole, whole
 from tests.api.support.world import PROTOBUF, settings_for
 
 LONG = settings.get_current_profile_name() == "long"
-FEW = settings(max_examples=25, deadline=None, derandomize=True)
+FEW = settings(max_examples=25)
 PENDING = "pending"
 
 

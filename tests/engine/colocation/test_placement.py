@@ -129,7 +129,7 @@ gaps = st.floats(0, 3)
 jobs = st.lists(st.tuples(gaps, durations), max_size=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(jobs, jobs, st.lists(jobs, max_size=3), st.floats(0.01, 1), st.floats(0.01, 4), st.floats(0, 3))
 def test_one_side_at_a_time_and_nobody_starves(
     units: list[tuple[float, float]],

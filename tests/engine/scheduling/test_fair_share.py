@@ -228,7 +228,7 @@ tenants = st.lists(
 
 
 @given(tenants)
-@settings(deadline=None, max_examples=10, phases=[Phase.generate])
+@settings(max_examples=10, phases=[Phase.generate])
 def test_whoever_always_has_work_gets_the_same_time(drawn: Sequence[tuple[int, int, int, str]]) -> None:
     """Owners among each other, and sessions of an owner, whatever they send and with however many models."""
     floods = [

@@ -135,7 +135,7 @@ class Run:
 
 
 @given(st.lists(sent | asked, max_size=120))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_schedule(schedule: list[Sent | str]) -> None:
     run, events = Run(), requests(schedule)
     for event in events:

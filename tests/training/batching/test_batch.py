@@ -32,7 +32,7 @@ def items(draw: st.DrawFn) -> list[PassItem]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(items=items(), world=st.integers(1, 4), budget=st.integers(1, 200), even=st.booleans())
 def test_every_segment_runs_once_and_all_ranks_run_the_same_collectives(
     items: list[PassItem], world: int, budget: int, even: bool
