@@ -9,6 +9,7 @@ import pytest
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from tests.support.processes import heed_ctrl_c
 
 
 def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
@@ -33,11 +34,6 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
     assert not list((tmp_path / "tmp").iterdir())
     assert not directories.bell_dir.exists()
     assert not directories.ephemeral_dir.exists()
-
-
-def heed_ctrl_c() -> None:
-    """Also where the tests run in the background of a shell, which has its children ignore it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def started_processes(pid: int) -> list[psutil.Process]:

@@ -16,6 +16,7 @@ from skyrl_tinker.store.cluster.server_lease import Lease
 from skyrl_tinker.store.database.migrate import SCRIPTS
 from skyrl_tinker.store.database.opening import open_database
 from tests.support.postgres import Postgres
+from tests.support.processes import heed_ctrl_c
 from tests.support.serve import Serve, wait_until
 
 OLDER = "0013"
@@ -82,7 +83,7 @@ def test_a_standby_waits_without_migrating_and_ends_at_once(
     home, complaints = tmp_path / "home", tmp_path / "complaints"
     command = [sys.executable, "-m", "skyrl_tinker", "serve", "--home", str(home), "--standby", *options]
     with complaints.open("wb") as errors:
-        server = subprocess.Popen([*command, "--port", "0"], stderr=errors)
+        server = subprocess.Popen([*command, "--port", "0"], stderr=errors, preexec_fn=heed_ctrl_c)
     assert wait_until(lambda: "waiting for its end" in complaints.read_text(), 60)
     assert revision(older) == OLDER
     server.send_signal(signal.SIGINT)

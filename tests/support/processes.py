@@ -1,5 +1,7 @@
 """The processes below one that a test started. Any of them may end while it is looked at."""
 
+import signal
+
 import httpx
 import psutil
 
@@ -62,3 +64,8 @@ def client_of(server: psutil.Process) -> httpx.Client:
     line = command(server)
     url = f"http://127.0.0.1:{line[line.index('--port') + 1]}"
     return httpx.Client(base_url=url, headers=bearer(server.environ()[TOKEN]))
+
+
+def heed_ctrl_c() -> None:
+    """Also where the tests run in the background of a shell, which has its children ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -153,7 +153,7 @@ async def told(world: World, request_id: str) -> tuple[str, str | None]:
 
 
 async def until(look: Callable[[], Awaitable[object]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await look():  # noqa: ASYNC110 (others write what is looked at)
             await asyncio.sleep(0.02)
 

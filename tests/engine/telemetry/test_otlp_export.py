@@ -214,7 +214,7 @@ async def test_a_collector_that_is_down_costs_no_work_and_one_line_and_gets_all_
         with collecting(port) as collector:
             for request in steps:
                 assert {"optim_step", "wait", "run"} <= (await arrived(collector, request)).keys()
-    assert len(lines(caplog)) == 2
+            await until(lambda: holds(lambda: len(lines(caplog)) == 2))
     assert f"traces reach the collector 127.0.0.1:{port} again" in lines(caplog)[1]
 
 
@@ -256,6 +256,7 @@ async def test_what_waits_for_a_collector_is_bounded(
     async with exporting(busy, collector.url) as export:
         old = await answered(busy, "asample", sample(await busy.api.sampler(), 0))
         await until(lambda: holds(lambda: export._cursor == 1))
+        monkeypatch.setattr(otlp_export, "KEEP_S", 600.0)
         sampler = await busy.api.sampler()
         requests = [await answered(busy, "asample", sample(sampler, number)) for number in range(4)]
         collector.status = 200
