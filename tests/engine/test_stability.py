@@ -89,7 +89,7 @@ class Sampling:
         return accepted
 
     async def done(self, accepted: Accepted) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await journal.outcome(self.store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -180,7 +180,7 @@ async def test_a_result_that_comes_too_late_leaves_no_record(store: Store, drawn
     row = await journal.outcome(store, accepted)
     await store.write(lambda conn: finish.fail(conn, row.future_id, Failure("gone", "server")))
     drawn.samplers.go_on.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while drawn.driver.in_flight() or drawn.driver.queued():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert await records_of(store, accepted) == {}

@@ -104,12 +104,12 @@ async def test_shutdown_answers_every_long_poll_with_408(patient: Settings) -> N
         waiting = [asyncio.create_task(world.retrieve(request_id)) for _ in range(20)]
         await asyncio.sleep(0.2)
         world.services.waiter.stop()
-        answers = await asyncio.wait_for(asyncio.gather(*waiting), 1)
+        answers = await asyncio.wait_for(asyncio.gather(*waiting), 15)
         assert {answer.status_code for answer in answers} == {408}
         assert {answer.json()["queue_state_reason"] for answer in answers} == {
             "this server process is shutting down"
         }
-        assert (await asyncio.wait_for(world.retrieve(request_id), 1)).status_code == 408
+        assert (await asyncio.wait_for(world.retrieve(request_id), 15)).status_code == 408
 
 
 async def test_a_result_is_served_as_stored_and_can_be_fetched_again(world: World) -> None:

@@ -105,7 +105,7 @@ async def test_an_acknowledgement_is_answered_at_once_and_so_are_all_at_shutdown
         held = asyncio.create_task(world.ok("retrieve_futures", ask(sampler)))
         await asyncio.sleep(0.1)
         world.services.waiter.stop()
-        assert (await asyncio.wait_for(held, 5))["completions"] == []
+        assert (await asyncio.wait_for(held, 15))["completions"] == []
 
 
 async def test_an_unknown_sampling_session_is_404(world: World) -> None:

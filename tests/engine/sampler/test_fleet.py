@@ -128,7 +128,7 @@ async def sample_many(fleet: Fleet, model: str = "base", length: int = 120) -> l
 
 
 async def until_size(fleet: Fleet, size: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while fleet.size != size:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 

@@ -86,7 +86,7 @@ async def test_a_save_does_not_wait_for_a_change_of_all_samplers(
     replica, version = Replica("stop"), adapter(1, tmp_path)
     samplers = samplers_of(replica)
     async with samplers._adapters._fleet.changing:
-        await asyncio.wait_for(samplers.load(version), 10)
+        await asyncio.wait_for(samplers.load(version), 60)
     assert replica.loads == []
     await samplers.sample(version, REQUEST)
     assert replica.loads == ["v1"]

@@ -53,7 +53,7 @@ def make_driver(store: Store, bell: Doorbell, cores: tuple[int, ...] = ()) -> tu
 
 async def refusal(store: Store, accepted: Accepted) -> Failure:
     """The samples here are of a base model that is not served: so all that read their bodies refuse them."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while (await journal.outcome(store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return await journal.error_of(store, accepted)

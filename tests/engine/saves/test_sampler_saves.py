@@ -180,7 +180,7 @@ class World:
         committing.cancel()
 
     async def answered(self, accepted: Accepted) -> Any:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60):
             while (await journal.outcome(self.store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         return await self.answer(accepted)
@@ -273,7 +273,7 @@ async def test_a_save_that_fails_takes_its_weights_back_from_the_samplers(world:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

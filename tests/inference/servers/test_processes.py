@@ -37,7 +37,7 @@ def family(pid: int) -> list[int]:
 
 
 async def loss_of(group: ServerGroup, index: int) -> Loss:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await group.wait_lost(index)
 
 
