@@ -272,7 +272,7 @@ async def test_a_killed_rank_raises_at_once_and_names_itself(ray_cluster: None, 
     started = time.monotonic()
     with pytest.raises(TrainerError, match=r"^rank 1 died in run_pass: its process ended unexpectedly$"):
         await _pass(group, make_item(A, make_data((30, 30), 1)))
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 30
     await group.shutdown()
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
