@@ -49,7 +49,8 @@ from tinker import types
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from tests.e2e.support.client import datum, prompt, random_tokens
-from tests.support.serve import Serve, serving, wait_until
+from tests.support.serve import Serve, serving
+from tests.support.waiting import wait_until
 
 DATA = [[datum(random_tokens(65, seed=100 * step + row)) for row in range(8)] for step in range(8)]
 PROMPTS = [prompt(random_tokens(16, seed=1000 + step)) for step in range(8)]

@@ -16,7 +16,8 @@ from skyrl_tinker.directories import Directories
 from tests.e2e.support.client import Client, prompt, random_tokens
 from tests.faults.test_engine_death import client_of, rounds
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
-from tests.support.serve import HEAL_S, Serve, serving, wait_until
+from tests.support.serve import HEAL_S, Serve, serving
+from tests.support.waiting import wait_until
 
 TOKENS = random_tokens(30, seed=1)
 

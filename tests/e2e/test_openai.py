@@ -17,7 +17,8 @@ from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER
 from tests.e2e.support.client import Client, logprobs_of, metrics_of, prompt, random_tokens, train
-from tests.support.serve import Serve, wait_until
+from tests.support.serve import Serve
+from tests.support.waiting import wait_until
 
 PROMPT = random_tokens(12, seed=21)
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which letter?"}]

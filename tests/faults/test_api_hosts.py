@@ -19,7 +19,8 @@ from tests.e2e.support.client import Client, logprobs_of, metrics_of, prompt, ra
 from tests.faults.test_engine_death import TOKENS, rounds
 from tests.support.api_host import api_host
 from tests.support.postgres import postgres_server
-from tests.support.serve import HEAL_S, Serve, serving, wait_until
+from tests.support.serve import HEAL_S, Serve, serving
+from tests.support.waiting import wait_until
 
 PARAMS = types.SamplingParams(max_tokens=20, seed=5, temperature=1.0, stop=[])
 

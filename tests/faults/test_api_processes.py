@@ -25,7 +25,8 @@ from tests.faults.test_engine_death import TOKENS, client_of, rounds
 from tests.support.certificates import write_certificate
 from tests.support.postgres import Postgres
 from tests.support.processes import title
-from tests.support.serve import KINDS, Serve, serving, wait_until
+from tests.support.serve import KINDS, Serve, serving
+from tests.support.waiting import wait_until
 
 COUNT, ROUNDS, SAMPLES = 3, 8, 40
 T = TypeVar("T")

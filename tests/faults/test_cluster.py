@@ -25,7 +25,8 @@ from tests.faults.test_engine_death import rounds
 from tests.support.cluster import HostServer, on_host, start_ray
 from tests.support.hosts import Host, hosts, why_not
 from tests.support.postgres import postgres_server
-from tests.support.serve import HEAL_S, wait_until
+from tests.support.serve import HEAL_S
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 TOKENS = random_tokens(30, seed=1)

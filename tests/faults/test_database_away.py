@@ -14,7 +14,8 @@ from tinker import types
 from tests.e2e.support.client import prompt, random_tokens
 from tests.faults.test_engine_death import client_of, kill_engine, rounds
 from tests.support.postgres import Postgres, postgres_server
-from tests.support.serve import HEAL_S, Serve, serving, wait_until
+from tests.support.serve import HEAL_S, Serve, serving
+from tests.support.waiting import wait_until
 
 AWAY_S = 10
 

@@ -13,7 +13,8 @@ from tinker import types
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from tests.e2e.support.client import Client, datum, prompt, random_tokens, train
-from tests.support.serve import HEAL_S, Serve, wait_until
+from tests.support.serve import HEAL_S, Serve
+from tests.support.waiting import wait_until
 
 TOKENS = random_tokens(30, seed=1)
 

@@ -11,7 +11,8 @@ import pytest
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from tests.support.serve import CORE, HEAL_S, Serve, serving, wait_until
+from tests.support.serve import CORE, HEAL_S, Serve, serving
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

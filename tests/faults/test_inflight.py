@@ -8,7 +8,8 @@ import tinker
 
 from tests.e2e.support.client import Client, logprobs_of, prompt
 from tests.e2e.support.policies import ATOL, TOKENS, policy, roll, scores, step
-from tests.support.serve import CORE, HEAL_S, Serve, wait_until
+from tests.support.serve import CORE, HEAL_S, Serve
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, prompt, random_tokens
-from tests.support.serve import HEAL_S, Serve, serving, wait_until
+from tests.support.serve import HEAL_S, Serve, serving
+from tests.support.waiting import wait_until
 
 TOKENS = random_tokens(30, seed=1)
 STEP = types.AdamParams(learning_rate=1e-2)

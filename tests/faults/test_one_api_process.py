@@ -3,7 +3,8 @@
 import pytest
 
 from tests.faults.test_api_processes import apis, replace, work_during
-from tests.support.serve import HEAL_S, Serve, wait_until
+from tests.support.serve import HEAL_S, Serve
+from tests.support.waiting import wait_until
 
 
 def test_a_restart_of_the_only_process_loses_no_request(

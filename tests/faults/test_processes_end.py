@@ -5,7 +5,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from tests.support.serve import START_S, STOP_S, Serve, wait_until
+from tests.support.serve import START_S, STOP_S, Serve
+from tests.support.waiting import wait_until
 
 
 def test_a_signal_while_starting_ends_everything_too(start: Callable[..., Serve]) -> None:

@@ -12,7 +12,8 @@ from tinker import types
 
 from tests.e2e.support.client import Client, prompt, random_tokens, train
 from tests.support.processes import client_of, vllm_servers
-from tests.support.serve import HEAL_S, Serve, serving, wait_until
+from tests.support.serve import HEAL_S, Serve, serving
+from tests.support.waiting import wait_until
 
 PROMPT = random_tokens(20, seed=3)
 LENGTH = 300

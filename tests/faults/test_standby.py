@@ -24,7 +24,8 @@ from tests.support.api_host import api_host
 from tests.support.object_storage import BUCKET, object_storage
 from tests.support.postgres import postgres_server
 from tests.support.processes import is_zombie
-from tests.support.serve import HEAL_S, START_S, STOP_S, Serve, wait_until
+from tests.support.serve import HEAL_S, START_S, STOP_S, Serve
+from tests.support.waiting import wait_until
 from tests.support.wire import Wire
 
 

@@ -8,7 +8,8 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens
-from tests.support.serve import HEAL_S, Serve, wait_until
+from tests.support.serve import HEAL_S, Serve
+from tests.support.waiting import wait_until
 
 STEPS, DEADLY = 6, {1, 2, 4}
 TOKENS = random_tokens(30, seed=1)

@@ -21,7 +21,7 @@ from skyrl_tinker.store.store import write_once
 from tests.api.support.world import FACTS
 from tests.support.api_host import ApiHost, api_host
 from tests.support.postgres import Postgres
-from tests.support.serve import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

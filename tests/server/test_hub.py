@@ -13,7 +13,8 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.base_models import base_model, tiny_model
 from tests.support.hub import COMMIT, NAME, Hub
-from tests.support.serve import Serve, wait_until
+from tests.support.serve import Serve
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

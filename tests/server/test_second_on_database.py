@@ -17,7 +17,8 @@ from skyrl_tinker.store.database.migrate import SCRIPTS
 from skyrl_tinker.store.database.opening import open_database
 from tests.support.postgres import Postgres
 from tests.support.processes import heed_ctrl_c
-from tests.support.serve import Serve, wait_until
+from tests.support.serve import Serve
+from tests.support.waiting import wait_until
 
 OLDER = "0013"
 

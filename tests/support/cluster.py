@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 
 from tests.support.hosts import Host
-from tests.support.serve import START_S, wait_until
+from tests.support.serve import START_S
+from tests.support.waiting import wait_until
 
 GCS_PORT, API_PORT = 6379, 8000  # free on hosts of our own
 _BIN = Path(sys.executable).parent

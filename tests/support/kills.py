@@ -5,7 +5,8 @@ import time
 
 import psutil
 
-from tests.support.serve import CORE, Serve, wait_until
+from tests.support.serve import CORE, Serve
+from tests.support.waiting import wait_until
 
 HEAL_S = 180.0
 ENGINE_EVERY_S = 31.0  # the supervisor gives up after five deaths within two minutes

@@ -4,8 +4,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import httpx
 import psutil
 
 from tests.support.processes import below, command, is_zombie, title, vllm_servers
+from tests.support.waiting import wait_until
 
 STOP_S, HEAL_S, START_S = 30, 180, 120  # on a machine that is busy with other tests
 KINDS = {  # part of the title
@@ -106,12 +106,3 @@ def serving(home: Path, *options: str, python: str = sys.executable) -> Iterator
         served.stop()
     finally:
         served.close()
-
-
-def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.25)  # a look at all processes takes milliseconds
-    return True
