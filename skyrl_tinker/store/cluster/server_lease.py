@@ -65,9 +65,17 @@ def own_epoch(url: str, home: Path) -> int | None:
 class Lease:
     """Lease of a server on the database of `url`. Its methods block."""
 
-    def __init__(self, url: str, home: Path) -> None:
+    def __init__(
+        self,
+        url: str,
+        home: Path,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._database = None if file_of(url) is not None else open_database(url, home)
         self._holder = "" if self._database is None else holder_of(home)
+        self._clock = clock
+        self._sleep = sleep
         self.epoch: int | None = None  # None: the database is a file, or it is not taken
 
     def take(self, progress: Report, *, standby: bool = False) -> None:
@@ -82,7 +90,7 @@ class Lease:
                 if not standby:
                     raise StartupError(f"database_url: cannot connect: {error.orig}") from error
                 progress(f"the database does not answer, trying again: {error.orig}")
-                time.sleep(_LOOK_S)
+                self._sleep(_LOOK_S)
 
     def keep(self) -> None:
         """Count a beat. Raises LeaseLostError, and OperationalError while the database is away."""
@@ -98,13 +106,13 @@ class Lease:
 
     def _take(self, database: Database, progress: Report, *, standby: bool) -> None:
         """Watch the lease and take it. Raises OperationalError: then nothing of what was seen counts."""
-        seen, since, told = _read(database), time.monotonic(), False
-        while not (self._is_free(seen) or time.monotonic() - since > HOLD_S):
+        seen, since, told = _read(database), self._clock(), False
+        while not (self._is_free(seen) or self._clock() - since > HOLD_S):
             if not told:
                 wait = "waiting for its end" if standby else f"waiting {HOLD_S:.0f} s for a sign of life"
                 progress(f"the lease on the database has {_holder(seen)}; {wait}")
                 told = True
-            time.sleep(_LOOK_S)
+            self._sleep(_LOOK_S)
             row = _read(database)
             if row != seen:
                 if not (standby or self._is_free(row)):
@@ -112,7 +120,7 @@ class Lease:
                         f"database_url: another server works on this database: {_holder(row)}; stop it, or "
                         "wait for it with --standby"
                     )
-                seen, since = row, time.monotonic()
+                seen, since = row, self._clock()
         if told:
             silent = "has let go" if self._is_free(seen) else f"gave no sign of life for {HOLD_S:.0f} s"
             progress(f"{time.strftime('%F %T')} the holder of the lease {silent}, taking over")

@@ -2,21 +2,21 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import LeaseLostError, StartupError
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.cluster import server_lease
-from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
+from skyrl_tinker.store.cluster.server_lease import HOLD_S, Lease, own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_postgresql, on_sqlite
 from tests.support.postgres import Postgres
+from tests.support.waiting import PATIENCE_S, until
 
 NOTHING: Callable[[str], None] = lambda _: None  # noqa: E731
 
@@ -29,41 +29,33 @@ def homes(tmp_path: Path) -> list[Path]:
     return homes
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_lease, "HOLD_S", 1.0)
-    monkeypatch.setattr(server_lease, "_LOOK_S", 0.1)
+class Clock:
+    """Time that passes only in `sleep`, where the other servers take the next step of their story."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.story: Iterator[None] = iter(())
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        next(self.story, None)
+
+    def lease(self, url: str, home: Path) -> Lease:
+        return Lease(url, home, lambda: self.now, self.sleep)
 
 
-@pytest.fixture
-def beating() -> Iterator[Callable[[Lease], threading.Event]]:
-    """Have a lease kept in a thread, until the event returned is set."""
-    ends: list[tuple[threading.Event, threading.Thread]] = []
-
-    def beat(held: Lease) -> threading.Event:
-        end = threading.Event()
-
-        def run() -> None:
-            while not end.wait(0.2):
-                held.keep()
-
-        ends.append((end, threading.Thread(target=run)))
-        ends[-1][1].start()
-        return end
-
-    yield beat
-    for end, thread in ends:
-        end.set()
-        thread.join()
+def keep_until(held: Lease, end_s: float, clock: Clock) -> Iterator[None]:
+    while clock.now < end_s:
+        held.keep()
+        yield
 
 
 @on_postgresql
-def test_a_lease_that_is_kept_is_refused_to_another_home(
-    url: str, homes: list[Path], short: None, beating: Callable[[Lease], threading.Event]
-) -> None:
-    first, second = (Lease(url, home) for home in homes)
+def test_a_lease_that_is_kept_is_refused_to_another_home(url: str, homes: list[Path]) -> None:
+    clock = Clock()
+    first, second = Lease(url, homes[0]), clock.lease(url, homes[1])
     first.take(NOTHING)
-    beating(first)
+    clock.story = keep_until(first, 5.0, clock)
     with pytest.raises(StartupError, match=f"another server works on this database: .*:{homes[0]}"):
         second.take(NOTHING)
     assert own_epoch(url, homes[0]) == first.epoch == 1
@@ -73,45 +65,41 @@ def test_a_lease_that_is_kept_is_refused_to_another_home(
 
 @on_postgresql
 def test_a_lease_that_is_let_go_is_taken_at_once(url: str, homes: list[Path]) -> None:
-    first, second = (Lease(url, home) for home in homes)
+    clock = Clock()
+    first, second = (clock.lease(url, home) for home in homes)
     first.take(NOTHING)
     first.close()
-    started = time.monotonic()
     second.take(NOTHING)
-    assert (second.epoch, time.monotonic() - started < server_lease.HOLD_S / 2) == (2, True)
+    assert (second.epoch, clock.now) == (2, 0.0)
     second.close()
 
 
 @on_postgresql
 def test_a_server_that_was_killed_takes_its_own_lease_at_once(url: str, homes: list[Path]) -> None:
-    first, again = Lease(url, homes[0]), Lease(url, homes[0])
+    clock = Clock()
+    first, again = (clock.lease(url, homes[0]) for _ in range(2))
     first.take(NOTHING)
-    started = time.monotonic()
     again.take(NOTHING)
-    assert time.monotonic() - started < server_lease.HOLD_S / 2
+    assert clock.now == 0.0
     with pytest.raises(LeaseLostError, match="another server has taken over"):
         first.keep()
     again.keep()
 
 
 @on_postgresql
-def test_a_standby_takes_over_once_the_holder_gives_no_sign_of_life(
-    url: str, homes: list[Path], short: None, beating: Callable[[Lease], threading.Event]
-) -> None:
-    first, second = (Lease(url, home) for home in homes)
+def test_a_standby_takes_over_once_the_holder_gives_no_sign_of_life(url: str, homes: list[Path]) -> None:
+    clock = Clock()
+    first, second = Lease(url, homes[0]), clock.lease(url, homes[1])
     first.take(NOTHING)
-    end = beating(first)
+    last_beat_s = 2 * HOLD_S
+    clock.story = keep_until(first, last_beat_s, clock)
     told: list[str] = []
-    waiting = threading.Thread(target=lambda: second.take(told.append, standby=True))
-    waiting.start()
-    time.sleep(2.0)
-    assert second.epoch is None, "it was kept for longer than a lease lasts"
-    end.set()
-    waiting.join(5)
+    second.take(told.append, standby=True)
     assert second.epoch == 2
+    assert last_beat_s + HOLD_S <= clock.now <= last_beat_s + HOLD_S + 2
     waits, takes = told
     assert str(homes[0]) in waits
-    assert takes.endswith("the holder of the lease gave no sign of life for 1 s, taking over")
+    assert takes.endswith("the holder of the lease gave no sign of life for 20 s, taking over")
     with pytest.raises(LeaseLostError):
         first.keep()
     first.close()
@@ -120,25 +108,28 @@ def test_a_standby_takes_over_once_the_holder_gives_no_sign_of_life(
 
 @on_postgresql
 def test_a_database_that_was_away_costs_no_holder_its_lease(
-    url: str, homes: list[Path], short: None, postgres: Postgres
+    url: str, homes: list[Path], postgres: Postgres
 ) -> None:
-    first, second = (Lease(url, home) for home in homes)
+    clock = Clock()
+    first, second = Lease(url, homes[0]), clock.lease(url, homes[1])
     first.take(NOTHING)
-    waiting = threading.Thread(target=lambda: second.take(NOTHING, standby=True), daemon=True)
-    waiting.start()
-    time.sleep(0.5)
-    postgres.stop()
-    with pytest.raises(OperationalError):
-        first.keep()
-    time.sleep(1.5)
-    postgres.start()
-    for _ in range(10):
-        time.sleep(0.2)
-        first.keep()
-    assert second.epoch is None
-    first.close()
-    waiting.join(5)
+
+    def story() -> Iterator[None]:
+        yield from keep_until(first, 5.0, clock)
+        postgres.stop()
+        with pytest.raises(OperationalError):
+            first.keep()
+        while clock.now < 2 * HOLD_S:
+            yield
+        postgres.start()
+        yield from keep_until(first, 4 * HOLD_S, clock)
+        assert second.epoch is None
+        first.close()
+
+    clock.story = story()
+    second.take(NOTHING, standby=True)
     assert second.epoch == 2
+    assert clock.now >= 4 * HOLD_S
 
 
 @on_postgresql
@@ -178,21 +169,26 @@ async def test_who_waits_for_its_turn_while_another_takes_over_is_refused(
     await late.write(lambda conn: server_state.put(conn, "k", 1))
     begun, go_on = threading.Event(), threading.Event()
 
-    def take_over(conn: object) -> None:
+    def take_over(conn: Connection) -> None:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(PATIENCE_S)
         server_state.put(conn, server_state.LEASE, {"epoch": 2, "holder": "another", "beats": 0})
 
     taking = asyncio.create_task(store.write(take_over))
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(begun.wait, PATIENCE_S)
     writing = asyncio.create_task(late.write(lambda conn: server_state.put(conn, "k", 3)))
-    await asyncio.sleep(0.5)
+    await until(lambda: queued_writers(store))
     go_on.set()
     await taking
     with pytest.raises(LeaseLostError):
         await writing
     second.close()
     await late.close()
+
+
+def queued_writers(store: Store) -> int:
+    with store.read() as conn:
+        return int(conn.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")) or 0)
 
 
 @on_sqlite
