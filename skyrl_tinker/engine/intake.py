@@ -36,12 +36,12 @@ class Intake:
         self._bell = bell
         self._trainer = trainer
         self._sampler = sampler
-        self._cursor = 0
         self._metrics = metrics
+        self.cursor = 0  # the drivers have all requests up to this id
 
     async def run(self, cursor: int) -> None:
         """Read requests indefinitely. `cursor`: those up to this id have finished."""
-        self._cursor = cursor
+        self.cursor = cursor
         while True:
             try:
                 while await self._read_page():
@@ -54,7 +54,7 @@ class Intake:
     async def _read_page(self) -> bool:
         """Hand over one page of new rows; returns True if there may be more."""
         with self._store.read() as conn:
-            rows = queue.queued_after(conn, self._cursor, PAGE)
+            rows = queue.queued_after(conn, self.cursor, PAGE)
         if rows:
             rows = self._without_bodies(rows) if self._sampler.queued() > MOST_BODIES else rows
             self._metrics.arrived(rows)
@@ -62,7 +62,7 @@ class Intake:
             if training := [row for row in rows if row.kind not in _SAMPLING]:
                 await self._trainer.submit(training)
             self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
-            self._cursor = rows[-1].id
+            self.cursor = rows[-1].id
             if cancels := [row for row in rows if row.kind is RequestKind.CANCEL_SAMPLE]:
                 await self._sampler.cancel(cancels)
         return len(rows) == PAGE

@@ -1,7 +1,5 @@
 """Released, lost and never created models, and the requests that wait for them. Workers are scripted."""
 
-import asyncio
-
 import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
@@ -57,7 +55,7 @@ async def test_a_released_model_runs_what_it_can_and_fails_the_rest(world: World
     world.workers.go_on.clear()
     ready = await journal.submit_pass(world.store, model, 1)
     parked = await journal.submit_pass(world.store, model, 3)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    await world.until(world.workers.names, lambda names: "pass" in names)
     world.driver.release(key)
     world.workers.go_on.set()
     assert (await world.done(ready)).status is FutureStatus.DONE

@@ -85,7 +85,7 @@ async def test_idle_ranks_that_die_are_replaced_and_everything_replayed(world: W
     await train(world, model, 1, 3)
     world.workers.broken = DEAD
     world.driver.wake()
-    await world.until(lambda: asyncio.sleep(0, world.workers.restarts), bool)
+    await world.until(lambda: world.workers.restarts)
     await train(world, model, 10, 1)
     assert await steps_of(world, model) == expected(1, 4)
 
@@ -100,7 +100,7 @@ async def test_a_new_engine_brings_back_models_and_runs_what_was_pending(
     world.workers.go_on.clear()
     pending = await journal.submit_pass(world.store, model, following)
     parked = await journal.submit_step(world.store, model, following + 1)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
     after = new_engine(world)
     await all_done(after, pending, parked)
     assert await steps_of(after, model) == [*expected(1, 2), [following]]
@@ -156,12 +156,11 @@ async def test_a_request_that_kills_the_ranks_fails_alone(world: World) -> None:
     world.workers.deadly = {await journal.key_of(world.store, deadly)}
     world.workers.go_on.clear()
     blocker = await journal.submit_pass(world.store, model, 1)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
     fine = await journal.submit_pass(world.store, model, 2)
     bad = await journal.submit_pass(world.store, deadly, 1)
     step = await journal.submit_step(world.store, deadly, 2)
-    world.bell.ring("engine")
-    await asyncio.sleep(0.1)  # all of it is taken in before the workers go on
+    await world.taken_in()
     world.workers.go_on.set()
     await all_done(world, blocker, fine)
     await world.done(bad)
@@ -184,12 +183,11 @@ async def test_a_request_for_which_there_is_no_memory_fails_alone(
     world.workers.large = {await journal.key_of(world.store, large)}
     world.workers.go_on.clear()
     blocker = await journal.submit_pass(world.store, model, 1)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
     bad = await journal.submit_pass(world.store, large, 1)
     fine = await journal.submit_pass(world.store, model, 2)
     step = await journal.submit_step(world.store, model, 3)
-    world.bell.ring("engine")
-    await asyncio.sleep(0.1)  # all of it is taken in before the workers go on
+    await world.taken_in()
     world.workers.go_on.set()
     await all_done(world, blocker, fine, step)
     await world.done(bad)
@@ -260,7 +258,7 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(
     engine = world
     for _ in range(2):
         before = len(attempts)
-        await engine.until(lambda: asyncio.sleep(0, len(attempts)), before.__lt__)
+        await engine.until(lambda: len(attempts), before.__lt__)
         engine.running.cancel()
         await asyncio.wait([engine.running])
         await world.store.write(lambda conn: None)  # behind all that the dead one had begun
@@ -354,7 +352,7 @@ async def test_a_model_waits_for_room_on_the_host_of_a_rank(
     world.workers.failing["load"] = StorageAwayError("rank 1 failed in write: no space left")
     world.workers.broken = DEAD
     world.driver.wake()
-    await world.until(lambda: asyncio.sleep(0, world.workers.names().count("load")), lambda times: times > 2)
+    await world.until(lambda: world.workers.names().count("load"), lambda times: times > 2)
     world.workers.failing.clear()
     await train(world, model, 7, 1)
     assert await steps_of(world, model) == expected(1, 3)
@@ -398,10 +396,9 @@ async def test_a_replayed_request_that_kills_the_ranks_costs_its_own_model_only(
     model, deadly = await world.model(), await world.model()
     world.workers.go_on.clear()
     blocker = await journal.submit_pass(world.store, model, 1)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
     together = [await journal.submit_pass(world.store, each, 2 - n) for n, each in enumerate((model, deadly))]
-    world.bell.ring("engine")
-    await asyncio.sleep(0.1)
+    await world.taken_in()
     world.workers.go_on.set()
     await all_done(world, blocker, *together)
     after = new_engine(world)
@@ -421,10 +418,9 @@ async def test_a_replayed_unit_for_which_there_is_no_memory_costs_the_large_requ
     model, large = await world.model(), await world.model()
     world.workers.go_on.clear()
     blocker = await journal.submit_pass(world.store, model, 1)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()[-1]), lambda name: name == "pass")
+    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
     together = [await journal.submit_pass(world.store, each, 2 - n) for n, each in enumerate((model, large))]
-    world.bell.ring("engine")
-    await asyncio.sleep(0.1)
+    await world.taken_in()
     world.workers.go_on.set()
     await all_done(world, blocker, *together)
     after = new_engine(world)
@@ -442,15 +438,14 @@ async def test_a_pass_prepared_beside_one_that_dies_with_the_ranks_is_not_forgot
         models = [await world.model() for _ in range(3)]
         world.workers.go_on.clear()
         passes = [await journal.submit_pass(store, models[0], 1)]
-        await world.until(lambda: asyncio.sleep(0, world.workers.names().count("pass")), bool)
+        await world.until(lambda: world.workers.names().count("pass"))
         passes += [
             await journal.submit_pass(store, model, seq) for model, seq in zip(models, (2, 1, 1), strict=True)
         ]
-        world.bell.ring("engine")
-        await asyncio.sleep(0.1)
+        await world.taken_in()
         world.workers.go_on.set()
         world.workers.go_on.clear()  # the next one waits again, and one more is prepared meanwhile
-        await world.until(lambda: asyncio.sleep(0, world.workers.names().count("pass")), lambda ran: ran == 2)
+        await world.until(lambda: world.workers.names().count("pass"), lambda ran: ran == 2)
         world.workers.broken = DEAD
         world.workers.go_on.set()
         await all_done(world, *passes)

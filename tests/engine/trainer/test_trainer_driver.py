@@ -37,11 +37,10 @@ async def test_what_two_models_have_ready_runs_in_one_unit(world: World) -> None
     models = [await world.model() for _ in range(2)]
     world.workers.go_on.clear()
     blocker = await journal.submit_pass(world.store, models[0], 1)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    await world.until(world.workers.names, lambda names: "pass" in names)
     accepted = [await journal.submit_pass(world.store, model, 2 - i) for i, model in enumerate(models)]
     steps = [await journal.submit_step(world.store, model, 3 - i) for i, model in enumerate(models)]
-    world.bell.ring("engine")
-    await asyncio.sleep(0.2)  # all of it is taken in before the workers go on
+    await world.taken_in()
     world.workers.go_on.set()
     for each in (blocker, *accepted, *steps):
         await world.done(each)
@@ -81,10 +80,10 @@ async def test_a_look_at_the_queues_while_a_step_runs_hides_no_refusal(world: Wo
     key = await journal.key_of(world.store, model)
     world.workers.go_on.clear()
     step = await journal.submit_step(world.store, model, 1)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "step" in names)
+    await world.until(world.workers.names, lambda names: "step" in names)
     why = Failure("datum 2: weights has length 3, expected 4", "user")
     await journal.submit(world.store, model, 2, RequestKind.FORWARD_BACKWARD, failure=why)
-    await world.until(lambda: asyncio.sleep(0, world.driver.lane_statuses()), lambda lanes: key in lanes)
+    await world.until(world.driver.lane_statuses, lambda lanes: key in lanes)
     world.driver.view()
     world.workers.go_on.set()
     assert (await world.done(step)).status is FutureStatus.DONE
@@ -100,10 +99,9 @@ async def test_a_flood_of_full_passes_does_not_keep_what_is_to_go(
     flooding, over, unloaded = [await world.model() for _ in range(3)]
     world.workers.go_on.clear()
     flood = [await journal.submit_pass(store, flooding, seq_id, forward_only=True) for seq_id in range(1, 9)]
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    await world.until(world.workers.names, lambda names: "pass" in names)
     unload = await store.write(lambda conn: cancellation.submit_unload(conn, None, unloaded))
-    world.bell.ring("engine")
-    await asyncio.sleep(0.2)  # all of it is taken in before the workers go on
+    await world.taken_in()
     world.driver.release(await journal.key_of(store, over))
     world.workers.go_on.set()
     for each in (*flood, unload):
@@ -188,10 +186,9 @@ async def test_others_run_between_the_tries_of_a_pass_for_which_there_is_no_memo
     world.workers.large = {keys[0]}
     world.workers.go_on.clear()
     bad = await journal.submit_pass(world.store, large, 1)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    await world.until(world.workers.names, lambda names: "pass" in names)
     fine = await journal.submit_pass(world.store, model, 1)
-    world.bell.ring("engine")
-    await asyncio.sleep(0.2)  # it is taken in before the workers go on
+    await world.taken_in()
     world.workers.go_on.set()
     assert (await world.done(fine)).status is FutureStatus.DONE
     await world.done(bad)
@@ -206,7 +203,7 @@ async def test_a_model_given_up_while_there_was_no_memory_for_its_pass_is_told(w
     world.workers.large = {key}
     world.workers.go_on.clear()
     late = await journal.submit_pass(world.store, model, 1)
-    await world.until(lambda: asyncio.sleep(0, world.workers.names()), lambda names: "pass" in names)
+    await world.until(world.workers.names, lambda names: "pass" in names)
     await world.driver.give_up({key: Failure("a request is missing", "user")})
     world.workers.go_on.set()
     await world.done(late)
