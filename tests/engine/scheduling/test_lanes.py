@@ -105,6 +105,15 @@ def test_a_refused_forward_backward_poisons_its_window_and_names_itself() -> Non
     )
 
 
+def test_of_several_refusals_in_one_window_its_step_names_the_first() -> None:
+    """The later ones may be its consequences."""
+    lanes = created()
+    lanes.add(refused(1), "the cause")
+    lanes.add(refused(2), "a consequence")
+    lanes.runnable(BUDGET)
+    assert lanes.window_error(MODEL) == "forward_backward with seq_id 1 was refused: the cause"
+
+
 def test_a_refused_forward_poisons_nothing() -> None:
     lanes = created(refused(1, FORWARD), row(2, STEP))
     lanes.runnable(BUDGET)
@@ -150,6 +159,16 @@ def test_closing_returns_the_waiting_rows_that_nobody_answered_yet() -> None:
     lanes.forget(MODEL)
     assert not lanes.knows(MODEL)
     assert lanes.runnable(BUDGET) == {}
+
+
+def test_a_model_that_is_to_go_is_drained_once_all_that_came_before_its_end_has_run() -> None:
+    lanes = created(row(1), row(2))
+    lanes.end(MODEL)
+    assert [lanes.ended(row(seq_id)) for seq_id in (2, 3)] == [False, True]
+    for seq_id in (1, 2):
+        assert not lanes.drained(MODEL)
+        lanes.start([row(seq_id)])
+    assert lanes.drained(MODEL)
 
 
 def test_models_do_not_wait_for_each_other() -> None:
@@ -237,11 +256,26 @@ def test_rows_that_are_put_back_apart_come_together_and_without_those_behind_the
     assert not lanes.apart(rows[0])
 
 
-def test_a_refused_row_that_was_skipped_while_one_ran_is_no_gap_once_that_is_put_back() -> None:
-    lanes = created(row(1, RequestKind.SAVE_WEIGHTS), refused(2), row(3))
-    lanes.start([row(1, RequestKind.SAVE_WEIGHTS)])
+def skipped_and_put_back() -> Lanes:
+    """Lanes in which a refused row was skipped while the one before it ran, which is then put back."""
+    save = row(1, RequestKind.SAVE_WEIGHTS)
+    lanes = created(save, refused(2), row(3))
+    lanes.start([save])
     assert lanes.runnable(BUDGET) == {MODEL: [row(3)]}
-    lanes.put_back(row(1, RequestKind.SAVE_WEIGHTS))
-    lanes.add(refused(2))  # again
+    lanes.put_back(save)
+    return lanes
+
+
+def test_a_refused_row_that_was_skipped_while_one_ran_is_no_gap_once_that_is_put_back() -> None:
+    lanes = skipped_and_put_back()
     assert drain(lanes) == [1, 3]
     assert lanes.window_error(MODEL) is not None
+
+
+def test_a_refused_row_that_comes_again_after_it_was_skipped_is_not_kept() -> None:
+    lanes = skipped_and_put_back()
+    lanes.reset_window(MODEL)
+    lanes.add(refused(2))
+    assert drain(lanes) == [1, 3]
+    assert lanes.window_error(MODEL) is None, "its window is over"
+    assert lanes.statuses() == {}

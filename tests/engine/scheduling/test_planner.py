@@ -8,8 +8,16 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.engine.scheduling.fair_share import FairShare
-from skyrl_tinker.engine.scheduling.lanes import PASSES
-from skyrl_tinker.engine.scheduling.planner import Apart, Barriers, Pass, PassBudget, Unit, next_unit
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
+from skyrl_tinker.engine.scheduling.planner import (
+    Apart,
+    Barriers,
+    Pass,
+    PassBudget,
+    Planner,
+    Unit,
+    next_unit,
+)
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 
@@ -238,3 +246,35 @@ def test_a_newcomer_gets_its_share_and_no_more() -> None:
     list(islice(units, 20))
     left += [row(B, tokens=10) for _ in range(200)]
     assert 200 <= tokens_of(B, list(islice(units, 6))) <= 250  # it begins beside the one that had least
+
+
+def waiting_lanes(*rows: QueuedRow) -> Lanes:
+    """Lanes in which these rows wait, of each model one behind the other."""
+    waiting = Lanes()
+    for each in rows:
+        if not waiting.knows(model_of(each)):
+            waiting.open(model_of(each), each.seq_id)
+        waiting.add(each)
+    return waiting
+
+
+@pytest.mark.parametrize(("others", "decides"), [(4, True), (3, False)])
+def test_who_has_no_more_than_half_of_what_another_has_to_do_decides_first(
+    others: int, decides: bool
+) -> None:
+    older, newer = [row(A, SAVE) for _ in range(others)], [row(B, SAVE) for _ in range(2)]
+    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), seconds)
+    assert planner.pop() == Barriers((newer[0] if decides else older[0],))
+
+
+def test_who_always_comes_back_with_little_to_do_decides_for_half_of_the_time() -> None:
+    waiting = waiting_lanes(*(row(A, SAVE) for _ in range(20)), row(B, SAVE))
+    planner, ran = Planner(waiting, PassBudget(100), seconds), list[ModelKey]()
+    while len(ran) < 8:
+        unit = planner.pop()
+        assert unit is not None
+        ran.append(model_of(unit.rows[0]))
+        planner.charge([(unit.rows[0], 3.0 if ran[-1] == B else 1.0)])
+        if ran[-1] == B:
+            waiting.add(row(B, SAVE))
+    assert ran == [B, A, A, A, B, A, A, A]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Datum, PassItem
-from skyrl_tinker.training.batching.batch import build_batch, micro_batches
+from skyrl_tinker.training.batching.batch import MicroBatch, build_batch, micro_batches
 from skyrl_tinker.training.batching.even_rows import SequenceCost
 from tests.training.support.passes import make_data, make_item
 
@@ -67,17 +67,19 @@ def test_segments_lie_in_model_then_request_then_datum_order() -> None:
     assert batch.cu_seqlens.tolist() == [0, 4, 7, 9, 10]
 
 
-def test_a_models_cuts_do_not_depend_on_its_neighbours() -> None:
+@settings(max_examples=60)
+@given(items=items(), budget=st.integers(1, 200))
+def test_the_cuts_of_a_request_do_not_depend_on_its_neighbours(items: list[PassItem], budget: int) -> None:
     """So that its gradients are the same sums with and without them."""
-    one, other = make_item(1, make_data((30, 30, 30), 1)), make_item(2, make_data((40, 30, 20), 2))
 
-    def cuts(items: list[PassItem]) -> list[list[int]]:
-        batch = build_batch(items)
-        (plan,) = micro_batches(batch, frozenset(range(len(items))), _network, 1, 64)
-        own = [[int(batch.datum[s]) for s in micro.segments if batch.model[s] == 2] for micro in plan]
+    def cuts(number: int, together: list[PassItem]) -> list[list[int]]:
+        batch = build_batch(together)
+        (plan,) = micro_batches(batch, frozenset(range(len(together))), _network, 1, budget)
+        own = [[int(batch.datum[s]) for s in m.segments if batch.request[s] == number] for m in plan]
         return [cut for cut in own if cut]
 
-    assert cuts([one, other]) == cuts([other]) == [[0], [1, 2]]
+    for number, item in enumerate(items):
+        assert cuts(number, items) == cuts(0, [item])
 
 
 def test_without_costs_rows_are_filled_in_the_order_of_the_batch() -> None:
@@ -92,6 +94,24 @@ def test_without_costs_rows_are_filled_in_the_order_of_the_batch() -> None:
     assert rows(2) == [[(0, 1, 2)], [(3, 4, 5)]]
     assert rows(1, cost_of=_cost) == [[(0, 3, 5), (1, 2, 4)]]
     assert rows(2, cost_of=_cost) == [[(2, 3, 5)], [(0, 1, 4)]]
+
+
+def test_without_backward_passes_all_requests_of_a_network_share_rows_and_costs() -> None:
+    batch = build_batch([make_item(1, make_data((5,), 1)), make_item(2, make_data((5,), 2), backward=False)])
+    asked: list[bool] = []
+
+    def cost_of(network: ModelKey | None, backward: bool) -> SequenceCost:
+        asked.append(backward)
+        return _cost(network, backward)
+
+    def rows(**options: Any) -> list[MicroBatch]:
+        (plan,) = micro_batches(batch, frozenset({0, 1}), _network, 1, 64, **options)
+        return plan
+
+    assert rows() == [MicroBatch(None, True, (0,)), MicroBatch(None, False, (1,))]
+    assert rows(forward_only=True) == [MicroBatch(None, False, (0, 1))]
+    assert rows(forward_only=True, cost_of=cost_of) == [MicroBatch(None, False, (0, 1))]
+    assert asked == [False]
 
 
 def test_requests_left_out_are_not_run() -> None:
