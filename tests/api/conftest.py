@@ -1,14 +1,11 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from skyrl_tinker.config import Settings
 from tests.api.support.world import World, running, settings_for
 from tests.support.sqlite_file import new_file
-
-hypothesis.settings.register_profile("long", max_examples=3000, derandomize=False)
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -14,6 +12,7 @@ from tinker import types
 from tests.e2e.support.client import Client, prompt, random_tokens
 from tests.support.processes import client_of, vllm_servers
 from tests.support.serve import Serve
+from tests.support.waiting import wait_until
 
 PROMPT = random_tokens(8, seed=21)
 LONG = types.SamplingParams(max_tokens=4000, stop=[], seed=1)
@@ -52,13 +51,6 @@ class Vllm:
         """Until everything that it has is sampled to its end, or aborted."""
         self._http.post("/pause?mode=wait", timeout=None).raise_for_status()
         self._http.post("/resume", timeout=60).raise_for_status()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_what_the_sdk_gives_up_stops_in_vllm_and_others_go_on(client: Client, server: Serve) -> None:

@@ -78,8 +78,7 @@ class HostServer:
 
     def wait_ready(self) -> "HostServer":
         within_s = 2 * START_S  # of two replicas on as many cores
-        ready = wait_until(lambda: self.ready() or self.process.poll() is not None, within_s)
-        assert ready, self.output()
+        wait_until(lambda: self.ready() or self.process.poll() is not None, within_s)
         assert self.process.poll() is None, self.output()
         return self
 

@@ -1,4 +1,4 @@
-"""The one way in which tests wait: for a state. A limit guards against hanging only; no outcome depends on it."""
+"""The one way in which tests wait: for a state. Its limits guard against hanging only."""
 
 import asyncio
 import inspect
@@ -27,10 +27,10 @@ async def until(
 
 
 def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S, every_s: float = 0.05) -> bool:
-    """Tell whether the condition came about in time."""
+    """Return True once the condition holds. Raises TimeoutError."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
-            return False
+            raise TimeoutError(f"{condition.__qualname__}: not within {within_s:.0f} s")
         time.sleep(every_s)
     return True

@@ -1,0 +1,79 @@
+"""The processes into which scripts/test divides its work; each collects only its own tests."""
+
+import sys
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+SERVERS = ("faults", "e2e", "cookbook")
+RAY = ("training", "inference", "weight_sync", "engine", "conformance")
+"""Rooms with tests of both tiers."""
+ROOMS = {
+    "trainer and samplers": ("training", "inference", "weight_sync", "conformance"),
+    "engine": ("engine", "simulation"),
+    "API": ("api",),
+    "store": ("store", "protocol"),
+}
+"""Tests without servers; `rest` has what is not named here."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command. `record`: where pytest writes a line for each test, if it is pytest."""
+
+    name: str
+    command: tuple[str, ...]
+    record: Path | None = None
+
+    @property
+    def has_servers(self) -> bool:
+        return self.name.startswith("servers")
+
+
+def pytest_job(name: str, scratch: Path, *arguments: str) -> Job:
+    record = scratch / f"{name.replace(' ', '-')}.jsonl"
+    return Job(name, (sys.executable, "-m", "pytest", "-q", "--record", str(record), *arguments), record)
+
+
+def server_jobs(scratch: Path) -> list[Job]:
+    """Return what takes longest, and waits most."""
+    marked = ("-m", "servers and not long")
+    return [
+        pytest_job("servers: faults", scratch, *marked, *_paths("faults")),
+        pytest_job("servers: e2e", scratch, *marked, *_paths("e2e")),
+        pytest_job("servers: ray", scratch, *marked, *_paths(*RAY)),
+        pytest_job("servers: rest", scratch, *marked, *_paths(*_rest({*SERVERS, *RAY}))),
+    ]
+
+
+def deterministic_jobs(scratch: Path) -> list[Job]:
+    marked = ("-m", "not servers and not long and not alone")
+    rooms = ROOMS | {"rest": _rest({*SERVERS, *chain(*ROOMS.values())})}
+    return [pytest_job(name, scratch, *marked, *_paths(*rooms)) for name, rooms in rooms.items()]
+
+
+def alone_job(scratch: Path) -> Job:
+    """Return the tests that need real time and a processor for themselves."""
+    marked = ("-m", "alone and not servers and not long")
+    return pytest_job("alone", scratch, *marked, *_paths(*_rest({*SERVERS})))
+
+
+def check_jobs() -> list[Job]:
+    return [
+        Job("lint", ("bash", "-c", "ruff check --quiet . && ruff format --check --quiet .")),
+        Job("types", ("mypy",)),
+        Job("contracts", ("lint-imports",)),
+        Job("site", ("scripts/site", "--quiet")),
+    ]
+
+
+def _rest(named: set[str]) -> tuple[str, ...]:
+    """Return the other folders and files of tests."""
+    found = [each.name for each in TESTS.iterdir() if each.is_dir() or each.name.startswith("test_")]
+    return tuple(sorted({*found} - named - {"support", "__pycache__"}))
+
+
+def _paths(*rooms: str) -> tuple[str, ...]:
+    return tuple(f"tests/{room}" for room in rooms)
