@@ -25,8 +25,9 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.futures import outcomes as future_outcomes
 from tests.api.support.clients import Clients, Key
 from tests.api.support.plans import APIS, SESSIONS, Event, Plan, computed, drawn, plain, plans, rounds
-from tests.api.support.whole import Ran, Whole, whole
+from tests.api.support.whole import Whole, whole
 from tests.api.support.world import PROTOBUF, settings_for
+from tests.support.scripted_trainer import Ran
 
 LONG = settings.get_current_profile_name() == "long"
 FEW = settings(max_examples=25)

@@ -17,8 +17,9 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.store import model_records
 from tests.api.support.passes import datum, protobuf
-from tests.api.support.whole import Ran, Whole, whole
+from tests.api.support.whole import Whole, whole
 from tests.api.support.world import BASE, Json, sample, step, write_facts
+from tests.support.scripted_trainer import Ran
 
 MODELS, REQUESTS, SAMPLES = 2, 20, 20
 

@@ -6,35 +6,20 @@ What a model was trained on shows in its losses, its files, and what a sampler d
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import numpy as np
-from safetensors.numpy import load_file, save
-
-from skyrl_tinker.atomic_directory import atomic_directory, storage_errors
-from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.peft_config import ADAPTER_FILE
-from skyrl_tinker.domain.values import Failure, PassItem, PassOutput
-from skyrl_tinker.errors import SamplerError, TrainerError
+from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, StepItem, StepOutput
+from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatusError
 from skyrl_tinker.inference.constants import VLLM_START_VERSION
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.training.trainer_group import PassResult
-from tests.engine.support.world import (
-    STEPS_FILE,
-    CapturedExport,
-    CapturedSteps,
-    CapturedWeights,
-    Workers,
-    write_export,
-)
 from tests.simulation.faults import fault, point, random_of_history, travel
 from tests.simulation.virtual_loop import PROCESS
+from tests.support.scripted_trainer import CapturedSteps, ScriptedTrainer, Steps, steps_of
 
 NOT_FINITE, DEADLY = 13, 14
 """First tokens of a pass whose loss is not finite, and of one that kills the ranks whenever it runs."""
@@ -42,8 +27,6 @@ CROWD = 3
 """Requests of a pass that does not fit into memory in rows of the usual size."""
 PROMPT = 3
 """Tokens of every prompt."""
-WEIGHT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-Steps = Sequence[Sequence[int]]
 
 
 def drawn(steps: Steps) -> list[int]:
@@ -51,22 +34,18 @@ def drawn(steps: Steps) -> list[int]:
     return [len(steps) % 512, crc32(json.dumps(steps).encode()) % 512]
 
 
-class Ranks(Workers):
+class Ranks(ScriptedTrainer):
     """Ranks of one engine. Each call takes a second of their time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.exhausted_passes = 0
         self._standing: asyncio.Future[None] | None = None
-
-    def follow(self, follower: object) -> None:
-        """Nobody looks at a trace."""
 
     async def _tell(self, what: str, value: Any) -> None:
         await travel(0.2)
         point("before a call of the ranks")
         if fault("the ranks die"):
-            self.broken = TrainerError("killed before a call")
+            self._break("killed before a call")
         if fault("the ranks stand still"):
             self._standing = asyncio.get_running_loop().create_future()
             await self._standing
@@ -76,72 +55,42 @@ class Ranks(Workers):
         self.busy_s += 1.0
         point("after a call of the ranks")
         if fault("the ranks die after a call"):
-            self.broken = TrainerError("killed after a call")
-            raise self.broken
+            raise self._break("killed after a call")
 
     async def watch(self, patience_s: float) -> None:
         standing, self._standing = self._standing, None
         if standing is not None:
             await asyncio.sleep(patience_s)
-            self.broken = TrainerError(f"a trainer process has not answered for {patience_s:.0f} s")
-            standing.set_exception(self.broken)
+            standing.set_exception(self._break(f"a trainer process has not answered for {patience_s:.0f} s"))
 
-    async def run_pass(self, items: Sequence[PassItem], row_budget: int | None = None) -> Any:
-        whole = row_budget == self.spec.token_budget
-        if whole and len(items) >= CROWD:
-            await self._tell("pass", None)
-            return PassResult([Failure("no memory", "server")] * len(items), row_budget, exhausted=True)
+    async def run_pass(self, items: Sequence[PassItem], row_budget: int | None = None) -> PassResult:
         result = await super().run_pass(items, row_budget)
-        if DEADLY in map(_first_token, items):
-            self.broken = TrainerError("killed by a pass")
-            raise self.broken
+        if DEADLY in map(_first_token, items) and not result.exhausted:
+            raise self._break("killed by a pass")
         await self._after()
         return result
 
-    async def release(self, model: ModelKey) -> None:
-        with suppress(TrainerError):
-            await super().release(model)
-
-    async def optim_step(self, steps: Any) -> Any:
-        result = await super().optim_step(steps)
+    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
+        outputs = await super().optim_step(steps)
         await self._after()
-        return result
+        return outputs
 
-    async def persist_state(self, captured: CapturedSteps | CapturedExport, directory: str) -> int:
-        if isinstance(captured, CapturedExport):
-            write = write_export
-        else:
-            adapter = isinstance(captured, CapturedWeights)
-            write = partial(_write_adapter if adapter else _write, captured.steps)
-        restarts = self.restarts
-        if fault("the ranks die while files are written"):
-            self.broken = TrainerError("killed while it wrote")
-        else:
-            with storage_errors("the checkpoint could not be written"):
-                await asyncio.to_thread(write, Path(directory))
-        if self.restarts != restarts or self.broken is not None:
-            raise TrainerError("a rank died with what it was to write")
-        return 1
+    def _too_large(self, items: Sequence[PassItem], budget: int) -> bool:
+        return budget == self.spec.token_budget and len(items) >= CROWD
 
     def _output(self, item: PassItem) -> PassOutput | Failure:
         if _first_token(item) == NOT_FINITE:
             return Failure("loss is not finite", "user")
         return super()._output(item)
 
+    async def _write(self, captured: CapturedSteps, directory: Path) -> int:
+        if fault("the ranks die while files are written"):
+            raise self._break("killed while it wrote")
+        return await super()._write(captured, directory)
+
 
 def _first_token(item: PassItem) -> int:
     return int(item.data[0].tokens[0])
-
-
-def _write(steps: Steps, directory: Path) -> None:
-    with atomic_directory(directory) as staging:
-        (staging / STEPS_FILE).write_text(json.dumps(steps))
-
-
-def _write_adapter(steps: Steps, directory: Path) -> None:
-    array = np.frombuffer(json.dumps(steps).encode(), np.uint8).astype(np.float32)
-    with atomic_directory(directory) as staging:
-        (staging / ADAPTER_FILE).write_bytes(save({WEIGHT: array[None]}))
 
 
 class Replicas:
@@ -229,10 +178,10 @@ def _answer(replicas: Replicas, path: str, body: Mapping[str, Any]) -> Any:
     match path:
         case "/v1/load_lora_adapter":
             try:
-                array = load_file(Path(body["lora_path"]) / ADAPTER_FILE)[WEIGHT]
+                steps = steps_of(Path(body["lora_path"]))
             except FileNotFoundError:
                 raise HttpStatusError(404, "no adapter found") from None
-            adapters[body["lora_name"]] = drawn(json.loads(array.astype(np.uint8).tobytes()))
+            adapters[body["lora_name"]] = drawn(steps)
         case "/v1/unload_lora_adapter":
             if adapters.pop(body["lora_name"], None) is None:
                 raise HttpStatusError(404, "not loaded")

@@ -26,12 +26,12 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.store import write_once
 from tests.api.support.world import FACTS, sample, step
-from tests.engine.support.world import STEPS_FILE
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
 from tests.simulation.client import PROTOBUF, Client, loss_of, model_body
 from tests.simulation.faults import Faults
 from tests.simulation.server import Server
 from tests.simulation.virtual_loop import VirtualLoop
+from tests.support.scripted_trainer import STEPS_FILE
 
 MODELS, REQUESTS, FAULTS = (1, 1, 2), 9, 5
 """Numbers of models to choose from, and most requests of each and faults in a history."""

@@ -26,8 +26,9 @@ from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.protocol.queue_views import QueuesView, ReplicaView, SamplingView
 from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.store import Store
-from tests.api.support.whole import Samplers, Trainer
+from tests.api.support.whole import Samplers
 from tests.api.support.world import FACTS, Json, World, running
+from tests.support.scripted_trainer import ScriptedTrainer
 
 REPLICA = ReplicaView("http://10.0.0.2:8100", "serving", "10.0.0.2", "gloo", "pull")
 
@@ -64,7 +65,7 @@ class Waiting:
 
     store: Store
     settings: Settings
-    trainer: Trainer = field(default_factory=Trainer)
+    trainer: ScriptedTrainer = field(default_factory=ScriptedTrainer)
     samplers: SlowSamplers = field(default_factory=SlowSamplers)
     placement: Placement = SEPARATE
     apis: list[World] = field(default_factory=list)

@@ -1,23 +1,14 @@
 """API and engine on one database. Only what computes is scripted: the trainer's workers and the samplers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.values import (
-    LoraSpec,
-    OptimizerFamily,
-    PassItem,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-    StepItem,
-    StepOutput,
-)
+from skyrl_tinker.domain.values import SampledSequence, SampleOutput, SampleRequest
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -28,60 +19,8 @@ from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import PassResult
 from tests.api.support.world import FACTS, World, running
-from tests.engine.support.world import CapturedExport, CapturedSteps, CapturedWeights, Workers
-
-Ran = tuple[str, Any]
-
-
-class Trainer(Workers):
-    """`ran`: what it did to each model, in order, as the requests of that model asked for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: dict[ModelKey, list[Ran]] = {}
-
-    def _note(self, model: ModelKey, what: str, value: Any = None) -> None:
-        self.ran.setdefault(model, []).append((what, value))
-
-    async def create_model(self, model: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> None:
-        self._note(model, "create", spec.rank)
-        await super().create_model(model, spec, optimizer)
-
-    async def run_pass(self, items: Sequence[PassItem], row_budget: int | None = None) -> PassResult:
-        for item in items:
-            tokens = [datum.tokens.tolist() for datum in item.data]
-            self._note(item.model, "pass", (item.seq_id, item.backward, tokens))
-        return await super().run_pass(items, row_budget)
-
-    async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
-        """Noted by the learning rate, in thousandths."""
-        for step in steps:
-            self._note(step.model, "step", round(step.params.learning_rate * 1000))
-        return await super().optim_step(steps)
-
-    async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
-        for model in models:
-            self._note(model, "zero")
-        await super().zero_gradients(models)
-
-    async def capture_state(self, model: ModelKey, *, optimizer: bool) -> CapturedSteps:
-        self._note(model, "save")
-        return await super().capture_state(model, optimizer=optimizer)
-
-    async def capture_export(self, model: ModelKey, shard_bytes: int) -> CapturedExport:
-        self._note(model, "export")
-        return await super().capture_export(model, shard_bytes)
-
-    async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
-        self._note(model, "load", optimizer)
-        await super().load_state(model, directory, optimizer=optimizer)
-
-    async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, CapturedWeights]:
-        for model in durable:
-            self._note(model, "publish")
-        return await super().capture_weights(durable)
+from tests.support.scripted_trainer import ScriptedTrainer
 
 
 class Samplers:
@@ -120,7 +59,7 @@ class Engine:
     """The real one from the journal to the workers' door. `cursor`: futures up to here are dealt with."""
 
     def __init__(self, settings: Settings, store: Store, bell: Doorbell) -> None:
-        self.trainer, self.samplers = Trainer(), Samplers()
+        self.trainer, self.samplers = ScriptedTrainer(), Samplers()
         self.store = store
         trainer, samplers = cast(Any, self.trainer), cast(Any, self.samplers)
         metrics = Metrics()

@@ -1,13 +1,12 @@
 """Saves for the samplers: several models' at once, each with a fate of its own. The trainer is scripted."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from skyrl_tinker.domain.ids import ModelKey, RequestKind
+from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec, WeightVersion
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
@@ -20,38 +19,14 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.scripted_trainer import ScriptedTrainer, Trained
 
 FULL = LoraSpec(0, 1)
 
 
-class Trainer:
-    """`fault` befalls the capture; `held`: the models whose captured weights are not dropped."""
-
-    def __init__(self) -> None:
-        self.fault: Exception | None = None
-        self.captured: list[dict[ModelKey, bool]] = []
-        self.held: list[ModelKey] = []
-
-    async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, "Captured"]:
-        self.captured.append(dict(durable))
-        if self.fault is not None:
-            raise self.fault
-        self.held += durable
-        return {key: Captured(key, self.held) for key in durable}
-
-
-@dataclass(frozen=True)
-class Captured:
-    model: ModelKey
-    held: list[ModelKey]
-
-    async def drop(self) -> None:
-        self.held.remove(self.model)
-
-
 @pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
+def trainer() -> ScriptedTrainer:
+    return ScriptedTrainer(defaultdict(Trained))
 
 
 class Samplers:
@@ -62,7 +37,7 @@ class Samplers:
 
 
 @pytest.fixture
-def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: Trainer) -> Publisher:
+def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: ScriptedTrainer) -> Publisher:
     commits = UnitCommits(Outbox(store, bell, Metrics()))
     parts = cast(Any, trainer), cast(Any, Samplers()), commits
     directories, gaps = (tmp_path, tmp_path / "checkpoints"), cast(Any, None)
@@ -85,12 +60,12 @@ async def save(store: Store, spec: LoraSpec | None = None, name: str | None = No
 
 
 async def test_weights_of_several_models_are_captured_in_one_call(
-    store: Store, publisher: Publisher, trainer: Trainer
+    store: Store, publisher: Publisher, trainer: ScriptedTrainer
 ) -> None:
     saves = [await save(store), await save(store, FULL), await save(store, name="best")]
     captures = await publisher.capture(saves)
     keys = [each.model.key for each in saves]
-    assert trainer.captured == [dict(zip(keys, (False, False, True), strict=True))]
+    assert trainer.asked("weights") == [dict(zip(keys, (False, False, True), strict=True))]
     captured = [save for save in captures if isinstance(save, SamplerSave)]
     assert [save.row for save in captured] == [request.row for request in saves]
     assert [cast(Any, save.captured).model for save in captured] == keys
@@ -98,7 +73,7 @@ async def test_weights_of_several_models_are_captured_in_one_call(
 
 
 async def test_a_name_is_taken_from_its_capture_on(
-    store: Store, publisher: Publisher, trainer: Trainer
+    store: Store, publisher: Publisher, trainer: ScriptedTrainer
 ) -> None:
     first, other = await save(store, name="best"), await save(store, name="best")
     one, two = await publisher.capture([first, other])
@@ -111,9 +86,9 @@ async def test_a_name_is_taken_from_its_capture_on(
 
 
 async def test_a_name_is_free_again_when_the_capture_failed(
-    store: Store, publisher: Publisher, trainer: Trainer
+    store: Store, publisher: Publisher, trainer: ScriptedTrainer
 ) -> None:
-    trainer.fault = StateLostError("the trainer has no state of model 1")
+    trainer.failing["weights"] = StateLostError("the trainer has no state of model 1")
     named = await save(store, name="best")
     first = await publisher.capture([named])
     assert await publisher.capture([named]) == first
@@ -121,8 +96,8 @@ async def test_a_name_is_free_again_when_the_capture_failed(
 
 
 async def test_broken_workers_are_nobodys_answer(
-    store: Store, publisher: Publisher, trainer: Trainer
+    store: Store, publisher: Publisher, trainer: ScriptedTrainer
 ) -> None:
-    trainer.fault = TrainerError("rank 0 died")
+    trainer.failing["weights"] = TrainerError("rank 0 died")
     with pytest.raises(TrainerError, match="rank 0 died"):
         await publisher.capture([await save(store)])

@@ -1,13 +1,12 @@
 """Saves of several models cost the trainer one capture and one probe. Trainer and samplers are scripted."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-import numpy as np
 import orjson
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -17,8 +16,6 @@ from skyrl_tinker.domain.values import (
     BaseModelFacts,
     Failure,
     LoraSpec,
-    PassItem,
-    PassOutput,
     SampledSequence,
     SampleOutput,
     SampleRequest,
@@ -36,58 +33,18 @@ from skyrl_tinker.engine.sampler.inflight_targets import (
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import SamplerError, StorageError
+from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
+from tests.support.scripted_trainer import CapturedSteps, ScriptedTrainer, Trained
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 TOKENS = 4
-
-
-class Trainer:
-    """Gives the tokens of a probe the logprob -1; its disk fails for the models in `unwritable`."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Sequence[ModelKey]]] = []
-        self.unwritable: set[ModelKey] = set()
-        self.held: set[ModelKey] = set()  # whose captured weights are not dropped
-        self.disk = asyncio.Event()  # what is persisted waits for it
-        self.disk.set()
-
-    async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, "Captured"]:
-        self.told.append(("capture", list(durable)))
-        self.held |= durable.keys()
-        return {key: Captured(key, self.held) for key in durable}
-
-    async def persist_state(self, captured: "Captured", directory: str) -> int:
-        await self.disk.wait()
-        if captured.model in self.unwritable:
-            raise StorageError("the disk is broken")
-        Path(directory).mkdir(parents=True)  # noqa: ASYNC240
-        return 1
-
-    def prepare(self, items: Sequence[PassItem]) -> Sequence[PassItem]:
-        return items
-
-    async def run_pass(self, items: Sequence[PassItem]) -> PassResult:
-        self.told.append(("probe", [item.model for item in items]))
-        logprobs = (np.full(TOKENS - 1, -1.0, np.float32),)
-        return PassResult([PassOutput(item.request_id, logprobs, {}) for item in items], 2048)
-
-
-@dataclass(frozen=True)
-class Captured:
-    model: ModelKey
-    held: set[ModelKey]
-
-    async def drop(self) -> None:
-        self.held.discard(self.model)
 
 
 class Samplers:
@@ -99,12 +56,12 @@ class Samplers:
     def __init__(self) -> None:
         self.refused: set[VersionId] = set()
         self.takes_captured = False
-        self.lent: dict[VersionId, Captured] = {}
+        self.lent: dict[VersionId, CapturedSteps] = {}
         self.sources: list[str] = []
         self.going_on = asyncio.Event()
         self.going_on.set()
 
-    def lend(self, version: WeightVersion, captured: "Captured") -> None:
+    def lend(self, version: WeightVersion, captured: CapturedSteps) -> None:
         self.lent[version.id] = captured
 
     async def end_loan(self, version: WeightVersion) -> None:
@@ -121,7 +78,7 @@ class Samplers:
         assert wanted is not None
         captured = self.lent.get(newest(wanted).id)
         files = Path(newest(wanted).directory).exists()  # noqa: ASYNC240
-        held = captured is not None and captured.model in captured.held
+        held = captured is not None and captured in captured.kept
         self.sources.append(f"{'ranks' if held else 'files'}, {'with' if files else 'without'} files")
         await self.going_on.wait()
 
@@ -137,7 +94,8 @@ class Samplers:
 class World:
     def __init__(self, store: Store, bell: Doorbell, tmp_path: Path) -> None:
         self.store = store
-        self.trainer, self.samplers = Trainer(), Samplers()
+        self.trainer, self.samplers = ScriptedTrainer(defaultdict(Trained)), Samplers()
+        self.trainer.logprob_of = lambda _: -1.0
         ends, metrics = (cast(Any, self.trainer), cast(Any, self.samplers)), Metrics()
         results = Outbox(store, bell, metrics)
         self.gaps = DriftMonitor(store, *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
@@ -198,7 +156,8 @@ async def test_several_models_share_one_capture_and_one_probe(world: World) -> N
     saves = [await world.submit() for _ in range(3)]
     keys = [key for key, _ in saves]
     await world.run()
-    assert world.trainer.told == [("capture", keys), ("probe", keys)]
+    assert [list(durable) for durable in world.trainer.asked("weights")] == [keys]
+    assert world.trainer.asked("pass") == [[(key, False) for key in keys]]
     sessions = {(await world.answer(accepted))["sampling_session_id"] for _, accepted in saves}
     assert len(sessions) == len(saves)
     assert [world.gaps.pop_gap(key) for key in keys] == [{METRIC: 0.5}] * 3
@@ -210,7 +169,7 @@ async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     world.trainer.unwritable = {full[0]}
     world.samplers.refused = {VersionId(2)}  # they are numbered in their order
     await world.run()
-    assert world.trainer.held == set()
+    assert world.trainer.held == []
     assert len(set(world.written)) == 3, "also those that failed"
     assert await journal.error_of(world.store, full[1]) == Failure("the disk is broken", "server")
     assert await journal.error_of(world.store, lost[1]) == Failure("down", "server")
@@ -233,10 +192,10 @@ async def test_idle_samplers_take_full_weights_from_the_ranks_before_there_are_f
     assert (await journal.outcome(world.store, saved)).status is FutureStatus.PENDING
     world.trainer.disk.set()
     assert (await world.answered(saved))["type"] == "save_weights_for_sampler"
-    assert (world.trainer.held, world.written) == ({key}, [])
+    assert (world.trainer.held, world.written) == ([key], [])
     world.samplers.going_on.set()
     await running
-    assert (world.trainer.held, len(world.written), world.samplers.lent) == (set(), 1, {})
+    assert (world.trainer.held, len(world.written), world.samplers.lent) == ([], 1, {})
 
 
 async def test_running_rollouts_take_full_weights_from_the_ranks_when_the_save_is_recorded(
@@ -247,7 +206,7 @@ async def test_running_rollouts_take_full_weights_from_the_ranks_when_the_save_i
     await world.run()
     assert world.samplers.sources == ["ranks, with files"]
     assert (await world.answer(full[1]))["type"] == "save_weights_for_sampler"
-    assert world.trainer.held == set()
+    assert world.trainer.held == []
 
 
 @pytest.mark.parametrize("body", [{"sampling_session_seq_id": 0}, INFLIGHT, {"name": "best"}])
@@ -260,7 +219,7 @@ async def test_what_cannot_come_from_the_ranks_is_freed_once_it_is_in_files(
     await world.submit(LoraSpec(8, 1), **body)
     await world.run()
     assert set(world.samplers.sources) <= {"files, with files"}
-    assert (world.trainer.held, len(set(world.written))) == (set(), 2)
+    assert (world.trainer.held, len(set(world.written))) == ([], 2)
 
 
 async def test_a_save_that_fails_takes_its_weights_back_from_the_samplers(world: World) -> None:
@@ -269,7 +228,7 @@ async def test_a_save_that_fails_takes_its_weights_back_from_the_samplers(world:
     world.trainer.unwritable = {key}
     await world.run()
     assert await journal.error_of(world.store, saved) == Failure("the disk is broken", "server")
-    assert (world.trainer.held, world.samplers.lent) == (set(), {})
+    assert (world.trainer.held, world.samplers.lent) == ([], {})
 
 
 async def until(condition: Callable[[], bool]) -> None:
