@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a quiet tenant notices of another one that does harm: its numbers, its waits, its failures.
 
-usage: scripts/bench/neighbours.py [--attacks A,B] [--seconds S] [--quick]
+usage: scripts/bench/neighbours.py [--attacks A,B] [--seconds S]
 
 It starts a server with keys. The quiet tenant trains one adapter (forward_backward of 8 datums of 64 tokens,
 optim_step, a save every 10 steps) and samples 8 tokens from it, one request after the other, for --seconds
@@ -13,9 +13,8 @@ One unit of the other's work is what one of its requests takes from the client's
 measured by the attacker before it begins, or once it has ended; 0 where it does no work. Requests of each
 kind may take 1.5 x their p99 alone, and one unit.
 
---quick: out_of_memory, train_other_keys and killed for 4 s each. With the default arguments it ends within
-ten minutes. On a CPU the trainer runs out of memory because it is given a limit (RLIMIT_DATA) for as long
-as the attack lasts.
+With the default arguments it ends within ten minutes. On a CPU the trainer runs out of memory because it is
+given a limit (RLIMIT_DATA) for as long as the attack lasts.
 
 Prints a table and, as its last line, one JSON object: bit_equal; failed: requests of the quiet one;
 worst_p99_ratio_fb and worst_p99_ratio_sample: beside an attack / alone; missed: the bars that were not held,
@@ -65,8 +64,6 @@ TRAINER_ROOM = 8 * MIB
 """Growth that a trainer is allowed which is to run out of memory: a row as long as the context needs more."""
 QUIET, OTHER = "quiet", "other"
 EIGHT = tuple(f"{OTHER}-{number}" for number in range(8))
-QUICK = ("out_of_memory", "train_other_keys", "killed")
-QUICK_S = 4.0
 PENDING = "skyrl_tinker_requests_pending{"
 
 
@@ -326,12 +323,11 @@ def main() -> int:
     )
     parser.add_argument("--attacks", help=f"some of {','.join(CASES)}")
     parser.add_argument("--seconds", type=float, help="of each run")
-    parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
-    names = arguments.attacks.split(",") if arguments.attacks else QUICK if arguments.quick else tuple(CASES)
+    names = arguments.attacks.split(",") if arguments.attacks else tuple(CASES)
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"--attacks: found {', '.join(unknown)}, expected some of {', '.join(CASES)}")
-    seconds = arguments.seconds or (QUICK_S if arguments.quick else 20.0)
+    seconds = arguments.seconds or 20.0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server is ended all the same
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory) / "home"

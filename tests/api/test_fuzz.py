@@ -29,8 +29,10 @@ from tests.support.certificates import write_certificate
 SEED = 20260
 NO_ENGINE = ("/readyz", "/oai/api/v1/completions", "/oai/api/v1/chat/completions")
 """There is none behind this API: 503 is right."""
-PASSES = 3000
-CASES = {GenerationMode.POSITIVE: 4, GenerationMode.NEGATIVE: 2}
+LONG = hypothesis.settings.get_current_profile_name() == "long"
+PASSES = 10_000 if LONG else 500
+PROMISES = 1_000 if LONG else 100
+CASES = {GenerationMode.POSITIVE: 20 if LONG else 3, GenerationMode.NEGATIVE: 10 if LONG else 2}
 ENDS = ("/finish", "/unload_model", "/auth/apikey/me")
 """Comes last, in this order: what is made below would be gone, and in the end the key."""
 
@@ -113,7 +115,11 @@ class Target:
         return float(psutil.Process(self.api.process.pid).memory_info().rss) / 2**20
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+OFTEN = ("as installed", "with keys and behind a proxy")
+PARAMS = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in VARIANTS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     variant = VARIANTS[request.param]
     directory = tmp_path_factory.mktemp("fuzz")
@@ -192,7 +198,7 @@ def test_what_was_promised_is_told(target: Target) -> None:
     """A wrong pass is a failed promise, a right one waits for the engine."""
     source = fuzzing.bodies(_made(target.http)["model_id"], SEED + 1)
     told: Counter[int] = Counter()
-    for _ in range(300):
+    for _ in range(PROMISES):
         body, headers = next(source)
         answer = target.http.post("forward_backward", content=body, headers=headers)
         if answer.status_code == 200:

@@ -11,6 +11,8 @@ from tinker_cookbook.renderers import Renderer
 
 from tests.cookbook.support.kitchen import MODEL
 
+pytestmark = pytest.mark.long
+
 TEAMS = {"billing": "Charges and invoices", "sdk": "The Python package", "console": "Signing in"}
 DESK = [("A wrong invoice.", "billing"), ("An import that fails.", "sdk"), ("A lost password.", "console")]
 

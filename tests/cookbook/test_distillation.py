@@ -1,9 +1,12 @@
 """On-policy distillation: the student samples, the teacher scores."""
 
 import numpy as np
+import pytest
 
 from tests.cookbook.support.kitchen import MODEL, RENDERER, Kitchen, Run
 from tests.cookbook.test_rl import ON_POLICY, SMALL
+
+pytestmark = pytest.mark.long
 
 
 def test_the_student_comes_nearer_to_its_teacher(kitchen: Kitchen, taught: Run) -> None:

@@ -1,12 +1,15 @@
 """Off-policy distillation: cross-entropy with a teacher's likeliest tokens, [N, K] targets, on given text."""
 
 import numpy as np
+import pytest
 import tinker
 from tinker_cookbook.renderers import Renderer
 
 from tests.cookbook.support import data
 from tests.cookbook.support.divergence import divergence, samplers
 from tests.cookbook.support.kitchen import Kitchen, Run
+
+pytestmark = pytest.mark.long
 
 
 def test_the_student_learns_what_its_teacher_would_say(

@@ -6,6 +6,8 @@ import pytest
 
 from tests.cookbook.support.kitchen import RENDERER, Kitchen, Run
 
+pytestmark = pytest.mark.long
+
 
 def test_dpo_prefers_what_was_chosen(kitchen: Kitchen, taught: Run) -> None:
     start = f"load_checkpoint_path={taught.checkpoints[-1]['state_path']}"

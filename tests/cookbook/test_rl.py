@@ -1,10 +1,13 @@
 """rl_loop, and math_rl in its three forms: synchronous, off-policy and streaming; all by stable_reinforce."""
 
 import numpy as np
+import pytest
 import tinker
 
 from tests.cookbook.support.kitchen import RENDERER, Kitchen, Run
 from tests.e2e.support.client import prompt
+
+pytestmark = pytest.mark.long
 
 ON_POLICY = 1e-4  # mean difference of sampled and trained log-probabilities, in nats
 SMALL = ("group_size=8", "max_tokens=24")

@@ -1,10 +1,13 @@
 """Self-distillation: the student's own answers, scored by a teacher that is shown the right one."""
 
+import pytest
 import tinker
 from tinker_cookbook.renderers import Renderer
 
 from tests.cookbook.support.divergence import divergence, samplers
 from tests.cookbook.support.kitchen import RENDERER, Kitchen, Run
+
+pytestmark = pytest.mark.long
 
 
 def sdft(kitchen: Kitchen, taught: Run, name: str, *arguments: str) -> Run:

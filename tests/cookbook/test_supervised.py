@@ -1,11 +1,14 @@
 """sl_loop (flat) and chat_sl (pipelined: two steps in flight)."""
 
 import numpy as np
+import pytest
 import tinker
 
 from tests.cookbook.support import data
 from tests.cookbook.support.kitchen import RENDERER, Kitchen, Row, Run
 from tests.e2e.support.client import logprobs_of, prompt, random_tokens
+
+pytestmark = pytest.mark.long
 
 
 def test_sl_loop_learns(taught: Run) -> None:

@@ -12,6 +12,8 @@ from tests.e2e.support.policies import ATOL, TOKENS, roll, step
 from tests.support.processes import below, title
 from tests.support.serve import Serve, serving
 
+pytestmark = pytest.mark.long
+
 SETTINGS = {"MAX_LORAS": "2", "MAX_CPU_LORAS": "3", "REPLICAS": "2", "CANARY": "false"}
 TENANTS, VERSIONS = 4, 3
 

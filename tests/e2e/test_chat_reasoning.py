@@ -26,6 +26,8 @@ from tests.e2e.support.client import (
 from tests.inference.support.samplers import all_logprobs, reference
 from tests.support.serve import serving
 
+pytestmark = pytest.mark.long
+
 THINKING = "<think>\n\n</think>\n\n"
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"

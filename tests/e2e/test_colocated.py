@@ -16,6 +16,8 @@ from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_
 from tests.support.processes import vllm_servers
 from tests.support.serve import Serve, serving
 
+pytestmark = pytest.mark.long
+
 TOKENS = random_tokens(40, seed=3)
 LONG = 400
 

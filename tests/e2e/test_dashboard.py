@@ -21,7 +21,10 @@ from tests.store.support.rows import create, new_session
 from tests.support.browser import Browser, Page, browser, program
 from tests.support.serve import Serve
 
-pytestmark = pytest.mark.skipif(program() is None, reason="no browser: apt-get install chromium")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(program() is None, reason="no browser: apt-get install chromium"),
+]
 STEPS = "Number(document.querySelector('section[aria-label=\"Last step\"] dd')?.innerText ?? 0)"
 """Number of the last step that the page shows."""
 REWARD = "[...document.querySelectorAll('.curves dt')].find((each) => each.innerText === 'reward proxy')"

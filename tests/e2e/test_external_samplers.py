@@ -13,6 +13,8 @@ from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens,
 from tests.inference.support.samplers import CONTEXT, Served
 from tests.support.serve import serving
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def client(servers: dict[str, Served], tmp_path: Path) -> Iterator[Client]:

@@ -2,10 +2,13 @@
 
 import time
 
+import pytest
 import tinker
 
 from tests.e2e.support.client import Client, datum, random_tokens
 from tests.e2e.test_metrics import scraped
+
+pytestmark = pytest.mark.long
 
 UNIT = [datum(random_tokens(500, seed=seed)) for seed in range(32)]
 """About as many tokens as one unit of work takes."""

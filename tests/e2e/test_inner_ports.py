@@ -28,6 +28,8 @@ from tests.support import serve
 from tests.support.processes import title
 from tests.support.serve import Serve, serving
 
+pytestmark = pytest.mark.long
+
 PATIENCE_S = 2.0
 VLLM_ROUTES = """
 GET /metrics /ping /version /load /v1/models /is_sleeping /server_info /docs /openapi.json /weight_version

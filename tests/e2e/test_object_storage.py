@@ -19,6 +19,8 @@ from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 from tests.support.serve import HEAL_S, Serve, serving
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 TOKENS = random_tokens(30, seed=1)
 
 

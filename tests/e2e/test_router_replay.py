@@ -19,6 +19,8 @@ from tests.support.peft_adapters import token_logprobs
 from tests.support.serve import serving
 from tests.support.tiny_models import write_tiny
 
+pytestmark = pytest.mark.long
+
 MODEL = "mixture"
 PROMPT = random_tokens(140, seed=41)  # more than a block of the KV cache
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2

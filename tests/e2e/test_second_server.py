@@ -18,6 +18,8 @@ from tests.e2e.test_exactness import TOKENS, hugging_face_logprobs, sampled_and_
 from tests.e2e.test_order import Model
 from tests.support.serve import Serve, serving
 
+pytestmark = pytest.mark.long
+
 SETTINGS = """
 logprob_gap_bound = 1e-12
 canary = false

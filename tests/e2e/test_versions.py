@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.serve import Serve
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 TOO_NEW = ["scores", "external", "storage", "search", "copy", "finish"]
 ABSENT = {

@@ -14,6 +14,8 @@ import pytest
 from tests.support.certificates import write_certificate
 from tests.support.serve import serving
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 

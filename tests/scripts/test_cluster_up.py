@@ -10,6 +10,8 @@ import pytest
 from tests.support.hosts import why_not
 from tests.support.processes import is_zombie
 
+pytestmark = [pytest.mark.servers, pytest.mark.long]
+
 ROOT = Path(__file__).parents[2]
 NODES = """
 import ray

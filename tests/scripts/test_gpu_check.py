@@ -44,6 +44,7 @@ def _run(program: list[str], path: str) -> tuple[subprocess.CompletedProcess[str
     return ended, json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # 50 s on an idle core
 def test_all_parts_hold_on_a_cpu_without_the_servers_packages(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(REFUSE)

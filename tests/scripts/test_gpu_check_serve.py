@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.servers, pytest.mark.long]
+
 GPU_CHECK = Path(__file__).parents[2] / "scripts" / "gpu-check"
 
 

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 SCALE = Path(__file__).parents[2] / "scripts" / "bench" / "scale.py"
 
 

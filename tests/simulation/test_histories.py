@@ -13,7 +13,8 @@ from tests.simulation.faults import POINTS
 from tests.support.postgres import programs
 
 SIMULATE = Path(__file__).parents[2] / "scripts" / "simulate"
-HISTORIES = 250  # in half a minute on two cores of their own; scripts/simulate runs any number
+HISTORIES = 60
+MANY = 10_000
 MENDED = (55, 93, 170, 1117, 2449, 4475)
 """Seeds that found faults of the server; where its code runs otherwise now, they are other histories.
 
@@ -24,9 +25,15 @@ its rename and its fsync (4475).
 """
 
 
-@pytest.mark.timeout(1800)
 def test_every_request_is_answered_once_and_every_model_is_what_it_must_be() -> None:
-    report = simulate("--seed", "0", "--histories", str(HISTORIES))
+    simulate("--jobs", "1", "--seed", "0", "--histories", str(HISTORIES))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(("database", "histories"), [((), MANY), (("--postgres",), MANY // 20)])
+def test_so_they_are_whatever_comes_about(database: tuple[str, ...], histories: int) -> None:
+    report = simulate("--seed", "0", "--histories", str(histories), *database)
     assert set(report["points"]) == set(POINTS), "every fault comes about"
 
 
@@ -35,7 +42,7 @@ def test_histories_that_found_faults() -> None:
 
 
 def test_a_seed_is_one_history_on_either_database() -> None:
-    arguments = ("--seed", "0", "--histories", "20", "--jobs", "1")
+    arguments = ("--seed", "0", "--histories", "10", "--jobs", "1")
     other = ("--postgres",) if programs() else ()
     assert simulate(*arguments, hashes="1") == simulate(*arguments, *other, hashes="2")
 

@@ -11,6 +11,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.training.support.passes import make_data, make_item
 from tests.training.support.saves import published_weights
 
+pytestmark = pytest.mark.long
+
 SPECS = {
     ModelKey(1): LoraSpec(8, 1),
     ModelKey(2): LoraSpec(4, 2, train_mlp=False, train_attn=False),

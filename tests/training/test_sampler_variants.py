@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
@@ -28,6 +29,8 @@ from tests.training.conftest import MakeWorker
 from tests.training.support.passes import perturb
 from tests.training.support.saves import read_weights, write_weights
 from tests.training.test_sampled_families import assert_all_sampled, assert_sampled
+
+pytestmark = pytest.mark.long
 
 LORA = ModelKey(1)
 PROMPT = (5, 262_143, 17, 300, 262_000)

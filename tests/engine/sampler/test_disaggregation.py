@@ -45,6 +45,8 @@ from tests.inference.support.samplers import (
     write_model,
 )
 
+pytestmark = pytest.mark.long
+
 LONG = 200
 """Tokens of a prompt that is sent on: more than one block of the KV cache."""
 

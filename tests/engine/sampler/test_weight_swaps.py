@@ -36,6 +36,8 @@ from tests.inference.support.samplers import (
 from tests.weight_sync.conftest import CHUNK_BYTES
 from tests.weight_sync.test_pause import URL, Calls
 
+pytestmark = pytest.mark.long
+
 PROMPT = prompt_of(20)
 STEP_S = 4.0
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ BUDGET, UNIT_S = 1000, 1.0
 DEPTH = 40  # requests of a model that a flood has sent: four units full at least
 FORWARD, FB, STEP = RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.OPTIM_STEP
 SAVE, SYNC = RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
+KINDS = (FB, FORWARD, STEP, SYNC, SAVE)
 MIXES = {
     "passes": (FB,),
     "saves": (SAVE,),
@@ -123,17 +124,22 @@ def flood(
     return send
 
 
-@pytest.mark.parametrize("models", [1, 50])
-@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
-@pytest.mark.parametrize("kind", [FB, FORWARD, STEP, SYNC, SAVE])
-@pytest.mark.parametrize("tokens", [10, BUDGET])
+def _combinations() -> Iterator[Any]:
+    """Yield all; of those that are not long each pair of values is in one."""
+    values = ((1, 50), tuple(MIXES), KINDS, (10, BUDGET))
+    for places in itertools.product(*(range(len(each)) for each in values)):
+        marks = pytest.mark.long if sum(places) % 2 else ()
+        yield pytest.param(*(each[place] for each, place in zip(values, places, strict=True)), marks=marks)
+
+
+@pytest.mark.parametrize(("models", "mix", "kind", "tokens"), [*_combinations()])
 def test_one_request_runs_right_after_the_unit_that_runs_when_it_comes(
-    models: int, mix: tuple[RequestKind, ...], kind: RequestKind, tokens: int
+    models: int, mix: str, kind: RequestKind, tokens: int
 ) -> None:
     """Also when the next unit was prepared by then."""
 
     async def story() -> None:
-        async with running(flood(models, mix)) as engine:
+        async with running(flood(models, MIXES[mix])) as engine:
             for number in range(5):
                 await asyncio.sleep(7.3 * UNIT_S)
                 current = len(engine.begun) - 1

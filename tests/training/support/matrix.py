@@ -69,22 +69,26 @@ Results = dict[int, Trained]  # by tenant
 
 
 class Bench:
-    """A store, and a trainer for each number of ranks, on one event loop."""
+    """A store, and a trainer for each number of ranks that is asked for, on one event loop."""
 
-    def __init__(self, home: Path, directory: str, ranks: Sequence[int]) -> None:
+    def __init__(self, home: Path, directory: str) -> None:
         """`directory`: of the base model."""
         self._home, self._directory = home, directory
         self._runner = asyncio.Runner()
         self._known: dict[tuple[int, Combination], Results] = {}
         url = f"sqlite+aiosqlite:///{home / 'store.db'}"
         migrate(url)
-        self._groups = {count: self._launch(count) for count in ranks}
-        self._store = self.run(self._start(url))
+        self._groups: dict[int, Watched] = {}
+        self._store = self.run(self._open(url))
 
-    async def _start(self, url: str) -> Store:
-        """Return the store, opened on the event loop. All trainers are started at once."""
-        await asyncio.gather(*(group.ready() for group in self._groups.values()))
+    async def _open(self, url: str) -> Store:
         return Store.open(url)
+
+    async def _group(self, ranks: int) -> Watched:
+        if ranks not in self._groups:
+            self._groups[ranks] = self._launch(ranks)
+            await self._groups[ranks].ready()
+        return self._groups[ranks]
 
     def _launch(self, ranks: int) -> Watched:
         group = Watched.launch(TrainerSpec(self._directory, ranks, "cpu", "float32", 1, 1, timeout_s=120.0))
@@ -108,7 +112,7 @@ class Bench:
 
     async def _train(self, ranks: int, combination: Combination) -> Results:
         """The schedules of the first so many tenants, all of it there before the first unit of work."""
-        group = self._groups[ranks]
+        group = await self._group(ranks)
         await group.set_budget(combination.token_budget)
         chosen = list(TENANTS)[: combination.tenants]
         models = {tenant: await self._create(tenant) for tenant in chosen}

@@ -1,0 +1,136 @@
+"""The command behind scripts/proofs."""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiers import verdict
+from tiers.jobs import ROOT, Job, pytest_job
+from tiers.running import run
+
+LISTED = ROOT / "scripts" / "proofs.toml"
+MOST_S = 3 * 3600.0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """An entry of scripts/proofs.toml. `covers`: paths below skyrl_tinker/."""
+
+    name: str
+    about: str
+    covers: tuple[str, ...]
+    tests: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    options: str = ""
+
+    def jobs(self, scratch: Path) -> list[Job]:
+        if self.tests:
+            return [pytest_job(self.name, scratch, *self.tests, *shlex.split(self.options))]
+        return [
+            Job(f"{self.name} {number}", tuple(shlex.split(command)))
+            for number, command in enumerate(self.commands)
+        ]
+
+    def is_about(self, path: str) -> bool:
+        """Tell whether a file is among what it covers or what it runs."""
+        covered = [(Path("skyrl_tinker") / each).as_posix() for each in self.covers]
+        own = [each.partition("../")[2] if "../" in each else each for each in covered]
+        ran = [*self.tests, *(shlex.split(command)[0] for command in self.commands)]
+        return any(Path(path).is_relative_to(each) for each in (*own, *ran))
+
+
+def proofs() -> dict[str, Proof]:
+    return {
+        name: Proof(name, **{key: _frozen(value) for key, value in entry.items()})
+        for name, entry in tomllib.loads(LISTED.read_text()).items()
+    }
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def prove(proof: Proof) -> dict[str, Any]:
+    """Run it, print its output and a table, and return its line."""
+    began = time.monotonic()
+    found: dict[str, Any] = {"proof": proof.name, "ok": True, "core_s": 0, "reports": []}
+    with tempfile.TemporaryDirectory(prefix="skyrl-tinker-proof-") as directory:
+        scratch = Path(directory)
+        for job in proof.jobs(scratch):
+            print(f"== {proof.name}: {' '.join(job.command)}", flush=True)
+            ended = run(job, scratch, began + MOST_S)
+            output = ended.output.read_text(errors="replace")
+            print(output, flush=True)
+            found["ok"] &= ended.code == 0
+            found["core_s"] += round(ended.core_s)
+            if job.record:
+                found |= _show(verdict.read([job.record]))
+            elif (last := output.strip().rpartition("\n")[2]).startswith("{"):
+                found["reports"].append(json.loads(last))
+    return found | {"seconds": round(time.monotonic() - began), "commit": _commit()}
+
+
+def _show(lines: Sequence[verdict.Line]) -> dict[str, int]:
+    for line in lines:
+        print(f"{line['outcome']:8} {line['seconds']:8.1f} s {line['core_s']:8.1f} core-s  {line['id']}")
+    outcomes = [line["outcome"] for line in lines]
+    return {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")}
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def _changed(known: Iterable[Proof], revision: str) -> list[Proof]:
+    from tiers import changed  # needs the packages of scripts/setup
+
+    paths = changed.files(ROOT, revision)
+    return [proof for proof in known if any(map(proof.is_about, paths))]
+
+
+def main() -> int:
+    known = proofs()
+    parser = argparse.ArgumentParser(prog="scripts/proofs")
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *known], default=[])
+    parser.add_argument("--all", action="store_true", help="all, one after the other")
+    parser.add_argument("--list", action="store_true", help="print their names and what each proves")
+    parser.add_argument("--changed", nargs="?", const="origin/main", metavar="REVISION")
+    parser.add_argument("--json", action="store_true", help="print names as a JSON list, and run none")
+    arguments = parser.parse_args()
+    chosen = [known[name] for name in arguments.names]
+    if arguments.all:
+        chosen = list(known.values())
+    if arguments.changed:
+        chosen = _changed(known.values(), arguments.changed)
+    if arguments.json:
+        print(json.dumps([proof.name for proof in chosen]))
+        return 0
+    if arguments.list or arguments.changed:
+        for proof in chosen or known.values():
+            print(f"{proof.name:16} {proof.about}")
+        return 0
+    if not chosen:
+        parser.error("name a proof, or --all")
+    found = []
+    for proof in chosen:
+        found.append(prove(proof))
+        print(json.dumps(found[-1]), flush=True)
+    if len(found) > 1:
+        for line in found:
+            print(f"{line['proof']:16} {'ok' if line['ok'] else 'FAILED':6} {line['seconds']:6} s")
+        print(json.dumps({"proofs": len(found), "failed": [each["proof"] for each in found if not each["ok"]]}))
+    return 0 if all(line["ok"] for line in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
