@@ -1,37 +1,294 @@
-"""Results reach the store once it can take them."""
+"""Results reach the store once it can take them, each once, and the API hears of them."""
 
-from typing import Any
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.outbox import Outbox, json_answer
+from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, Outbox, failure_of, json_answer
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.errors import DiskFullError, StateLostError, UserError
+from skyrl_tinker.store import server_state, stability_records
+from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import finish as future_finish
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import outcomes, queue
+from skyrl_tinker.store.futures.outcomes import Outcome
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.replay import unit_records
+from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
-from tests.engine.support import journal
+from tests.engine.support import journal, recorded
+from tests.support.sqlite_file import new_file
+
+RESULT = json_answer({"type": "create_model"})
+REFUSED = Failure("rank: found 0, expected at least 1", "user")
 
 
+def disk_error() -> OperationalError:
+    return OperationalError("UPDATE", None, OSError("disk I/O error"))
+
+
+class Commits:
+    """Commits that were tried, by the ids of their futures. `failures`: of the next ones."""
+
+    def __init__(self) -> None:
+        self.tried: list[set[int]] = []
+        self.failures: list[Exception] = []
+        self._finish_all = outbox.finish_all
+
+    def finish_all(
+        self, conn: Connection, finished: Mapping[int, FutureOutcome], replayed: Collection[int] = ()
+    ) -> None:
+        self.tried.append(set(finished))
+        self._finish_all(conn, finished, replayed)
+        if self.failures:
+            raise self.failures.pop()
+
+
+@pytest.fixture
+def commits(monkeypatch: pytest.MonkeyPatch) -> Commits:
+    commits = Commits()
+    monkeypatch.setattr(outbox, "finish_all", commits.finish_all)
+    monkeypatch.setattr(outbox, "RETRY_S", 0.0)
+    return commits
+
+
+@pytest.fixture
+def rung() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def sender(store: Store, rung: list[str], metrics: Metrics) -> Outbox:
+    return Outbox(store, cast(Doorbell, SimpleNamespace(ring=rung.append)), metrics)
+
+
+async def waiting(store: Store, count: int = 1) -> list[QueuedRow]:
+    session = await journal.new_session(store)
+    for number in range(count):
+        await journal.submit_create(store, session, number)
+    with store.read() as conn:
+        return list(queue.queued_after(conn, 0))
+
+
+def outcome(store: Store, row: QueuedRow) -> Outcome:
+    with store.read() as conn:
+        found = outcomes.find(conn, row.request_id)
+    assert found is not None
+    return found
+
+
+def put(conn: Connection) -> None:
+    server_state.put(conn, "k", 1)
+
+
+def value(store: Store) -> object:
+    with store.read() as conn:
+        return server_state.get(conn, "k")
+
+
+@pytest.mark.parametrize("also", [(), (put,)])
 async def test_a_result_waits_for_a_database_that_fails_for_a_moment(
-    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+    store: Store, sender: Outbox, commits: Commits, rung: list[str], also: tuple[Op[None], ...]
 ) -> None:
-    accepted = await journal.submit_create(store, await journal.new_session(store))
+    (row,) = await waiting(store)
+    commits.failures = [disk_error(), disk_error()]
+    await sender.send([(row.id, RESULT)], *also)
+    assert commits.tried == [{row.id}] * 3
+    assert (outcome(store, row).status, outcome(store, row).body) == (FutureStatus.DONE, RESULT.body)
+    assert value(store) == (1 if also else None)
+    assert rung == ["api"]
+
+
+async def test_the_api_is_rung_when_a_result_is_on_disk(store: Store, tmp_path: Path) -> None:
+    seen: list[tuple[str, object]] = []
+
+    def ring(role: str) -> None:
+        with closing(sqlite3.connect(tmp_path / "store.db")) as reader:
+            seen.append((role, reader.execute("SELECT status FROM futures").fetchall()))
+
+    (row,) = await waiting(store)
+    await Outbox(store, cast(Doorbell, SimpleNamespace(ring=ring)), Metrics()).send([(row.id, RESULT)])
+    assert seen == [("api", [("done",)])]
+
+
+async def test_results_that_come_together_share_a_commit_and_a_ring(
+    store: Store, sender: Outbox, commits: Commits, rung: list[str]
+) -> None:
+    *together, later = await waiting(store, 4)
+    await asyncio.gather(*(sender.send([(row.id, RESULT)]) for row in together))
+    await sender.send([])
+    await sender.send([(later.id, RESULT)])
+    assert commits.tried == [{row.id for row in together}, {later.id}]
+    assert rung == ["api", "api"]
+
+
+async def test_a_caller_who_is_cancelled_takes_back_nobody_s_result(store: Store, sender: Outbox) -> None:
+    """Not even its own one: it is the task of a sample that ends while others do."""
+    rows = await waiting(store, 2)
+    gone, other = (asyncio.create_task(sender.send([(row.id, RESULT)])) for row in rows)
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait([gone, other])
+    assert (gone.cancelled(), other.cancelled()) == (True, False)
+    assert [outcome(store, row).status for row in rows] == [FutureStatus.DONE] * 2
+
+
+async def test_what_the_store_refuses_is_raised_to_all_who_share_the_commit_and_ends_no_later_one(
+    store: Store, sender: Outbox, commits: Commits, rung: list[str]
+) -> None:
+    rows = await waiting(store, 2)
+    commits.failures = [ValueError("too large")]
+    sending = [sender.send([(row.id, RESULT)]) for row in rows]
+    raised = await asyncio.gather(*sending, return_exceptions=True)
+    assert [str(error) for error in raised] == ["too large"] * 2
+    assert [outcome(store, row).status for row in rows] == [FutureStatus.PENDING] * 2
+    assert rung == []
+    await sender.send([(rows[0].id, RESULT)])
+    assert outcome(store, rows[0]).status is FutureStatus.DONE
+
+
+async def test_results_and_what_goes_with_them_are_committed_all_or_not_at_all(
+    store: Store, sender: Outbox, commits: Commits, rung: list[str]
+) -> None:
+    def refused(conn: Connection) -> None:
+        raise UserError("no")
+
+    (row,) = await waiting(store)
+    with pytest.raises(UserError):
+        await sender.send([(row.id, RESULT)], put, refused)
+    commits.failures = [ValueError("too large")]
+    with pytest.raises(ValueError, match="too large"):
+        await sender.send([(row.id, RESULT)], put)
+    assert (outcome(store, row).status, value(store), rung) == (FutureStatus.PENDING, None, [])
+
+
+async def test_a_result_that_comes_too_late_changes_nothing(
+    store: Store, sender: Outbox, metrics: Metrics
+) -> None:
+    """Also the sequences that it would record are not there: their request has failed."""
+    accepted = await recorded.submit_sample(store, await journal.new_session(store))
     with store.read() as conn:
         (row,) = queue.queued_after(conn, 0)
-    finish, failures = future_finish.succeed_all, [OperationalError("UPDATE", None, OSError("disk full"))]
+    metrics.arrived([row])
+    await sender.send([(row.id, REFUSED)])
+    first = outcome(store, row)
+    record = SequenceRecord(accepted.sequence_ids[0], np.ones(2, np.int32), np.zeros(2, np.float32), 3)
+    await sender.send([(row.id, FutureResult("text/plain", b"late", (record,)))])
+    assert outcome(store, row) == first
+    assert first.status is FutureStatus.FAILED
+    with store.read() as conn:
+        assert stability_records.find(conn, accepted.sequence_ids) == {}
+    assert b'requests_total{kind="sample",outcome="user"} 1.0' in metrics.text()
+    assert b'outcome="ok"' not in metrics.text()
 
-    def succeed_all(conn: Connection, *arguments: Any) -> list[int]:
+
+async def test_only_what_replay_needs_keeps_its_body(store: Store, sender: Outbox) -> None:
+    rows = await waiting(store, 4)
+    results = zip((row.id for row in rows), [RESULT, REFUSED] * 2, strict=True)
+    await sender.send(results, replayed={row.id for row in rows[:2]})
+    with store.read() as conn:
+        assert unit_records.read_bodies(conn, [row.id for row in rows]).keys() == {row.id for row in rows[:2]}
+
+
+async def test_a_request_counts_as_answered_once_its_result_is_committed(
+    store: Store, sender: Outbox, commits: Commits, metrics: Metrics
+) -> None:
+    rows = await waiting(store, 3)
+    metrics.arrived(rows)
+    results = [(rows[0].id, RESULT), (rows[1].id, REFUSED)]
+    commits.failures = [ValueError("too large")]
+    with pytest.raises(ValueError, match="too large"):
+        await sender.send(results)
+    assert list(metrics.pending()) == rows
+    await sender.send(results)
+    sender.note_answered([rows[2].id])
+    assert list(metrics.pending()) == []
+    for label, count in (("ok", 2), ("user", 1)):
+        assert f'kind="create_model",outcome="{label}"}} {count}.0' in metrics.text().decode()
+
+
+async def test_a_commit_that_runs_when_the_store_closes_is_on_disk(
+    tmp_path: Path, bell: Doorbell, commits: Commits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, let_go = threading.Event(), threading.Event()
+
+    def finish_all(*arguments: object) -> None:
+        inside.set()
+        let_go.wait()
+        commits.finish_all(*arguments)
+
+    monkeypatch.setattr(outbox, "finish_all", finish_all)
+    url = new_file(tmp_path / "closed.db")
+    store = Store.open(url)
+    (row,) = await waiting(store)
+    sending = asyncio.create_task(Outbox(store, bell, Metrics()).send([(row.id, RESULT)]))
+    await asyncio.to_thread(inside.wait)
+    sending.cancel()
+    bell.close()
+    ending = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    let_go.set()
+    await ending
+    again = Store.open(url)
+    assert outcome(again, row).status is FutureStatus.DONE
+    await again.close()
+
+
+async def test_a_read_waits_for_a_database_that_fails_for_a_moment(store: Store, commits: Commits) -> None:
+    failures: list[Exception] = [UserError("no"), disk_error()]
+
+    def read(conn: Connection) -> object:
         if failures:
             raise failures.pop()
-        return finish(conn, *arguments)
+        return server_state.get(conn, "k")
 
-    monkeypatch.setattr(future_finish, "succeed_all", succeed_all)
-    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
-    await Outbox(store, bell, Metrics()).send([(row.id, json_answer({}))])
-    assert failures == []
-    assert (await journal.outcome(store, accepted)).status is FutureStatus.DONE
+    with pytest.raises(UserError):
+        await outbox.read_persistently(store, read)
+    await store.write(put)
+    assert await outbox.read_persistently(store, read) == 1
+
+
+async def test_what_was_acknowledged_waits_for_room_on_the_disk(commits: Commits) -> None:
+    failures: list[Exception] = [UserError("no"), DiskFullError("full"), DiskFullError("full")]
+
+    async def work() -> str:
+        if failures:
+            raise failures.pop()
+        return "written"
+
+    with pytest.raises(UserError):
+        await outbox.when_there_is_room(work)
+    assert await outbox.when_there_is_room(work) == "written"
+
+
+@pytest.mark.parametrize(
+    ("error", "failure", "logged"),
+    [
+        (UserError("no"), Failure("no", "user"), False),
+        (StateLostError("gone"), Failure("gone", "server"), False),
+        (KeyError("x"), Failure("KeyError: 'x'", "server"), True),
+    ],
+)
+def test_an_unexpected_error_is_the_server_s_and_logged(
+    error: Exception, failure: Failure, logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert failure_of(error) == failure
+    assert bool(caplog.records) == logged

@@ -1,6 +1,7 @@
 """One server at a time works on a database, and what an earlier one commits late is refused."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +105,43 @@ def test_a_standby_takes_over_once_the_holder_gives_no_sign_of_life(url: str, ho
         first.keep()
     first.close()
     second.keep()
+
+
+@on_postgresql
+def test_a_holder_that_gives_a_sign_of_life_at_the_last_moment_keeps_its_lease(
+    url: str, homes: list[Path]
+) -> None:
+    clock = Clock()
+    first, second = Lease(url, homes[0]), clock.lease(url, homes[1])
+    first.take(NOTHING)
+
+    def wake_up(told: str) -> None:
+        if told.endswith("taking over"):
+            clock.story = keep_until(first, math.inf, clock)
+            first.keep()
+
+    with pytest.raises(StartupError, match=f"another server works on this database: .*:{homes[0]}"):
+        second.take(wake_up)
+    assert (first.epoch, second.epoch) == (1, None)
+
+
+@on_postgresql
+def test_of_two_that_saw_the_same_silence_one_takes_over(url: str, homes: list[Path]) -> None:
+    clock = Clock()
+    first, second = Lease(url, homes[0]), clock.lease(url, homes[1])
+    third_home = homes[0].with_name("third")
+    (third_home / "run").mkdir(parents=True)
+    third = clock.lease(url, third_home)
+    first.take(NOTHING)
+
+    def overtake(told: str) -> None:
+        if told.endswith("taking over"):
+            third.take(NOTHING)
+            clock.story = keep_until(third, math.inf, clock)
+
+    with pytest.raises(StartupError, match=f"another server works on this database: .*:{third_home}"):
+        second.take(overtake)
+    assert (second.epoch, third.epoch) == (None, 2)
 
 
 @on_postgresql

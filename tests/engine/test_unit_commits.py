@@ -1,0 +1,149 @@
+"""Units are committed in the order in which they ran; one that cannot be committed keeps no other back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
+
+from skyrl_tinker.domain.ids import Effect, FutureStatus
+from skyrl_tinker.engine import outbox, unit_commits
+from skyrl_tinker.engine.outbox import Outbox, json_answer
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.replay import unit_records
+from skyrl_tinker.store.store import Store
+from tests.engine.support import journal
+
+WRITTEN = "units written"
+
+
+@pytest.fixture
+def rung() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+async def commits(store: Store, rung: list[str], metrics: Metrics) -> AsyncIterator[UnitCommits]:
+    made = UnitCommits(Outbox(store, cast(Doorbell, SimpleNamespace(ring=rung.append)), metrics))
+    running = asyncio.create_task(made.run())
+    yield made
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+def write(number: int) -> Callable[[Connection], None]:
+    def op(conn: Connection) -> None:
+        server_state.put(conn, WRITTEN, [*(server_state.get(conn, WRITTEN) or []), number])
+
+    return op
+
+
+def end(number: int) -> UnitEnd:
+    return UnitEnd({}, (write(number),))
+
+
+def failing(error: Exception) -> UnitEnd:
+    def op(conn: Connection) -> None:
+        raise error
+
+    return UnitEnd({}, (op,))
+
+
+def written(store: Store) -> object:
+    with store.read() as conn:
+        return server_state.get(conn, WRITTEN)
+
+
+async def test_a_unit_is_committed_behind_those_before_it_however_long_these_are_encoded(
+    store: Store, commits: UnitCommits
+) -> None:
+    encoded = [asyncio.get_running_loop().create_future() for _ in range(3)]
+    committed = [commits.add(each) for each in encoded]
+    for number in (2, 0):
+        encoded[number].set_result(end(number))
+    await committed[0]
+    assert (written(store), committed[2].done()) == ([0], False)
+    encoded[1].set_result(end(1))
+    await commits.drain()
+    assert written(store) == [0, 1, 2]
+    await commits.add(end(3))
+    assert written(store) == [0, 1, 2, 3]
+
+
+async def test_a_database_that_fails_for_a_moment_changes_no_order(
+    store: Store, commits: UnitCommits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OperationalError("UPDATE", None, OSError("disk I/O error"))]
+
+    def op(conn: Connection) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(outbox, "RETRY_S", 0.0)
+    for each in (end(0), UnitEnd({}, (op,)), end(1)):
+        committed = commits.add(each)
+    await committed
+    assert (failures, written(store)) == ([], [0, 1])
+
+
+async def test_a_unit_that_cannot_be_committed_keeps_no_other_back(
+    store: Store, commits: UnitCommits
+) -> None:
+    async def not_encoded() -> UnitEnd:
+        raise ValueError("not finite")
+
+    ends = [end(0), failing(UserError("no")), end(1), not_encoded(), end(2)]
+    raised = await asyncio.gather(*map(commits.add, ends), return_exceptions=True)
+    assert [str(error) if error else None for error in raised] == [None, "no", None, "not finite", None]
+    assert written(store) == [0, 1, 2]
+
+
+async def test_units_that_wait_share_transactions_of_a_bounded_size(
+    commits: UnitCommits, rung: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unit_commits, "MOST", 2)
+    for number in range(5):
+        commits.add(end(number))
+    await commits.drain()
+    assert rung == ["api"] * 3
+
+
+async def test_a_unit_is_recorded_with_its_answers_and_the_bodies_that_replay_needs(
+    store: Store, commits: UnitCommits, metrics: Metrics
+) -> None:
+    session = await journal.new_session(store)
+    accepted = await journal.submit_create(store, session)
+    assert accepted.model_id is not None
+    await journal.submit_pass(store, accepted.model_id, 1)
+    await journal.submit_pass(store, accepted.model_id, 2, forward_only=True)
+    with store.read() as conn:
+        created, backward, forward = queue.queued_after(conn, 0)
+    metrics.arrived([created, backward, forward])
+    answers = {row.id: json_answer({}) for row in (backward, forward)}
+    effects = {created.id: None, backward.id: Effect.GRADIENTS, forward.id: None}
+    await commits.add(UnitEnd(answers, (), 7, effects, 2048, answered=(created.id,)))
+    with store.read() as conn:
+        assert created.model_key is not None
+        ran = unit_records.ran_after(conn, created.model_key, 0)
+        bodies = unit_records.read_bodies(conn, [backward.id, forward.id])
+    assert [(each.row.status, each.unit, each.effect, each.row_budget) for each in ran] == [
+        (FutureStatus.DONE, 7, Effect.GRADIENTS, 2048),
+        (FutureStatus.DONE, 7, None, 2048),
+    ]
+    assert bodies.keys() == {backward.id}
+    assert list(metrics.pending()) == []
