@@ -18,7 +18,7 @@ from skyrl_tinker.store.database.opening import open_database
 from tests.support.postgres import Postgres
 from tests.support.processes import heed_ctrl_c
 from tests.support.serve import Serve
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 OLDER = "0013"
 
@@ -63,7 +63,7 @@ def revision(url: str) -> str:
 
 def test_it_is_refused_before_it_migrates(older: str, holder: Lease, tmp_path: Path) -> None:
     server = Serve(tmp_path / "home", "--database-url", older)
-    _, complaints = server.process.communicate(timeout=60)
+    _, complaints = server.process.communicate(timeout=PATIENCE_S)
     assert server.process.returncode == 1
     assert f"another server works on this database: {holder._holder}" in complaints
     assert "Traceback" not in complaints
@@ -85,8 +85,8 @@ def test_a_standby_waits_without_migrating_and_ends_at_once(
     command = [sys.executable, "-m", "skyrl_tinker", "serve", "--home", str(home), "--standby", *options]
     with complaints.open("wb") as errors:
         server = subprocess.Popen([*command, "--port", "0"], stderr=errors, preexec_fn=heed_ctrl_c)
-    assert wait_until(lambda: "waiting for its end" in complaints.read_text(), 60)
+    wait_until(lambda: "waiting for its end" in complaints.read_text())
     assert revision(older) == OLDER
     server.send_signal(signal.SIGINT)
-    assert server.wait(60) != 0
+    assert server.wait(PATIENCE_S) != 0
     assert "Traceback" not in complaints.read_text()
