@@ -14,12 +14,13 @@ from skyrl_tinker.errors import SamplerError, StartupError
 from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
-from skyrl_tinker.weight_sync.chunk_buffer import ChunkSource, FileSource
+from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource, FileSource
 from skyrl_tinker.weight_sync.chunks import read_chunks
 from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport, ways_of
 from skyrl_tinker.weight_sync.nccl import in_time
 from tests.conformance.support.ends import HeldByThreads, Tensors, ThreadSenders, carry, ends, size_of
 from tests.support.shards import write_index
+from tests.support.waiting import PATIENCE_S, until
 
 TRANSPORTS = ("shared_memory", "gloo", "nccl", "cuda_ipc")
 LIMIT = 1000
@@ -135,7 +136,7 @@ async def test_the_next_chunk_is_read_while_one_is_sent(
         broadcast = sender.broadcast
 
         def wait_and_broadcast(packed: Tensor) -> None:
-            assert not to_come or to_come.pop(0).wait(10.0)
+            assert not to_come or to_come.pop(0).wait(PATIENCE_S)
             broadcast(packed)
 
         sender.broadcast = wait_and_broadcast
@@ -159,21 +160,29 @@ async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: 
     late, fill = threading.Event(), CapturedSource.fill
 
     def slow(source: CapturedSource, index: int, buffer: Tensor) -> None:
-        assert index != 1 or late.wait(10.0)
+        assert index != 1 or late.wait(PATIENCE_S)
         fill(source, index, buffer)
 
+    closing, close = list[ChunkBuffer](), ChunkBuffer.close
+
+    def noted(buffer: ChunkBuffer) -> None:
+        closing.append(buffer)
+        close(buffer)
+
     monkeypatch.setattr(CapturedSource, "fill", slow)
+    monkeypatch.setattr(ChunkBuffer, "close", noted)
     held = HeldByThreads(senders, dealt, torch.float32)
     await transport.open(held, ("replica",))
     await transport.load(0)
-    loading = asyncio.create_task(senders.sender_call("load", 1))
-    await asyncio.sleep(0.1)
-    closing = asyncio.create_task(senders.sender_call("close"))
-    await asyncio.sleep(0.1)
+    buffers: list[ChunkBuffer] = [sender._buffer for sender in senders.senders]
+    calls = [asyncio.create_task(senders.sender_call("load", 1))]
+    await until(lambda: all(buffer._loading.locked() for buffer in buffers))
+    calls.append(asyncio.create_task(senders.sender_call("close")))
+    await until(lambda: len(closing) == len(buffers))
     late.set()
-    await asyncio.wait_for(asyncio.gather(loading, closing), 10.0)
+    await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
     await transport.open(held, ("replica",))
-    await asyncio.wait_for(transport.load(0), 10.0)
+    await asyncio.wait_for(transport.load(0), PATIENCE_S)
     await transport.close()
 
 
@@ -189,7 +198,7 @@ async def test_each_replicas_workers_have_ranks_of_their_own(name: str) -> None:
 
 
 def test_nccl_is_not_waited_for_for_ever() -> None:
-    assert in_time(lambda: 7, 5.0) == 7
+    assert in_time(lambda: 7, PATIENCE_S) == 7
     with pytest.raises(SamplerError, match="not all samplers took part in NCCL within 0 s"):
         in_time(threading.Event().wait, 0.01)
 

@@ -1,8 +1,8 @@
 """Clean-up removes what clients leave behind, but nothing that is still in use. The samplers are scripted."""
 
-import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.engine.upkeep.cleanup import Cleanup
+from skyrl_tinker.engine.upkeep.cleanup import SUSPENDED_S, Cleanup
 from skyrl_tinker.errors import GoneError
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
@@ -117,28 +117,37 @@ async def finish(store: Store, session: SessionId) -> None:
     await store.write(lambda conn: session_records.finish(conn, session, "success", None))
 
 
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Advance the wall clock by seconds."""
+
+    def advance(seconds: float) -> None:
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + seconds)
+
+    return advance
+
+
 async def test_a_silent_session_that_only_samples_is_ended(
-    store: Store, parts: Parts, tmp_path: Path
+    store: Store, parts: Parts, tmp_path: Path, pass_time: Callable[[float], None]
 ) -> None:
     session = await journal.new_session(store)
-    cleanup = cleanup_of(store, parts, tmp_path, timeout_s=0.01)
-    await asyncio.sleep(0.05)
+    cleanup = cleanup_of(store, parts, tmp_path, timeout_s=SUSPENDED_S / 3)
+    pass_time(SUSPENDED_S / 2)
     await cleanup.sweep()
     with pytest.raises(GoneError, match="expired"):
         await store.write(lambda conn: session_records.heartbeat(conn, session))
 
 
 async def test_after_the_machine_was_suspended_clients_get_their_time_again(
-    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, parts: Parts, tmp_path: Path, pass_time: Callable[[float], None]
 ) -> None:
     session = await journal.new_session(store)
-    cleanup = cleanup_of(store, parts, tmp_path, timeout_s=0.2)
-    await asyncio.sleep(0.3)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
+    cleanup = cleanup_of(store, parts, tmp_path, timeout_s=SUSPENDED_S / 3)
+    pass_time(3600.0)
     await cleanup.sweep()
     await store.write(lambda conn: session_records.heartbeat(conn, session))
-    await asyncio.sleep(0.3)
+    pass_time(SUSPENDED_S / 2)
     await cleanup.sweep()
     with pytest.raises(GoneError, match="expired"):
         await store.write(lambda conn: session_records.heartbeat(conn, session))
