@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tiers.proofs import proofs
 
 from tests.support.postgres import Postgres, postgres_server
 
@@ -26,9 +27,12 @@ SERVER_PLACES = ("tests/e2e/", "tests/cookbook/", "tests/faults/")
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    proved = tuple(path for proof in proofs().values() for path in proof.tests)
     for item in items:
         if item.nodeid.startswith(SERVER_PLACES) or "ray_cluster" in item.fixturenames:
             item.add_marker("servers")
+        if item.get_closest_marker("long") and not item.nodeid.startswith(proved):
+            raise pytest.UsageError(f"{item.nodeid} is marked `long`: name it in scripts/proofs.toml")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The tests that reach a changed module by their imports, over any number of steps."""
 
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import grimp
@@ -21,11 +22,11 @@ def files(root: Path, revision: str) -> set[str]:
     return {line for output in outputs for line in output.splitlines()}
 
 
-def test_files(root: Path, revision: str) -> list[str]:
-    """Return the files of tests whose outcome the differences may change."""
+def reached_tests(root: Path, paths: Iterable[str]) -> list[str]:
+    """Return the tests that import a module of these paths, are one, or have a conftest of them above."""
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=False)
     reached = set()
-    for path in files(root, revision):
+    for path in paths:
         module = _module(path)
         if module in graph.modules:
             reached |= {module} | graph.find_downstream_modules(module) | _below_conftest(graph, module)

@@ -128,7 +128,8 @@ def main() -> int:
     if len(found) > 1:
         for line in found:
             print(f"{line['proof']:16} {'ok' if line['ok'] else 'FAILED':6} {line['seconds']:6} s")
-        print(json.dumps({"proofs": len(found), "failed": [each["proof"] for each in found if not each["ok"]]}))
+        failed = [line["proof"] for line in found if not line["ok"]]
+        print(json.dumps({"proofs": len(found), "failed": failed}))
     return 0 if all(line["ok"] for line in found) else 1
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +54,9 @@ def run(job: Job, scratch: Path, deadline: float) -> Ended:
 def _end(process: int) -> None:
     """Let pytest say where it stands, then end it with its servers."""
     os.kill(process, signal.SIGABRT)
-    time.sleep(10)
-    os.killpg(process, signal.SIGKILL)
+    time.sleep(5)
+    with suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
 
 
 def _core_s(used: resource.struct_rusage) -> float:

@@ -102,7 +102,7 @@ def main() -> int:
 
 def _chosen(arguments: argparse.Namespace, given: list[str], scratch: Path) -> tuple[list[Job], Job | None]:
     if arguments.changed:
-        given = changed.test_files(ROOT, arguments.changed)
+        given = changed.reached_tests(ROOT, changed.files(ROOT, arguments.changed))
         marked = ["-m", "not long", *given]
         return [*check_jobs(), *([pytest_job("changed", scratch, *marked)] if given else [])], None
     if given:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-FREE = {TESTS / "support" / "waiting.py"}
+FREE = {TESTS / "support" / "waiting.py", Path(__file__)}
 
 
 @pytest.hookimpl(wrapper=True)
