@@ -256,7 +256,7 @@ class ScriptedTrainer:
             raise UserError(f"no checkpoint at {directory}")
         self._state(model)
         file = Path(directory) / STEPS_FILE
-        self.trained[model] = Trained(json.loads(file.read_text()))
+        self.trained[model] = Trained(json.loads(file.read_text()) if file.exists() else [])
 
     def _note(self, model: ModelKey, what: str, value: Any = None) -> None:
         self.ran.setdefault(model, []).append((what, value))
