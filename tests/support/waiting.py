@@ -4,21 +4,27 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 PATIENCE_S = 240.0
 """Longer than anything takes on a machine that is busy with other work."""
 
 
+@overload
 async def until(
-    look: Callable[[], T | Awaitable[T]], wanted: Callable[[T], object] = bool, within_s: float = PATIENCE_S
-) -> T:
+    look: Callable[[], Awaitable[T]], wanted: Callable[[T], object] = ..., within_s: float = ...
+) -> T: ...
+@overload
+async def until(look: Callable[[], T], wanted: Callable[[T], object] = ..., within_s: float = ...) -> T: ...
+async def until(
+    look: Callable[[], Any], wanted: Callable[[Any], object] = bool, within_s: float = PATIENCE_S
+) -> Any:
     """Return the first look that is wanted. Raises TimeoutError with the last one."""
     deadline = time.monotonic() + within_s
     while True:
         found = look()
-        seen = cast(T, await found if inspect.isawaitable(found) else found)
+        seen = await found if inspect.isawaitable(found) else found
         if wanted(seen):
             return seen
         if time.monotonic() > deadline:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,8 @@ from unittest.mock import patch
 import orjson
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, ProcessGroupGloo
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroupGloo
 from vllm.distributed.weight_transfer import packed_tensor
 from vllm.distributed.weight_transfer.ipc_engine import (
     IPCWeightTransferInitInfo,
@@ -26,7 +28,6 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from skyrl_tinker.training.weight_share import WeightShare
-from skyrl_tinker.weight_sync import cuda_ipc
 from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcSender, CudaIpcTransport
@@ -249,7 +250,7 @@ class CudaIpcOnCpu(CudaIpcSender):
 
     def _open(self, source: ChunkSource) -> tuple[Sequence[WeightChunk], bytes]:
         self._buffer = ChunkBuffer(source, "cpu")
-        return self._buffer.chunks, cuda_ipc.pickle.dumps((GPUS[self._rank], (self._rank, "handle")))
+        return self._buffer.chunks, pickle.dumps((GPUS[self._rank], (self._rank, "handle")))
 
     def load(self, index: int) -> None:
         assert self._buffer is not None

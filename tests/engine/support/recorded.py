@@ -54,7 +54,7 @@ async def sampled(
 ) -> SequenceRecord:
     """Its logprobs are -1/8, -2/8, ... of the number of the sampler."""
     accepted = await submit_sample(store, session, number)
-    logprobs = np.arange(-1, -len(tokens) - 1, -1, dtype=np.float32) / 8 - number
+    logprobs = (np.arange(-1, -len(tokens) - 1, -1) / 8 - number).astype(np.float32)
     name = accepted.sequence_ids[0]
     record = SequenceRecord(name, np.array(tokens, np.int32), logprobs, prompt_length, routing)
     await finish_sample(store, accepted, FutureResult("application/json", b"{}", (record,)))
