@@ -73,7 +73,9 @@ def prove(proof: Proof) -> dict[str, Any]:
             found["ok"] &= ended.code == 0
             found["core_s"] += round(ended.core_s)
             if job.record:
-                found |= _show(verdict.read([job.record]))
+                lines = verdict.read([job.record])
+                found |= _show(lines)
+                found["ok"] &= not verdict.skipped_in_vain(lines)
             elif (last := output.strip().rpartition("\n")[2]).startswith("{"):
                 found["reports"].append(json.loads(last))
     return found | {"seconds": round(time.monotonic() - began), "commit": _commit()}
