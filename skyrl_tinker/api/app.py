@@ -1,7 +1,8 @@
 """Composition root of the API."""
 
+import time
 from asyncio import TaskGroup
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -104,14 +105,29 @@ POLLS = frozenset({"/api/v1/retrieve_future", "/api/v1/retrieve_futures"})
 """Paths whose answers may take as long as a poll: their bodies are small."""
 
 
-def create_app(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> FastAPI:
-    """Build the API on an open store and a bound doorbell, both of which the caller closes."""
+def create_app(
+    settings: Settings,
+    store: Store,
+    facts: BaseModelFacts,
+    bell: Doorbell,
+    clock: Callable[[], float] = time.time,
+) -> FastAPI:
+    """Build the API on an open store and a bound doorbell, both of which the caller closes.
+
+    `clock`: UTC seconds, by which keys and JWTs expire.
+    """
     app = make_app(settings)
-    app.state.services = make_services(settings, store, facts, bell)
+    app.state.services = make_services(settings, store, facts, bell, clock)
     return app
 
 
-def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell: Doorbell) -> Services:
+def make_services(
+    settings: Settings,
+    store: Store,
+    facts: BaseModelFacts,
+    bell: Doorbell,
+    clock: Callable[[], float] = time.time,
+) -> Services:
     """Build what one run of the app works with; its lifespan starts and ends them."""
     directories = Directories(settings)
     signing = SigningSecrets(settings.root)
@@ -119,7 +135,7 @@ def make_services(settings: Settings, store: Store, facts: BaseModelFacts, bell:
     alone = settings.api_processes == 1 and settings.engine_listen is None
     queues = EngineQueues(engine, alone=alone)
     metrics = ApiMetrics()
-    keys = KeyRing(store, signing, settings.key_limits)
+    keys = KeyRing(store, signing, settings.key_limits, clock)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
     metrics.watch("disk_free_bytes", "Free bytes under home or for checkpoints, the fewer", room.free_bytes)
     metrics.watch(

@@ -13,6 +13,8 @@ from uvicorn.server import ServerState
 
 from skyrl_tinker.api import bounded_connections
 from skyrl_tinker.api.bounded_connections import HEAD_BYTES, ConnectionCaps, Connections
+from tests.support.loop_time import skip
+from tests.support.waiting import until
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\n"
 WHOLE = HEAD + b"Content-Length: 5\r\n\r\nhello"
@@ -31,7 +33,7 @@ async def served(
     app: ASGIApp = length, total: int = 100, per_address: int = 100
 ) -> AsyncIterator[Callable[[], Awaitable[Stream]]]:
     """Serve the app; yields what opens a connection to it."""
-    config = uvicorn.Config(app, lifespan="off", log_config=None)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=3600)
     connection, state = Connections(ConnectionCaps(total, per_address)), ServerState()
     server = await asyncio.get_running_loop().create_server(
         lambda: connection(config=config, server_state=state, app_state={}), "127.0.0.1", 0
@@ -100,12 +102,13 @@ async def test_a_head_has_a_time(sent: bytes, monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_the_second_head_of_a_connection_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_connections, "HEAD_S", 0.2)
+    monkeypatch.setattr(bounded_connections, "HEAD_S", 600.0)
     async with served() as connect:
         stream = await connect()
         await answer(stream, WHOLE)
-        await asyncio.sleep(0.4)  # between requests it is idle, for which uvicorn has another limit
+        skip(1200)  # between requests it is idle, for which uvicorn has another limit
         assert (await answer(stream, WHOLE)).endswith(b"5 bytes")
+        monkeypatch.setattr(bounded_connections, "HEAD_S", 0.1)
         assert (await answer(stream, HEAD)).startswith(b"HTTP/1.1 408")
 
 
@@ -124,9 +127,7 @@ async def test_connections_over_the_caps_are_told_and_closed(caps: dict[str, int
         for stream in streams:
             assert (await answer(stream, WHOLE)).endswith(b"5 bytes")
         streams[0][1].close()
-        await streams[0][1].wait_closed()
-        await asyncio.sleep(0.05)
-        assert (await answer(await connect(), WHOLE)).endswith(b"5 bytes")
+        await until(lambda: is_served(connect))
 
 
 async def test_heads_together_have_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,36 +140,32 @@ async def test_heads_together_have_a_size(monkeypatch: pytest.MonkeyPatch) -> No
             writer.write(long)
         answers = [asyncio.create_task(reader.readline()) for reader, _ in streams]
         await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.sleep(0.3)
+        assert await is_served(connect)  # all that was sent before has been read
         refused = [each.result() for each in answers if each.done()]
         assert 1 <= len(refused) <= 3
         assert all(line.startswith(b"HTTP/1.1 503") for line in refused)
-        assert (await answer(await connect(), WHOLE)).endswith(b"5 bytes")
         for (_, writer), read in zip(streams, answers, strict=True):
             read.cancel()
             writer.close()
-        await asyncio.sleep(0.1)
-        sized = long + b"\r\nContent-Length: 5\r\n\r\nhello"
-        assert (await answer(await connect(), sized)).endswith(b"5 bytes")
+        await until(lambda: is_served(connect, long + b"\r\nContent-Length: 5\r\n\r\nhello"))
 
 
 async def test_the_rest_of_a_body_that_is_answered_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger who sends a byte now and then would keep the connection for ever."""
-    monkeypatch.setattr(bounded_connections, "REST_S", 0.3)
+    monkeypatch.setattr(bounded_connections, "REST_S", 600.0)
+    head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
     async with served(refuse) as connect:
-        _, writer = stream = await connect()
-        head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-        assert (await answer(stream, head)).startswith(b"HTTP/1.1 401")
-        closed = asyncio.create_task(stream[0].read())
-        for _ in range(50):
-            if not closed.done():
-                writer.write(b"1\r\nx\r\n")
-                await asyncio.sleep(0.05)
-        assert closed.done()
-        other = await connect()
-        for _ in range(2):
+        (reader, writer), other = await connect(), await connect()
+        assert (await answer((reader, writer), head)).startswith(b"HTTP/1.1 401")
+        for _ in range(4):
+            skip(140)
+            writer.write(b"1\r\nx\r\n")
             assert (await answer(other, head + b"0\r\n\r\n")).startswith(b"HTTP/1.1 401")
-            await asyncio.sleep(0.5)
+        assert not reader.at_eof()
+        skip(140)
+        await until(reader.at_eof)
+        skip(1200)
+        assert (await answer(other, head + b"0\r\n\r\n")).startswith(b"HTTP/1.1 401")
 
 
 async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +185,14 @@ async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch)
         _, writer = await connect()
         writer.write(WHOLE)
         await asyncio.wait_for(ended.wait(), 60)
+
+
+async def is_served(connect: Callable[[], Awaitable[Stream]], request: bytes = WHOLE) -> bool:
+    """Ask on a new connection."""
+    stream = await connect()
+    found = await answer(stream, request)
+    stream[1].close()
+    return found.endswith(b"5 bytes")
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:

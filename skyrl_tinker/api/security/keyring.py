@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -40,11 +40,18 @@ _log = logging.getLogger(__name__)
 class KeyRing:
     """Cache of secrets and verified JWTs: `start` before the first request, then `run` as a task."""
 
-    def __init__(self, store: Store, signing: SigningSecrets, limits: KeyLimits = UNLIMITED) -> None:
-        """`limits`: of keys that have none of their own."""
+    def __init__(
+        self,
+        store: Store,
+        signing: SigningSecrets,
+        limits: KeyLimits = UNLIMITED,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`limits`: of keys that have none of their own. `clock`: UTC seconds."""
         self._store = store
         self._signing = signing
         self._limits = limits
+        self._clock = clock
         self._changes = -1
         self._secrets: dict[str, Secret] = {}  # by secret_id
         self._callers: dict[str, Caller] = {}  # the same
@@ -96,7 +103,7 @@ class KeyRing:
             return Caller(None, owners.LOCAL_OWNER, limits=self._limits)
         if not credential:
             raise UnauthenticatedError(f"X-API-Key: found none, {_EXPECTED}")
-        now = time.time()
+        now = self._clock()
         find = self._token_caller if credential.startswith(tokens.PREFIX) else self._key_caller
         caller = find(credential, address, now)
         if caller.owner is not None:
@@ -105,12 +112,12 @@ class KeyRing:
 
     def next_expiry(self) -> float:
         """Return when the next live key expires, UTC seconds; infinity if none does."""
-        now = time.time()
+        now = self._clock()
         ends = (secret.until for secret in self._secrets.values() if secret.end == "expired")
         return min((end for end in ends if end is not None and end > now), default=math.inf)
 
     def issue_token(self, caller: Caller) -> str:
-        return tokens.issue(caller, self._signing.current.jwt, time.time())
+        return tokens.issue(caller, self._signing.current.jwt, self._clock())
 
     def _key_caller(self, key: str, address: str, now: float) -> Caller:
         secret_id = tokens.secret_id(api_keys.digest(key))
@@ -130,7 +137,7 @@ class KeyRing:
     def _verify(self, token: str, address: str, now: float) -> Caller:
         self._verified.pop(token, None)
         try:
-            claims = tokens.read(token, self._signing.current.jwt)
+            claims = tokens.read(token, self._signing.current.jwt, now)
         except InvalidTokenError:
             self._refusals.note(Refusal(address, _NOBODYS))
             raise

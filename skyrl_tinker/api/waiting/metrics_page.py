@@ -19,14 +19,14 @@ class MetricsPage:
         self._metrics = metrics
         self._making = asyncio.Lock()
         self._text = b""
-        self._until = float("-inf")
+        self._made_at = float("-inf")
 
     async def text(self) -> bytes:
         """Return the page, at most KEPT_S old; also while the engine is down."""
         async with self._making:
-            if time.monotonic() >= self._until:
+            if time.monotonic() - self._made_at >= KEPT_S:
                 self._text = await self._make()
-                self._until = time.monotonic() + KEPT_S
+                self._made_at = time.monotonic()
             return self._text
 
     async def _make(self) -> bytes:

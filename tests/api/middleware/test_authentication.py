@@ -4,7 +4,8 @@ import asyncio
 import stat
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -19,13 +20,37 @@ from skyrl_tinker.api.middleware.authentication import AuthMiddleware
 from skyrl_tinker.api.security import keyring, refusals, tokens
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.refusals import Refusal, Refusals
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ALL_OWNERS
 from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.cluster import signing_secrets
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
-from tests.api.support.world import BASE, World
+from tests.api.support.world import BASE, World, running
+from tests.support.waiting import until
 
 SESSION = {"sdk_version": "0.38.0"}
+HOUR_S = 3600
+
+
+@dataclass
+class Clock:
+    """UTC seconds, of which a test may skip some."""
+
+    skipped_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.skipped_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def world(settings: Settings, clock: Clock) -> AsyncIterator[World]:
+    async with running(settings, clock=clock) as made:
+        yield made
 
 
 async def key_of(world: World, name: str) -> str:
@@ -46,11 +71,7 @@ async def ask(
 
 
 async def until_status(world: World, status: int, credential: str | None = None) -> httpx.Response:
-    deadline = time.monotonic() + 30
-    while (answer := await ask(world, credential)).status_code != status:
-        assert time.monotonic() < deadline, answer.text
-        await asyncio.sleep(0.02)
-    return answer
+    return await until(lambda: ask(world, credential), lambda answer: answer.status_code == status)
 
 
 async def token_for(world: World, credential: str) -> str:
@@ -245,14 +266,16 @@ async def test_jwts_that_are_not_ours_or_too_old_are_invalid_tokens(world: World
         assert answer.json()["detail"].startswith("X-API-Key: found a JWT"), name
 
 
-async def test_a_jwt_stops_when_it_expires_though_it_was_seen_before(world: World) -> None:
+async def test_a_jwt_stops_when_it_expires_though_it_was_seen_before(world: World, clock: Clock) -> None:
     key = await key_of(world, "alice")
     ring = world.services.keys
     caller = ring.caller(key)
-    soon = replace(caller, until=int(time.time()) + 2)
-    token = ring.issue_token(soon)
+    token = ring.issue_token(replace(caller, until=clock() + HOUR_S / 2))
     assert (await ask(world, token)).status_code == 200
-    await until_status(world, 401, token)
+    clock.skipped_s += HOUR_S / 2
+    answer = await ask(world, token)
+    assert (answer.status_code, 'error="invalid_token"' in answer.headers["www-authenticate"]) == (401, True)
+    assert "found a JWT that has expired" in answer.json()["detail"]
 
 
 async def test_a_jwt_buys_no_longer_life(world: World) -> None:
@@ -278,31 +301,36 @@ async def rotate(world: World, overlap_s: float) -> str:
     return await world.store.write(lambda conn: api_keys.rotate(conn, "alice", overlap_s))
 
 
-async def test_a_new_secret_and_for_its_time_the_old_one_are_one_owner(world: World) -> None:
+async def test_a_new_secret_and_for_its_time_the_old_one_are_one_owner(world: World, clock: Clock) -> None:
     old = await key_of(world, "alice")
     made = await world.post("create_session", SESSION, **{"X-API-Key": old})
-    new = await rotate(world, overlap_s=2)
-    assert (await until_status(world, 200, new)).status_code == 200
+    new = await rotate(world, overlap_s=HOUR_S)
+    await until_status(world, 200, new)
     for key in (old, new):
         beat = await world.post("session_heartbeat", made.json(), **{"X-API-Key": key})
         assert beat.status_code == 200, beat.text
-    answer = await until_status(world, 401, old)
+    clock.skipped_s += HOUR_S
+    answer = await ask(world, old)
+    assert answer.status_code == 401
     assert "found one that was rotated away" in answer.json()["detail"]
     assert (await ask(world, new)).status_code == 200
 
 
-async def test_a_jwt_ends_with_the_secret_that_it_was_issued_for(world: World) -> None:
+async def test_a_jwt_ends_with_the_secret_that_it_was_issued_for(world: World, clock: Clock) -> None:
     old = await key_of(world, "alice")
     before = await token_for(world, old)
-    new = await rotate(world, overlap_s=2)
+    new = await rotate(world, overlap_s=HOUR_S / 2)
+    end = clock() + HOUR_S / 2
     world.services.keys.refresh()
     during = await token_for(world, old)
     after = await token_for(world, new)
     for token in (before, during, after):
         assert (await ask(world, token)).status_code == 200
-    assert jwt.decode(during, options={"verify_signature": False})["exp"] <= time.time() + 2
+    assert jwt.decode(during, options={"verify_signature": False})["exp"] <= end
+    clock.skipped_s += HOUR_S / 2
     for token in (before, during):
-        answer = await until_status(world, 401, token)
+        answer = await ask(world, token)
+        assert answer.status_code == 401
         assert 'error="invalid_token"' in answer.headers["www-authenticate"]
     assert (await ask(world, after)).status_code == 200
 
@@ -315,17 +343,17 @@ async def test_a_leaked_secret_can_end_at_once(world: World) -> None:
     assert [(await ask(world, each)).status_code for each in (old, token)] == [401, 401]
 
 
-async def test_a_key_and_its_jwts_expire(world: World) -> None:
-    until = time.time() + 2
-    key = await world.store.write(lambda conn: api_keys.create(conn, "alice", expires_at=until))
+async def test_a_key_and_its_jwts_expire(world: World, clock: Clock) -> None:
+    end = clock() + HOUR_S / 2
+    key = await world.store.write(lambda conn: api_keys.create(conn, "alice", expires_at=end))
     world.services.keys.refresh()
     token = await token_for(world, key)
-    assert jwt.decode(token, options={"verify_signature": False})["exp"] <= until
+    assert jwt.decode(token, options={"verify_signature": False})["exp"] <= end
     assert [(await ask(world, each)).status_code for each in (key, token)] == [200, 200]
-    answer = await until_status(world, 401, key)
-    assert time.time() >= until
-    assert "found one that expired at 2" in answer.json()["detail"]
-    await until_status(world, 401, token)
+    clock.skipped_s += HOUR_S / 2
+    answers = [await ask(world, each) for each in (key, token)]
+    assert [answer.status_code for answer in answers] == [401, 401]
+    assert "found one that expired at 2" in answers[0].json()["detail"]
 
 
 async def test_new_signing_secrets_end_jwts_and_urls_but_no_key(world: World) -> None:
@@ -364,37 +392,40 @@ async def events(world: World) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def until_noted(world: World, event: str, count: int) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + 30
-    while len(found := [details for name, details in await events(world) if name == event]) < count:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-    return found
+    async def found() -> list[dict[str, Any]]:
+        return [details for name, details in await events(world) if name == event]
+
+    return await until(found, lambda noted: len(noted) >= count)
 
 
 async def test_last_use_is_noted_soon_and_then_once_a_minute(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ring, rounds = world.services.keys, 0
+
+    def refresh() -> None:
+        nonlocal rounds
+        rounds += 1
+        KeyRing.refresh(ring)
+
     def used() -> list[float | None]:
         with world.store.read() as conn:
             return [row.last_used_at for row in api_keys.list_keys(conn)]
 
+    monkeypatch.setattr(ring, "refresh", refresh)
+    monkeypatch.setattr(keyring, "REFRESH_S", 0.01)
     key = await key_of(world, "alice")
     await key_of(world, "bob")
     assert used() == [None, None]
     await ask(world, key)
-    deadline = time.monotonic() + 30
-    while used()[0] is None:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-    first = used()
+    first = await until(used, lambda times: times[0] is not None)
     assert first[1] is None
     await ask(world, key)
-    await asyncio.sleep(3 * keyring.REFRESH_S)
+    before = rounds
+    await until(lambda: rounds >= before + 2)  # the first of them is over, with its notes
     assert used() == first
     monkeypatch.setattr(keyring, "NOTE_EVERY_S", 0.0)
-    while used() == first:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+    await until(used, first.__ne__)
 
 
 async def test_uses_since_the_last_note_are_noted_when_the_server_stops(world: World) -> None:
@@ -420,11 +451,7 @@ async def test_refused_credentials_are_counted_by_address_in_the_audit_log(
         await ask(world, "tml-wrong")
     await ask(world, "eyJ.no.jwt")
     await ask(world)  # no credential: nobody tried to log in
-    wanted = {("127.0.0.1", "unknown keys or invalid JWTs"): 4}
-    deadline = time.monotonic() + 30
-    while (counts := await refused(world)) != wanted:
-        assert time.monotonic() < deadline, counts
-        await asyncio.sleep(0.05)
+    await until(lambda: refused(world), {("127.0.0.1", "unknown keys or invalid JWTs"): 4}.__eq__)
 
 
 async def refused(world: World) -> Counter[tuple[str, str]]:

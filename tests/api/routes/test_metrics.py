@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from skyrl_tinker.api.loop_watch import BEAT_S, LoopWatch
 from skyrl_tinker.api.middleware import request_metrics
 from skyrl_tinker.api.waiting import metrics_page
 from skyrl_tinker.store import api_keys
@@ -17,6 +18,7 @@ from skyrl_tinker.store.database.migrate import migrate
 from tests.api.support.engine_socket import engine
 from tests.api.support.users import new_user
 from tests.api.support.world import World, running, sample, settings_for
+from tests.support.waiting import until
 
 Samples = dict[tuple[str, ...], float]
 
@@ -79,11 +81,13 @@ async def test_what_is_refused_before_it_is_routed_counts_too(world: World, http
 
 @pytest.mark.usefixtures("never_kept")
 async def test_a_long_poll_counts_with_its_wait(world: World, http: httpx.AsyncClient) -> None:
-    accepted = await world.ok("asample", sample(await world.sampler(), 0))
+    sampler, began = await world.sampler(), time.perf_counter()
+    accepted = await world.ok("asample", sample(sampler, 0))
+    accepted_s = time.perf_counter() - began
     assert (await world.retrieve(accepted["request_id"])).status_code == 408
     sums = await scraped(http, "http_request_seconds_sum")
     assert sums["POST", "/api/v1/retrieve_future", "4xx"] >= world.settings.long_poll_s
-    assert sums["POST", "/api/v1/asample", "2xx"] < world.settings.long_poll_s
+    assert sums["POST", "/api/v1/asample", "2xx"] < accepted_s
 
 
 async def test_an_error_of_ours_counts_as_such_and_goes_on() -> None:
@@ -110,28 +114,50 @@ async def test_an_error_of_ours_counts_as_such_and_goes_on() -> None:
 
 
 @pytest.mark.usefixtures("never_kept")
-async def test_a_block_of_the_loop_stays_visible_to_the_second_scraper(http: httpx.AsyncClient) -> None:
-    await asyncio.sleep(0.05)
-    time.sleep(0.3)  # noqa: ASYNC251 - this is the block
-    await asyncio.sleep(0.05)
+async def test_a_block_of_the_loop_stays_visible_to_the_second_scraper(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    world.services.metrics.blocked(3600.0)
     for _ in range(2):
         buckets = await scraped(http, "api_loop_block_seconds_bucket")
-        assert buckets["+Inf",] - buckets["0.25",] >= 1
+        assert buckets["+Inf",] - buckets["10.0",] >= 1
 
 
-async def test_ten_scrapers_cost_one(world: World, http: httpx.AsyncClient) -> None:
+@pytest.mark.usefixtures("never_kept")
+async def test_the_loop_is_watched_all_the_time(http: httpx.AsyncClient) -> None:
+    async def beats() -> float:
+        return (await scraped(http, "api_loop_block_seconds_count"))[()]
+
+    first = await beats()
+    await until(beats, lambda count: count > first + 1)
+
+
+async def test_a_block_counts_once_and_less_one_beat() -> None:
+    now, reports = 0.0, list[float]()
+    watching = asyncio.create_task(LoopWatch(reports.append, lambda: now).run())
+    await until(lambda: reports)
+    now = 0.3
+    await until(lambda: reports[-1])
+    await until(lambda: not reports[-1])
+    watching.cancel()
+    assert list(filter(None, reports)) == [0.3 - BEAT_S]
+
+
+async def test_ten_scrapers_cost_one(
+    world: World, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_page, "KEPT_S", 3600.0)
     asked = 0
 
     async def handler(_: web.Request) -> web.Response:
         nonlocal asked
         asked += 1
-        await asyncio.sleep(0.05)
         return web.Response(text=f"something {asked}\n")
 
     async with engine(world, web.get("/metrics", handler)):
         pages = await asyncio.gather(*(http.get("/metrics") for _ in range(10)))
         assert {page.text.splitlines()[-1] for page in pages} == {"something 1"}
-        await asyncio.sleep(metrics_page.KEPT_S)
+        monkeypatch.setattr(metrics_page, "KEPT_S", 0.0)
         assert (await http.get("/metrics")).text.splitlines()[-1] == "something 2"
     assert asked == 2
 

@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 
 from skyrl_tinker.config import Settings
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @dataclass(frozen=True)
@@ -22,22 +22,19 @@ class Api:
     settings: Settings
 
     def wait_until_up(self) -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                httpx.get(f"{self.url}/healthz", verify=False).raise_for_status()
-                return
-            except httpx.TransportError:
-                assert self.process.poll() is None
-                time.sleep(0.05)
-        raise AssertionError("the API did not come up")
+        wait_until(self._is_up)
 
-    def stop(self) -> float:
-        """SIGTERM; seconds until it was gone."""
-        began = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(timeout=30) == 0
-        return time.monotonic() - began
+    def _is_up(self) -> bool:
+        assert self.process.poll() is None
+        try:
+            httpx.get(f"{self.url}/healthz", verify=False).raise_for_status()
+        except httpx.TransportError:
+            return False
+        return True
+
+    def stop(self, signum: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(signum)
+        assert self.process.wait(PATIENCE_S) == 0
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The API on a real store, with the test in the engine's place: it finishes futures in that store."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -145,7 +146,11 @@ class World:
             changes["version_id"] = await self.store.write(
                 lambda conn: sampling_sessions.insert_version(conn, key, "lora", durable=True)
             )
-        fields = {"directory": "/nowhere", "base_model": model.base_model, "size_bytes": 10} | changes
+        fields: dict[str, Any] = {
+            "directory": "/nowhere",
+            "base_model": model.base_model,
+            "size_bytes": 10,
+        } | changes
         new = NewCheckpoint(model_key=key, kind=kind, name=name, spec=model.spec, **fields)
         await self.store.write(lambda conn: checkpoint_records.add(conn, new, replace=True))
         return f"tinker://{model_id}/{kind}/{name}"
@@ -158,12 +163,14 @@ def settings_for(home: Path, **changes: Any) -> Settings:
 
 
 @asynccontextmanager
-async def running(settings: Settings, facts: BaseModelFacts = FACTS) -> AsyncIterator[World]:
+async def running(
+    settings: Settings, facts: BaseModelFacts = FACTS, clock: Callable[[], float] = time.time
+) -> AsyncIterator[World]:
     """The app of `settings`, whose database is migrated already."""
     store = Store.open(settings.store_url)
     bell = SocketBell.bind(settings.root, "api")
     try:
-        app = create_app(settings, store, facts, bell)
+        app = create_app(settings, store, facts, bell, clock)
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),
