@@ -51,10 +51,11 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class CapturedSteps:
-    """Copy of a model's steps, in `kept` until it is dropped."""
+    """Copy of a model's steps on ranks of one life, in `kept` until it is dropped."""
 
     model: ModelKey
     steps: Steps
+    life: int
     kept: list["CapturedSteps"]
 
     async def drop(self) -> None:
@@ -147,6 +148,8 @@ class ScriptedTrainer:
     ) -> None:
         self._note(model, "create", spec.rank)
         await self._tell("create", model)
+        if model in self.trained:
+            raise self._break(f"model {model} exists already")
         self.trained[model] = Trained()
 
     async def release(self, model: ModelKey) -> None:
@@ -222,20 +225,19 @@ class ScriptedTrainer:
         return {model: self._capture(CapturedWeights, model) for model in durable}
 
     def _capture(self, kind: type[CapturedSteps], model: ModelKey) -> CapturedSteps:
-        captured = kind(model, copy.deepcopy(self._state(model).steps), self.kept)
+        captured = kind(model, copy.deepcopy(self._state(model).steps), self.restarts, self.kept)
         self.kept.append(captured)
         return captured
 
     async def persist_state(self, captured: CapturedSteps, directory: str) -> int:
         self.told.append(("persist", captured))
-        restarts, target = self.restarts, Path(directory)
         await self.disk.wait()
-        self._require_alive(restarts)
-        size = await self._write(captured, target)
+        self._require_alive(captured)
+        size = await self._write(captured, Path(directory))
         try:
-            self._require_alive(restarts)
+            self._require_alive(captured)
         except TrainerError:
-            await asyncio.to_thread(shutil.rmtree, target, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
             raise
         return size
 
@@ -275,9 +277,9 @@ class ScriptedTrainer:
         self.broken = TrainerError(message)
         return self.broken
 
-    def _require_alive(self, restarts: int) -> None:
-        """Raise TrainerError for what was captured on ranks that have died since."""
-        if self.restarts != restarts or self.broken is not None:
+    def _require_alive(self, captured: CapturedSteps) -> None:
+        """Raise TrainerError if the ranks that hold it have died."""
+        if self.restarts != captured.life or self.broken is not None:
             raise TrainerError("rank 0 died in persist_state")
 
     def _state(self, model: ModelKey) -> Trained:
