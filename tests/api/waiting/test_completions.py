@@ -5,10 +5,10 @@ import os
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from skyrl_tinker.api.api_process import ApiServer
@@ -21,8 +21,9 @@ from skyrl_tinker.store.futures import completions
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from tests.api.support.engine import Engine
-from tests.api.support.waiting import submit, until
+from tests.api.support.waiting import submit
 from tests.api.support.world import FACTS, Json, World, running, sample, sample_output
+from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[3]
 PROTOBUF_TYPE = "application/x-protobuf"
@@ -73,19 +74,39 @@ async def test_clones_hear_of_their_own_samples(world: World) -> None:
     assert [[each["request_id"] for each in one] for one in heard] == [ids[:1], ids[1:3], ids[3:]]
 
 
-async def test_the_poll_is_held_until_something_finishes(settings: Settings) -> None:
-    async with running(settings.model_copy(update={"long_poll_s": 20.0})) as world:
-        sampler, other = await world.sampler(), await world.sampler()
-        request_id = await submit(world, "asample", sample(sampler, 0))
-        strange = await submit(world, "asample", sample(other, 0))
-        held = asyncio.create_task(world.ok("retrieve_futures", ask(sampler)))
-        await asyncio.sleep(0.1)
-        await finish(world, strange)
-        await asyncio.sleep(0.2)
-        assert not held.done()
-        await finish(world, request_id)
-        found = await asyncio.wait_for(held, 10)
-        assert [each["request_id"] for each in found["completions"]] == [request_id]
+@pytest.fixture
+async def patient(settings: Settings) -> AsyncIterator[World]:
+    async with running(settings.model_copy(update={"long_poll_s": 3600.0})) as world:
+        yield world
+
+
+async def held(world: World, sampler: str, monkeypatch: pytest.MonkeyPatch) -> "asyncio.Task[Json]":
+    """A poll that waits for news."""
+    waits, wait = asyncio.Event(), world.services.waiter.wait_for_news
+
+    async def waited(news: asyncio.Event, timeout_s: float) -> bool:
+        waits.set()
+        return await wait(news, timeout_s)
+
+    monkeypatch.setattr(world.services.waiter, "wait_for_news", waited)
+    poll = asyncio.create_task(world.ok("retrieve_futures", ask(sampler)))
+    await waits.wait()
+    return poll
+
+
+async def test_the_poll_is_held_until_something_finishes(
+    patient: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, other = await patient.sampler(), await patient.sampler()
+    request_id = await submit(patient, "asample", sample(sampler, 0))
+    strange = await submit(patient, "asample", sample(other, 0))
+    polls = [await held(patient, each, monkeypatch) for each in (sampler, other)]
+    await finish(patient, strange)
+    await asyncio.wait_for(polls[1], PATIENCE_S)
+    assert not polls[0].done()
+    await finish(patient, request_id)
+    found = await asyncio.wait_for(polls[0], PATIENCE_S)
+    assert [each["request_id"] for each in found["completions"]] == [request_id]
 
 
 async def test_without_news_the_cursor_stays_and_the_time_is_kept(world: World) -> None:
@@ -97,15 +118,16 @@ async def test_without_news_the_cursor_stays_and_the_time_is_kept(world: World) 
     assert time.monotonic() - began >= world.settings.long_poll_s * 0.95
 
 
-async def test_an_acknowledgement_is_answered_at_once_and_so_are_all_at_shutdown(settings: Settings) -> None:
-    async with running(settings.model_copy(update={"long_poll_s": 20.0})) as world:
-        sampler = await world.sampler()
-        done = {"timeout": 0.0, "retrieved_request_ids": ["a", "b"]}
-        assert await world.ok("retrieve_futures", ask(sampler, 5, **done)) == {"completions": [], "cursor": 5}
-        held = asyncio.create_task(world.ok("retrieve_futures", ask(sampler)))
-        await asyncio.sleep(0.1)
-        world.services.waiter.stop()
-        assert (await asyncio.wait_for(held, 15))["completions"] == []
+async def test_an_acknowledgement_is_answered_at_once_and_so_are_all_at_shutdown(
+    patient: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = await patient.sampler()
+    done = {"timeout": 0.0, "retrieved_request_ids": ["a", "b"]}
+    answer = await asyncio.wait_for(patient.ok("retrieve_futures", ask(sampler, 5, **done)), PATIENCE_S)
+    assert answer == {"completions": [], "cursor": 5}
+    poll = await held(patient, sampler, monkeypatch)
+    patient.services.waiter.stop()
+    assert (await asyncio.wait_for(poll, PATIENCE_S))["completions"] == []
 
 
 async def test_an_unknown_sampling_session_is_404(world: World) -> None:
@@ -147,24 +169,17 @@ class Held(Engine):
         super().__init__(store, bell)
         self.held: list[QueuedRow] = []
         self.count = count
-        self.go_on = False
+        self.go_on = asyncio.Event()
 
     async def _answer(self, row: QueuedRow) -> None:
         if row.kind is not RequestKind.SAMPLE:
             await super()._answer(row)
             return
         self.held.append(row)
-        await until(self._may_go_on if len(self.held) == self.count else _at_once)
         if len(self.held) == self.count:
+            await self.go_on.wait()
             for each in self.held:
                 await super()._answer(each)
-
-    async def _may_go_on(self) -> bool:
-        return self.go_on
-
-
-async def _at_once() -> bool:
-    return True
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -179,15 +194,15 @@ async def test_the_sdk_waits_for_many_samples_on_one_connection(settings: Settin
     engine = Held(store, bells[1], 60)
     tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(engine.run())]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    await until(lambda: _up(url))
+    await until(lambda: server.started)
     user = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.api.support.sdk_scenarios", url, "sample_sixty"),
         cwd=ROOT,
         env={**os.environ, "TINKER_API_KEY": "tml-test"},
     )
     await until(lambda: _held(engine, app.state.services, 0 if together else 60))
-    engine.go_on = True
-    assert await asyncio.wait_for(user.wait(), 60) == 0
+    engine.go_on.set()
+    assert await asyncio.wait_for(user.wait(), PATIENCE_S) == 0
     server.request_stop()
     await tasks[0]
     tasks[1].cancel()
@@ -197,13 +212,5 @@ async def test_the_sdk_waits_for_many_samples_on_one_connection(settings: Settin
     await store.close()
 
 
-async def _up(url: str) -> bool:
-    async with httpx.AsyncClient() as http:
-        try:
-            return (await http.get(f"{url}/healthz")).status_code == 200
-        except httpx.TransportError:
-            return False
-
-
-async def _held(engine: Held, services: Services, polls: int) -> bool:
+def _held(engine: Held, services: Services, polls: int) -> bool:
     return len(engine.held) == engine.count and services.waiter.waiting == polls
