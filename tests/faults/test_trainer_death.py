@@ -8,6 +8,7 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens
+from tests.support.kills import find
 from tests.support.serve import HEAL_S, Serve
 from tests.support.waiting import wait_until
 
@@ -20,14 +21,6 @@ def client(server: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
     with tinker.ServiceClient(base_url=server.url) as service:
         yield Client(server.url, service)
-
-
-def kill_trainer(server: Serve) -> None:
-    """It may be on its way still."""
-    assert wait_until(lambda: server.find("trainer") is not None, HEAL_S)
-    trainer = server.find("trainer")
-    assert trainer is not None
-    trainer.kill()
 
 
 def losses(models: list[tinker.TrainingClient], server: Serve | None) -> list[list[float]]:
@@ -43,7 +36,7 @@ def losses(models: list[tinker.TrainingClient], server: Serve | None) -> list[li
         if server is not None and step in DEADLY:
             if step % 2 == 0:
                 passes[0][0].result(HEAL_S)  # the second pass or the step is under way
-            kill_trainer(server)
+            find(server, "trainer").kill()
         found += [[each.result(HEAL_S).metrics["loss:sum"] for each in row] for row in passes]
         for each in steps:
             each.result(HEAL_S)
@@ -52,7 +45,7 @@ def losses(models: list[tinker.TrainingClient], server: Serve | None) -> list[li
 
 def test_training_goes_on_over_the_death_of_the_trainer(server: Serve, client: Client) -> None:
     """An adapter and a full copy; the same engine serves on, and nothing has to be sent again."""
-    assert wait_until(server.ready, HEAL_S)
+    wait_until(server.ready)
     expected = losses([client.new_lora(), client.new_full()], None)
     engine = server.find("engine")
     models = [client.new_lora(), client.new_full()]

@@ -35,6 +35,14 @@ class Victims:
         self._engine_died = 0.0
 
 
+def find(serve: Serve, kind: str) -> psutil.Process:
+    """Return one of the kind. It may be on its way still: a server trains before its samplers are back."""
+    wait_until(lambda: serve.find(kind) is not None)
+    found = serve.find(kind)
+    assert found is not None
+    return found
+
+
 def await_recovery(serve: Serve, kind: str, victim: psutil.Process) -> None:
     """Wait until the server is ready and has another process of the kind. Raises TimeoutError."""
 
@@ -43,3 +51,11 @@ def await_recovery(serve: Serve, kind: str, victim: psutil.Process) -> None:
         return found is not None and found != victim and serve.ready()
 
     wait_until(healed, HEAL_S)
+
+
+def assert_healed(serve: Serve, kind: str, victim: psutil.Process) -> None:
+    """Await recovery, and that nothing is left of what died."""
+    await_recovery(serve, kind, victim)
+    wait_until(lambda: not serve.unreaped())
+    current = serve.tree()
+    wait_until(lambda: not [each for each in serve.seen if each not in current and each.is_running()])
