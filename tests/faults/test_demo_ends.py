@@ -1,7 +1,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -9,7 +8,8 @@ import pytest
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from tests.support.processes import heed_ctrl_c
+from tests.support.processes import below, heed_ctrl_c
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
@@ -29,7 +29,7 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
         assert directories.bell_dir.exists()
         assert directories.ephemeral_dir.exists()
         demo.send_signal(signal.SIGINT)
-        assert demo.wait(60) != 0
+        assert demo.wait(PATIENCE_S) != 0
     assert not [each for each in started if each.is_running()]
     assert not list((tmp_path / "tmp").iterdir())
     assert not directories.bell_dir.exists()
@@ -38,10 +38,5 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
 
 def started_processes(pid: int) -> list[psutil.Process]:
     """All of them, once Ray is among them."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = psutil.Process(pid).children(recursive=True)
-        if any(each.name() == "raylet" for each in found):
-            return found
-        time.sleep(0.1)
-    raise AssertionError("Ray did not start")
+    wait_until(lambda: any(each.name() == "raylet" for each in below(pid)))
+    return below(pid)
