@@ -11,17 +11,18 @@ from typing import cast
 
 import numpy as np
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus
-from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, Outbox, failure_of, json_answer
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import DiskFullError, StateLostError, UserError
 from skyrl_tinker.store import server_state, stability_records
 from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.database.tables import Result
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import outcomes, queue
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -31,6 +32,7 @@ from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal, recorded
 from tests.support.sqlite_file import new_file
+from tests.support.waiting import until
 
 RESULT = json_answer({"type": "create_model"})
 REFUSED = Failure("rank: found 0, expected at least 1", "user")
@@ -129,6 +131,29 @@ async def test_the_api_is_rung_when_a_result_is_on_disk(store: Store, tmp_path: 
     assert seen == [("api", [("done",)])]
 
 
+async def test_a_bell_that_cannot_ring_costs_nobody_a_result(store: Store) -> None:
+    def ring(role: str) -> None:
+        raise OSError("no buffer space available")
+
+    (row,) = await waiting(store)
+    await Outbox(store, cast(Doorbell, SimpleNamespace(ring=ring)), Metrics()).send([(row.id, RESULT)])
+    assert outcome(store, row).status is FutureStatus.DONE
+
+
+async def test_a_result_is_kept_with_its_type_and_tokens(store: Store, sender: Outbox) -> None:
+    (row,) = await waiting(store)
+    await sender.send([(row.id, FutureResult("text/plain", b"x", usage=Usage(5, 2, 3)))])
+    tokens = (Result.input_tokens, Result.cached_tokens, Result.output_tokens)
+    with store.read() as conn:
+        assert tuple(conn.execute(select(Result.content_type, Result.body, *tokens)).one()) == (
+            "text/plain",
+            b"x",
+            5,
+            2,
+            3,
+        )
+
+
 async def test_results_that_come_together_share_a_commit_and_a_ring(
     store: Store, sender: Outbox, commits: Commits, rung: list[str]
 ) -> None:
@@ -225,28 +250,28 @@ async def test_a_request_counts_as_answered_once_its_result_is_committed(
         assert f'kind="create_model",outcome="{label}"}} {count}.0' in metrics.text().decode()
 
 
-async def test_a_commit_that_runs_when_the_store_closes_is_on_disk(
-    tmp_path: Path, bell: Doorbell, commits: Commits, monkeypatch: pytest.MonkeyPatch
+async def test_a_result_that_waits_for_its_commit_when_the_store_closes_is_on_disk(
+    tmp_path: Path, bell: Doorbell
 ) -> None:
-    inside, let_go = threading.Event(), threading.Event()
+    """Although its sender is cancelled, as all work of an engine is that stops."""
+    begun, let_go = threading.Event(), threading.Event()
 
-    def finish_all(*arguments: object) -> None:
-        inside.set()
+    def slow(conn: Connection) -> None:
+        begun.set()
         let_go.wait()
-        commits.finish_all(*arguments)
 
-    monkeypatch.setattr(outbox, "finish_all", finish_all)
     url = new_file(tmp_path / "closed.db")
     store = Store.open(url)
     (row,) = await waiting(store)
+    writing = asyncio.create_task(store.write(slow))
+    await asyncio.to_thread(begun.wait)
     sending = asyncio.create_task(Outbox(store, bell, Metrics()).send([(row.id, RESULT)]))
-    await asyncio.to_thread(inside.wait)
+    await until(lambda: len(store._writer._queue))
     sending.cancel()
     bell.close()
     ending = asyncio.create_task(store.close())
-    await asyncio.sleep(0)
     let_go.set()
-    await ending
+    await asyncio.gather(writing, ending)
     again = Store.open(url)
     assert outcome(again, row).status is FutureStatus.DONE
     await again.close()
