@@ -123,7 +123,7 @@ def micro_batches(
     """Return the micro-batches of the requests in `alive`: one list per rank, all of equal length.
 
     `cost_of`: (network, whether there is a backward pass) -> cost that the ranks get an even share of. None:
-    contiguous shares, whose rows cut a request in the same places whatever else is in the pass.
+    contiguous shares; one rank's rows then cut a request in the same places whatever else is in the pass.
     """
     plans: list[list[MicroBatch]] = [[] for _ in range(world)]
     for (network, backward), segments in _groups(batch, alive, network_of, forward_only):
