@@ -1,11 +1,14 @@
 """API and engine on one database, with work that takes as long as a test wants it to."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import pytest
+
+from skyrl_tinker.api.waiting import engine_client, engine_queues
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
@@ -29,6 +32,7 @@ from skyrl_tinker.store.store import Store
 from tests.api.support.whole import Samplers
 from tests.api.support.world import FACTS, Json, World, running
 from tests.support.scripted_trainer import ScriptedTrainer
+from tests.support.waiting import PATIENCE_S, until
 
 REPLICA = ReplicaView("http://10.0.0.2:8100", "serving", "10.0.0.2", "gloo", "pull")
 
@@ -125,6 +129,9 @@ async def waiting(
     directories = Directories(settings)
     directories.make()
     async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for module, name in ((engine_client, "GET_S"), (engine_queues, "PATIENCE_S")):
+            patch.setattr(module, name, PATIENCE_S)  # on a busy machine the engine is slow, and not away
         stack.callback(directories.delete_outside_home)
         store = Store.open(settings.store_url)
         stack.push_async_callback(store.close)
@@ -153,35 +160,16 @@ async def told(world: World, request_id: str) -> tuple[str, str | None]:
     return answer.json()["queue_state"], answer.json().get("queue_state_reason")
 
 
-async def until(look: Callable[[], Awaitable[object]]) -> None:
-    async with asyncio.timeout(60):
-        while not await look():  # noqa: ASYNC110 (others write what is looked at)
-            await asyncio.sleep(0.02)
-
-
 async def is_told(world: World, request_id: str, state: str, text: str) -> None:
     """Wait for this state and reason: the engine may not have read the request yet."""
-    await until(lambda: _equal(told(world, request_id), (state, text)))
-
-
-async def _equal(value: Awaitable[object], expected: object) -> bool:
-    return await value == expected
+    await until(lambda: told(world, request_id), (state, text).__eq__)
 
 
 async def ready_model(world: World, session: str | None = None) -> str:
     model = await world.model(session)
-    await until(lambda: _all_created(world))
+    await until(world.queued, lambda rows: all(row.kind is not RequestKind.CREATE_MODEL for row in rows))
     return model
-
-
-async def _all_created(world: World) -> bool:
-    return all(row.kind is not RequestKind.CREATE_MODEL for row in await world.queued())
 
 
 async def submit(world: World, path: str, body: Json) -> str:
     return str((await world.ok(path, body))["request_id"])
-
-
-async def holds(look: Callable[[], bool]) -> bool:
-    """Wrap a synchronous condition for `until`."""
-    return look()

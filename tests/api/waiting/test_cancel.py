@@ -11,8 +11,9 @@ from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.cancellation import cancel_sample
-from tests.api.support.waiting import Waiting, holds, ready_model, submit, until, waiting
+from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import PROTOBUF, World, sample, step
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ async def cancel(world: World, request_id: str) -> None:
 
 async def test_a_sample_that_waits_is_never_sampled(made: Waiting) -> None:
     ids = await sampled(made.api, 4)
-    await until(lambda: holds(lambda: len(made.samplers.drawn) == 2))
+    await until(lambda: len(made.samplers.drawn) == 2)
     await cancel(made.api, ids[2])
     assert "cancelled" in await made.api.failure(ids[2])
     made.samplers.go_on.set()
@@ -52,10 +53,10 @@ async def test_a_sample_that_waits_is_never_sampled(made: Waiting) -> None:
 
 async def test_a_sample_that_runs_is_stopped_and_makes_room_for_the_next(made: Waiting) -> None:
     ids = await sampled(made.api, 3)
-    await until(lambda: holds(lambda: len(made.samplers.drawn) == 2))
+    await until(lambda: len(made.samplers.drawn) == 2)
     await cancel(made.api, ids[0])
     assert "cancelled" in await made.api.failure(ids[0])
-    await until(lambda: holds(lambda: (2, 1) in made.samplers.drawn))
+    await until(lambda: (2, 1) in made.samplers.drawn)
     assert made.samplers.stopped == [(0, 1)]
     made.samplers.go_on.set()
     for request_id in ids[1:]:
@@ -83,7 +84,7 @@ async def test_a_cancel_that_comes_with_its_sample_finds_it(made: Waiting) -> No
 async def test_another_api_process_may_be_told(settings: Settings) -> None:
     async with waiting(settings, apis=2) as made:
         (request_id,) = await sampled(made.api, 1)
-        await until(lambda: holds(lambda: len(made.samplers.drawn) == 1))
+        await until(lambda: len(made.samplers.drawn) == 1)
         await cancel(made.apis[1], request_id)
         assert "cancelled" in await made.api.failure(request_id)
         assert made.samplers.stopped == [(0, 1)]

@@ -22,8 +22,9 @@ from skyrl_tinker.protocol.queue_views import (
 )
 from skyrl_tinker.store.futures.cancellation import QueuePosition
 from tests.api.support.passes import old_json
-from tests.api.support.waiting import Waiting, holds, is_told, ready_model, submit, told, until, waiting
+from tests.api.support.waiting import Waiting, is_told, ready_model, submit, told, waiting
 from tests.api.support.world import sample, step
+from tests.support.waiting import until
 
 IDLE = TrainingView({})
 BACKLOG = 4
@@ -59,7 +60,7 @@ async def test_who_is_ahead_is_counted(made: Waiting) -> None:
     models = [await ready_model(made.api) for _ in range(4)]
     made.trainer.go_on.clear()
     first = await submit(made.api, "forward_backward", old_json(models[0], 1))
-    await until(lambda: holds(lambda: "pass" in made.trainer.names()))
+    await until(lambda: "pass" in made.trainer.names())
     others = [await submit(made.api, "optim_step", step(model, 1)) for model in models[1:]]
     behind = await submit(made.api, "optim_step", step(models[3], 2))
     assert await told(made.api, first) == ("active", "running")
@@ -137,11 +138,8 @@ async def test_above_the_backlog_asample_is_to_come_again(with_little_room: Wait
     assert found is not None
     assert BACKLOG <= int(found[1]) <= 2 * BACKLOG
     with_little_room.samplers.go_on.set()
-    await until(lambda: _accepted(with_little_room, sampler, BACKLOG))
-
-
-async def _accepted(made: Waiting, sampler: str, number: int) -> bool:
-    return (await made.api.post("asample", sample(sampler, number))).status_code == 200
+    body = sample(sampler, BACKLOG)
+    await until(lambda: with_little_room.api.post("asample", body), lambda answer: answer.status_code == 200)
 
 
 async def test_samples_that_are_done_are_not_counted_when_the_next_one_comes(
@@ -149,10 +147,12 @@ async def test_samples_that_are_done_are_not_counted_when_the_next_one_comes(
 ) -> None:
     sampler = await with_little_room.api.sampler()
     await _fill(with_little_room, sampler)
-    await asyncio.sleep(EVERY_S)
+    looks = with_little_room.looks
+    await until(lambda: with_little_room.looks > looks + 1)  # the last of them began after all was accepted
     with_little_room.samplers.go_on.set()
-    await until(lambda: _all_done(with_little_room))
-    await asyncio.sleep(2 * EVERY_S)  # nobody asks meanwhile
+    await until(with_little_room.api.queued, lambda rows: not rows)
+    # Nobody asks meanwhile.
+    await until(with_little_room.api.services.queues.samples_waiting, lambda waiting: not waiting)
     assert (await with_little_room.api.post("asample", sample(sampler, BACKLOG))).status_code == 200
 
 
@@ -165,10 +165,6 @@ async def _fill(made: Waiting, sampler: str) -> tuple[int, httpx.Response]:
     while (answer := await made.api.post("asample", sample(sampler, accepted))).status_code == 200:
         accepted += 1
     return accepted, answer
-
-
-async def _all_done(made: Waiting) -> bool:
-    return not await made.api.queued()
 
 
 # What the words depend on

@@ -18,10 +18,11 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.training.actors import RankReply
 from tests.api.support.passes import old_json
 from tests.api.support.users import new_user, speak_as
-from tests.api.support.waiting import Waiting, holds, ready_model, submit, until, waiting
+from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import PROTOBUF, sample, settings_for, step
 from tests.engine.support.rows import queued
 from tests.support.collector import Collector, collecting, values
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ async def answered(world: Waiting, path: str, body: dict[str, object]) -> str:
 
 
 async def arrived(collector: Collector, request: str) -> dict[str, Span]:
-    await until(lambda: holds(lambda: bool(collector.trace(request))))
+    await until(lambda: bool(collector.trace(request)))
     return collector.trace(request)
 
 
@@ -140,7 +141,7 @@ async def test_a_unit_has_the_calls_of_its_ranks_and_a_sync_its_pause(
         log.ranks("run_pass", [RankReply(None, now, 0.5), RankReply(None, now, 0.25)])
         log.unit([queued(9, 1, 1, tokens=10)], now)  # type: ignore[arg-type]
         log.sync("v1", 2.0, 0.5)
-        await until(lambda: holds(lambda: len(collector.spans) == 5))
+        await until(lambda: len(collector.spans) == 5)
     named = {span.name: span for span in collector.spans}
     for parent, children in (
         ("unit forward_backward", ("rank 0 run_pass", "rank 1 run_pass")),
@@ -205,7 +206,7 @@ async def test_a_collector_that_is_down_costs_no_work_and_one_line_and_gets_all_
     async with exporting(busy, f"http://name:password@127.0.0.1:{port}"):
         model = await ready_model(busy.api)
         steps = [await answered(busy, "optim_step", step(model, number)) for number in (1, 2, 3)]
-        await until(lambda: holds(lambda: bool(lines(caplog))))
+        await until(lambda: bool(lines(caplog)))
         await asyncio.sleep(2)  # further exports fail
         (line,) = lines(caplog)
         assert f"no traces reach the collector 127.0.0.1:{port}, and work goes on: " in line
@@ -214,7 +215,7 @@ async def test_a_collector_that_is_down_costs_no_work_and_one_line_and_gets_all_
         with collecting(port) as collector:
             for request in steps:
                 assert {"optim_step", "wait", "run"} <= (await arrived(collector, request)).keys()
-            await until(lambda: holds(lambda: len(lines(caplog)) == 2))
+            await until(lambda: len(lines(caplog)) == 2)
     assert f"traces reach the collector 127.0.0.1:{port} again" in lines(caplog)[1]
 
 
@@ -224,7 +225,7 @@ async def test_a_collector_that_refuses_is_named_with_its_reason_and_gets_all_la
     collector.status = 401
     async with exporting(busy, collector.url):
         request = await answered(busy, "asample", sample(await busy.api.sampler(), 0))
-        await until(lambda: holds(lambda: collector.refused > 2))
+        await until(lambda: collector.refused > 2)
         (line,) = lines(caplog)
         assert "401" in line
         collector.status = 200
@@ -255,7 +256,7 @@ async def test_what_waits_for_a_collector_is_bounded(
     collector.status = 401
     async with exporting(busy, collector.url) as export:
         old = await answered(busy, "asample", sample(await busy.api.sampler(), 0))
-        await until(lambda: holds(lambda: export._cursor == 1))
+        await until(lambda: export._cursor == 1)
         monkeypatch.setattr(otlp_export, "KEEP_S", 600.0)
         sampler = await busy.api.sampler()
         requests = [await answered(busy, "asample", sample(sampler, number)) for number in range(4)]
