@@ -55,6 +55,16 @@ def proofs() -> dict[str, Proof]:
     }
 
 
+def package_table() -> str:
+    """Return the table of CONTRIBUTING.md: the proofs of each package."""
+    names: dict[str, list[str]] = {}
+    for proof in proofs().values():
+        for package in {each.split("/")[0] for each in proof.covers if not each.startswith("..")}:
+            names.setdefault(package, []).append(proof.name)
+    rows = [f"| `{package}` | {', '.join(found)} |" for package, found in sorted(names.items())]
+    return "\n".join(["| package | proofs |", "|---|---|", *rows])
+
+
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -107,8 +117,12 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="all, one after the other")
     parser.add_argument("--list", action="store_true", help="print their names and what each proves")
     parser.add_argument("--changed", nargs="?", const="origin/main", metavar="REVISION")
+    parser.add_argument("--packages", action="store_true", help="print the proofs of each package")
     parser.add_argument("--json", action="store_true", help="print names as a JSON list, and run none")
     arguments = parser.parse_args()
+    if arguments.packages:
+        print(package_table())
+        return 0
     chosen = [known[name] for name in arguments.names]
     if arguments.all:
         chosen = list(known.values())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiers import changed, running, verdict
 from tiers.jobs import ROOT, Job, alone_job, deterministic_jobs, pytest_job, server_jobs
-from tiers.proofs import proofs
+from tiers.proofs import package_table, proofs
 from tiers.running import run, run_all
 from tiers.verdict import Case
 
@@ -78,6 +78,11 @@ def test_a_change_names_the_proofs_of_its_package() -> None:
     assert not {"families", "dashboard"} & about
     assert proofs()["wheel"].is_about("examples/rl_loop.py")
     assert proofs()["soak"].is_about("tests/faults/test_soak.py")
+
+
+def test_contributing_tells_the_proofs_of_each_package() -> None:
+    """As scripts/proofs --packages prints them."""
+    assert package_table() in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_a_changed_module_names_the_tests_that_reach_it() -> None:
