@@ -23,6 +23,7 @@ SkyrlTinkerError              500  server
 │   ├── NoRoomError           503  server   the disk is nearly full
 │   └── DatabaseError         503  server   the database is full, busy or away
 └── StartupError              500  server   the server cannot start; the message says what to change
+    ├── RaySlowError          500  server   Ray had too little time on a busy machine: another try may do
     └── LeaseLostError        500  server   another server has taken over the database
 """
 
@@ -142,6 +143,10 @@ class StorageAwayError(StorageError):
 
 
 class StartupError(SkyrlTinkerError):
+    pass
+
+
+class RaySlowError(StartupError):
     pass
 
 

@@ -1,6 +1,7 @@
 """Process of the engine, which owns the order of all requests and the state of all models.
 
-`python -m skyrl_tinker.engine.engine_process SETTINGS_JSON`; exit code 0 after SIGTERM, 1 when it failed.
+`python -m skyrl_tinker.engine.engine_process SETTINGS_JSON`; exit code 0 after SIGTERM, 1 when it failed,
+EX_TEMPFAIL (75) where Ray had too little time to start.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.errors import StartupError
+from skyrl_tinker.errors import RaySlowError, StartupError
 from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store.cluster.doorbells import bind_doorbell
@@ -45,16 +46,19 @@ def run(settings_file: Path) -> int:
     processes.raise_open_files_limit()
     if settings.ray_address is None:
         os.environ.update(_ray_environment(_ray_directory(directories), settings.log_mb * MiB))
+    code = 1
     try:
         with process_lock(directories.engine_lock, "engine"):
             failure = _run(settings, directories)
-    except StartupError as error:  # another engine runs here
+    except RaySlowError as error:
+        failure, code = str(error), os.EX_TEMPFAIL
+    except StartupError as error:  # another engine runs here, or Ray cannot run
         failure = str(error)
     finally:
         processes.kill_descendants(1.0)
     if failure is not None:
         _log.error("ended: %s", failure)  # the last line of the log
-    return 0 if failure is None else 1
+    return 0 if failure is None else code
 
 
 def _exit(signum: int, _: FrameType | None) -> None:
@@ -73,10 +77,8 @@ def _ray_environment(directory: Path, log_bytes: int) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",  # other users of this host cannot run code as us
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Its metrics are open to everybody; no port has this number, which Ray logs and goes on.
-        "RAY_enable_metrics_collection": "0",
-        "AUTOSCALER_METRIC_PORT": "65536",
-        "DASHBOARD_METRIC_PORT": "65536",
+        "RAY_enable_metrics_collection": "0",  # without an agent nobody takes them
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` its workers would wait for an agent
         "RAY_ROTATION_MAX_BYTES": str(log_bytes),
         "RAY_ROTATION_BACKUP_COUNT": "2",
         "RAY_prestart_worker_first_driver": "0",  # idle workers cost 40 MB each

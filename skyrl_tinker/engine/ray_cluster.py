@@ -8,9 +8,9 @@ import psutil
 import ray
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.engine import local_ray
 from skyrl_tinker.errors import StartupError, TrainerLostError
 
-OBJECT_STORE_BYTES = 256 << 20
 DAEMONS = ("gcs_server", "raylet")
 
 
@@ -25,7 +25,7 @@ class RayCluster:
         self._remove_files()
         directory.mkdir()
         if settings.ray_address is None:
-            _init_local(settings.trainer_ranks, directory)
+            local_ray.start(settings.trainer_ranks, directory)  # one CPU for each rank
         else:
             _join(settings.ray_address)
         self._daemons = [child for child in psutil.Process().children() if child.name() in DAEMONS]
@@ -79,15 +79,3 @@ def _join(address: str) -> None:
             f"--ray-address {address}: this host is in no Ray cluster that answers there; start one with "
             f"`ray start`, with the same RAY_AUTH_TOKEN (docs/cluster.md): {reason}"
         ) from error
-
-
-def _init_local(cpus: int, directory: Path) -> None:
-    ray.init(
-        address="local",  # also where this host is a node of another cluster
-        num_cpus=cpus,  # bookkeeping only: one for each rank
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _temp_dir=str(directory),
-    )

@@ -77,7 +77,12 @@ class ChildProcess:
             with suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGUSR2)
 
-    def dies_too_often(self) -> bool:
-        """Count one death; return whether there were too many in a short time."""
+    def dies_too_often(self, code: int) -> bool:
+        """Count one death; return whether there were too many in a short time.
+
+        For want of time (EX_TEMPFAIL) it may die as often as it likes: the machine is busy.
+        """
+        if code == os.EX_TEMPFAIL:
+            return False
         self.deaths.append(time.monotonic())
         return len(self.deaths) == MOST_DEATHS and self.deaths[-1] - self.deaths[0] < DEATHS_WITHIN_S

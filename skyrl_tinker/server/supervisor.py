@@ -203,7 +203,7 @@ class _Supervisor:
     def _report_death(self, child: ChildProcess, code: int) -> None:
         """Report that a child died. Raises StartupError when it keeps dying."""
         said = f"last line of its log: {log_files.last_line(child.log)} (see {child.log})"
-        if child.dies_too_often():
+        if child.dies_too_often(code):
             raise StartupError(
                 f"the {child.name} died {MOST_DEATHS} times within {DEATHS_WITHIN_S:.0f} s, giving up; "
                 + said
