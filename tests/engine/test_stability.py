@@ -31,6 +31,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.waiting import until
 
 SEQUENCES = (
     SampledSequence((5, 6, 7), (-0.5, -1.5, -0.25), "length"),
@@ -89,9 +90,10 @@ class Sampling:
         return accepted
 
     async def done(self, accepted: Accepted) -> None:
-        async with asyncio.timeout(60):
-            while (await journal.outcome(self.store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(
+            lambda: journal.outcome(self.store, accepted),
+            lambda found: found.status is not FutureStatus.PENDING,
+        )
 
 
 @pytest.fixture
@@ -180,9 +182,7 @@ async def test_a_result_that_comes_too_late_leaves_no_record(store: Store, drawn
     row = await journal.outcome(store, accepted)
     await store.write(lambda conn: finish.fail(conn, row.future_id, Failure("gone", "server")))
     drawn.samplers.go_on.set()
-    async with asyncio.timeout(60):
-        while drawn.driver.in_flight() or drawn.driver.queued():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not (drawn.driver.in_flight() or drawn.driver.queued()))
     assert await records_of(store, accepted) == {}
 
 

@@ -1,8 +1,11 @@
 """Why no sample gets on is known to those who ask for them."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any, cast
+
+import pytest
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
@@ -15,6 +18,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.engine.colocation.test_placement import Devices
 from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support.simulation import simulate
+from tests.support.waiting import until
 
 NOTHING = cast(Any, None)
 
@@ -34,10 +38,8 @@ async def test_weights_are_on_their_way(tmp_path: Path) -> None:
     version = WeightVersion(VersionId(1), "full", str(tmp_path))
     async with samplers._fleet.changing:  # so that they have to wait
         swap = asyncio.create_task(samplers.announce(version))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert samplers.paused == "samplers are updating weights"
-    await asyncio.wait((swap,), timeout=60)
+        await until(lambda: samplers.paused == "samplers are updating weights")
+    await asyncio.wait((swap,))
     assert swap.exception() is not None  # nothing carries weights here
     assert samplers.paused is None
 
@@ -57,13 +59,15 @@ def test_the_trainer_has_its_turn() -> None:
     simulate(scenario())
 
 
-async def test_without_a_measurement_there_is_no_estimate() -> None:
+def test_without_a_measurement_there_is_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     pace, ends = UnitTimes(), EndRate()
     assert (pace.seconds(), ends.per_second()) == (None, None)
     with pace.unit(()):
-        await asyncio.sleep(0.05)
+        now += 0.05
     for _ in range(5):
         ends.record()
-        await asyncio.sleep(0.01)
-    assert (pace.seconds() or 0) >= 0.05
-    assert 0 < (ends.per_second() or 0) <= 500
+        now += 0.01
+    assert pace.seconds() == pytest.approx(0.05)
+    assert ends.per_second() == pytest.approx(100)

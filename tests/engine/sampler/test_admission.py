@@ -8,6 +8,7 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
+from tests.engine.support.simulation import simulated
 
 OLD, NEW = "http://old", "http://new"
 
@@ -32,6 +33,7 @@ class Servers:
         return NEW
 
 
+@simulated
 async def test_what_equips_a_newcomer_that_dies_tidies_up_before_others_change_anything() -> None:
     """A weight sync that breaks off still speaks over the transport which the next one needs."""
     servers, steps = Servers(), list[str]()

@@ -11,6 +11,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.full_weights import FullWeights
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource, newest
 from skyrl_tinker.errors import SamplerError
+from tests.engine.support.simulation import simulated
 
 A, B, C = (WeightVersion(VersionId(number), "full", f"/weights/{number}") for number in (1, 2, 3))
 
@@ -62,21 +63,24 @@ class Server:
 
     async def until_rollouts(self, count: int) -> None:
         while self.rollouts < count:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
+@simulated
 async def test_the_base_needs_no_swap() -> None:
     server = Server()
     await asyncio.gather(*(server.request(None) for _ in range(5)))
     assert server.swaps == []
 
 
+@simulated
 async def test_many_waiting_requests_of_a_version_share_its_swap() -> None:
     server = Server()
     await asyncio.gather(*(server.request(version) for version in (A, None) * 20))
     assert server.swaps == [A, None]
 
 
+@simulated
 async def test_a_waiting_group_gets_its_turn_before_newcomers_of_the_resident_one() -> None:
     server = Server()
     order: list[str] = []
@@ -94,6 +98,7 @@ async def test_a_waiting_group_gets_its_turn_before_newcomers_of_the_resident_on
     assert order == ["base 1", "A", "base 2"]
 
 
+@simulated
 async def test_groups_take_turns_under_a_steady_stream() -> None:
     server = Server()
 
@@ -105,6 +110,7 @@ async def test_groups_take_turns_under_a_steady_stream() -> None:
     assert len(server.swaps) >= 20
 
 
+@simulated
 async def test_a_failed_swap_leaves_the_old_weights_and_the_next_request_tries_again() -> None:
     server = Server()
     await server.request(A)
@@ -118,6 +124,7 @@ async def test_a_failed_swap_leaves_the_old_weights_and_the_next_request_tries_a
     assert server.swaps == [A, B]
 
 
+@simulated
 async def test_where_nobody_knows_what_is_served_even_the_base_is_brought_again() -> None:
     server = Server()
     await server.request(A)
@@ -126,6 +133,7 @@ async def test_where_nobody_knows_what_is_served_even_the_base_is_brought_again(
     assert server.swaps == [A, None]
 
 
+@simulated
 async def test_a_request_that_is_given_up_leaves_its_swap_to_end() -> None:
     server = Server()
     given_up = asyncio.create_task(server.request(A))
@@ -143,6 +151,7 @@ async def offered(server: Server, source: SampleSource) -> bool:
     return source is not None and server.weights.resident == newest(source)
 
 
+@simulated
 async def test_new_weights_come_at_once_to_samplers_that_nobody_uses() -> None:
     server = Server()
     assert await offered(server, A)
@@ -152,6 +161,7 @@ async def test_new_weights_come_at_once_to_samplers_that_nobody_uses() -> None:
     assert server.swaps == [A, None]
 
 
+@simulated
 async def test_weights_of_a_target_are_renewed_under_its_running_requests() -> None:
     server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     running = [asyncio.create_task(server.rollout(target, end)) for _ in range(3)]
@@ -164,6 +174,7 @@ async def test_weights_of_a_target_are_renewed_under_its_running_requests() -> N
     assert server.swaps == [A, B, C]
 
 
+@simulated
 async def test_a_newcomer_of_a_target_never_sees_less_than_its_version() -> None:
     """Also when the announcement comes late or never."""
     server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
@@ -176,6 +187,7 @@ async def test_a_newcomer_of_a_target_never_sees_less_than_its_version() -> None
     assert await asyncio.gather(first, second) == [B, B]
 
 
+@simulated
 async def test_a_pinned_version_and_the_base_wait_for_the_requests_of_a_target() -> None:
     server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     rollout = asyncio.create_task(server.rollout(target, end))
@@ -190,6 +202,7 @@ async def test_a_pinned_version_and_the_base_wait_for_the_requests_of_a_target()
     assert server.swaps == [A, C, A, None, B]
 
 
+@simulated
 async def test_a_renewal_that_fails_leaves_requests_on_the_old_weights() -> None:
     server, target, end = Server(), InflightTarget(ModelKey(1), A), asyncio.Event()
     rollout = asyncio.create_task(server.rollout(target, end))
@@ -205,6 +218,7 @@ async def test_a_renewal_that_fails_leaves_requests_on_the_old_weights() -> None
     assert await asyncio.gather(rollout, second) == [B, B]
 
 
+@simulated
 async def test_weights_on_their_way_to_the_samplers_are_in_use() -> None:
     """Files that are being read must not be removed."""
     server = Server()

@@ -22,6 +22,7 @@ from skyrl_tinker.store.futures import queue, sample_submission
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.waiting import until
 
 FACTS = BaseModelFacts("/nowhere", ("new",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 
@@ -53,9 +54,9 @@ def make_driver(store: Store, bell: Doorbell, cores: tuple[int, ...] = ()) -> tu
 
 async def refusal(store: Store, accepted: Accepted) -> Failure:
     """The samples here are of a base model that is not served: so all that read their bodies refuse them."""
-    async with asyncio.timeout(60):
-        while (await journal.outcome(store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(
+        lambda: journal.outcome(store, accepted), lambda found: found.status is not FutureStatus.PENDING
+    )
     return await journal.error_of(store, accepted)
 
 
@@ -111,8 +112,10 @@ async def test_each_engine_core_that_decodes_has_places_of_its_own(
             await leave.wait()
 
     turns = [asyncio.create_task(stay()) for _ in range(4)]
-    await asyncio.sleep(0.1)
-    assert driver.in_flight() == at_once
+    await until(driver.in_flight)
+    for _ in range(100):  # in which more could come
+        await asyncio.sleep(0)
+    assert (driver.in_flight(), driver.queued()) == (at_once, len(turns) - at_once)
     leave.set()
     await asyncio.gather(*turns)
     running.cancel()

@@ -36,7 +36,7 @@ class Replica:
 
 
 class Processes:
-    """Processes that never die, take a moment to be ended, and are not replaced."""
+    """Processes that never die, take time to be ended, and are not replaced."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
@@ -48,7 +48,8 @@ class Processes:
         pass
 
     async def end(self, index: int) -> bool:
-        await asyncio.sleep(0.05)
+        for _ in range(100):
+            await asyncio.sleep(0)
         self.ended.append(index)
         return True
 

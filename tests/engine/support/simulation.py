@@ -2,7 +2,8 @@
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import wraps
 from typing import Any
 
 
@@ -38,3 +39,13 @@ def simulate(story: Coroutine[Any, Any, None]) -> None:
     """Hours take milliseconds; AssertionError when all tasks wait indefinitely."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         runner.run(story)
+
+
+def simulated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test whose time passes at once."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        simulate(test(*args, **kwargs))
+
+    return run
