@@ -1,6 +1,8 @@
 """A server as a user starts it, with an eye on every process that it has."""
 
+import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -14,7 +16,8 @@ import psutil
 from tests.support.processes import below, command, is_zombie, title, vllm_servers
 from tests.support.waiting import wait_until
 
-STOP_S, HEAL_S, START_S = 30, 180, 120  # on a machine that is busy with other tests
+STOP_S, HEAL_S, START_S, READY_S = 30, 180, 120, 300  # on a machine that is busy with other tests
+LAST_LINES = 30
 KINDS = {  # part of the title
     "API": "skyrl_tinker.api.api_process",
     "engine": "skyrl_tinker.engine.engine_process",
@@ -46,13 +49,21 @@ class Serve:
         self.seen: set[psutil.Process] = set()
         self.url = ""
 
-    def wait_ready(self) -> "Serve":
+    def wait_ready(self, within_s: float = READY_S) -> "Serve":
+        """Raises TimeoutError, which says how far it is."""
         assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], within_s)[0]:
+            raise TimeoutError(f"not ready within {within_s:.0f} s, {self._how_far()}")
         line = self.process.stdout.readline()
         assert re.match("skyrl-tinker ready: https?://127.0.0.1:", line), self.process.communicate()
         self.url = line.split()[-1]
         self.tree()
         return self
+
+    def _how_far(self) -> str:
+        log = self.home / "logs" / "engine.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else ["has no log"]
+        return "\n".join((f"at a load of {os.getloadavg()[0]:.1f}; the engine:", *lines[-LAST_LINES:]))
 
     def tree(self) -> list[psutil.Process]:
         root = psutil.Process(self.process.pid)
