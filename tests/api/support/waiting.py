@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
@@ -13,7 +13,6 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -26,37 +25,23 @@ from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
-from skyrl_tinker.protocol.queue_views import QueuesView, ReplicaView, SamplingView
+from skyrl_tinker.protocol.queue_views import QueuesView, ReplicaView
 from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.store import Store
-from tests.api.support.whole import Samplers
 from tests.api.support.world import FACTS, Json, World, running
+from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.waiting import PATIENCE_S, until
 
 REPLICA = ReplicaView("http://10.0.0.2:8100", "serving", "10.0.0.2", "gloo", "pull")
 
 
-class SlowSamplers(Samplers):
-    """Samplers whose samples end after `go_on`; `stopped`: prompts of those that were cancelled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.paused: str | None = None
-        self.go_on = asyncio.Event()
-        self.stopped: list[tuple[int, ...]] = []
-
-    def view(self, waiting: SamplingView) -> SamplingView:
-        return replace(waiting, paused=self.paused, replicas=(REPLICA,))
-
-    async def sample(self, wanted: object, request: SampleRequest) -> SampleOutput:
-        output = await super().sample(wanted, request)
-        try:
-            await self.go_on.wait()
-        except asyncio.CancelledError:
-            self.stopped.append(request.prompt)
-            raise
-        return output
+def slow_samplers() -> ScriptedSamplers:
+    """Return samplers whose samples wait for their `go_on`."""
+    made = ScriptedSamplers(FACTS.names)
+    made.go_on.clear()
+    made.replicas = (REPLICA,)
+    return made
 
 
 async def _no_replicas() -> bytes:
@@ -70,7 +55,7 @@ class Waiting:
     store: Store
     settings: Settings
     trainer: ScriptedTrainer = field(default_factory=ScriptedTrainer)
-    samplers: SlowSamplers = field(default_factory=SlowSamplers)
+    samplers: ScriptedSamplers = field(default_factory=slow_samplers)
     placement: Placement = SEPARATE
     apis: list[World] = field(default_factory=list)
     looks: int = 0

@@ -7,8 +7,6 @@ from typing import Any, cast
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.values import SampledSequence, SampleOutput, SampleRequest
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -16,50 +14,18 @@ from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
-from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
 from tests.api.support.world import FACTS, World, running
+from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer
-
-
-class Samplers:
-    """`drawn`: the prompts of all samples, in order. Each sample has its prompt for its tokens."""
-
-    cores = 1
-
-    def __init__(self) -> None:
-        self.drawn: list[tuple[int, ...]] = []
-
-    async def sample(self, wanted: object, request: SampleRequest) -> SampleOutput:
-        self.drawn.append(request.prompt)
-        logprobs = tuple(-0.5 for _ in request.prompt)
-        return SampleOutput((SampledSequence(request.prompt, logprobs, "length"),) * request.num_samples)
-
-    def require_served(self, base_model: str) -> None:
-        """Accept all."""
-
-    def target(self, model: ModelKey, version: object) -> object:
-        return version
-
-    async def load(self, version: object) -> None:
-        """Return at once."""
-
-    async def announce(self, wanted: object) -> None:
-        """Do nothing: no test waits for it."""
-
-    def view(self, waiting: SamplingView) -> SamplingView:
-        return waiting
-
-    def idle_s(self, version: object) -> float:
-        return 0.0
 
 
 class Engine:
     """The real one from the journal to the workers' door. `cursor`: futures up to here are dealt with."""
 
     def __init__(self, settings: Settings, store: Store, bell: Doorbell) -> None:
-        self.trainer, self.samplers = ScriptedTrainer(), Samplers()
+        self.trainer, self.samplers = ScriptedTrainer(), ScriptedSamplers(FACTS.names)
         self.store = store
         trainer, samplers = cast(Any, self.trainer), cast(Any, self.samplers)
         metrics = Metrics()

@@ -1,75 +1,39 @@
 """The comparison after a sync tells what it can; what fails in it harms nobody. Both ends are scripted."""
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections import defaultdict
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, VersionId
-from skyrl_tinker.domain.values import (
-    BaseModelFacts,
-    Failure,
-    PassItem,
-    PassOutput,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-    VersionSpan,
-    WeightVersion,
-)
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor, ScoredProbe
-from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource
+from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError, StateLostError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import PassResult
+from tests.engine.support.world import FACTS
+from tests.support.scripted_samplers import ScriptedSamplers
+from tests.support.scripted_trainer import ScriptedTrainer, Trained
+from tests.support.waiting import until
 
-FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 MODEL = ModelKey(1)
 VERSION = WeightVersion(VersionId(3), "full", "/weights/3")
 TOKENS = 4
 
 
 class Ends:
-    """Stands for the trainer and the samplers."""
+    """Trainer and samplers; the trainer knows every model."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.serves = VERSION.name
-        self.asked: list[SampleSource] = []
-        self.passes = 0
-        self.out_of_memory: set[ModelKey] = set()
-        self.meanwhile: Callable[[], Awaitable[None]] | None = None  # while the samplers score
-
-    def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
-        return InflightTarget(model, version)
-
-    async def sample(self, wanted: SampleSource, request: SampleRequest) -> SampleOutput:
-        self.asked.append(wanted)
-        if self.meanwhile is not None:
-            await self.meanwhile()
-        if self.error is not None:
-            raise self.error
-        sequence = SampledSequence((1,), (0.0,), "length", (), (VersionSpan(self.serves, 0, 1),))
-        return SampleOutput((sequence,), (float("nan"), *[-1.5] * (TOKENS - 1)))
-
-    def prepare(self, items: Any) -> Any:
-        return items
-
-    async def run_pass(self, items: Sequence[PassItem]) -> PassResult:
-        self.passes += 1
-        return PassResult([self._output(item) for item in items], 2048)
-
-    def _output(self, item: PassItem) -> PassOutput | Failure:
-        if item.model in self.out_of_memory:
-            return Failure("out of memory", "server")
-        return PassOutput(item.request_id, (np.full(TOKENS - 1, -float(item.model), np.float32),), {})
+        self.trainer, self.samplers = ScriptedTrainer(defaultdict(Trained)), ScriptedSamplers()
+        self.trainer.logprob_of = lambda model: -float(model)
 
 
 def monitor(store: Store, ends: Ends) -> DriftMonitor:
-    parts = cast(Any, ends), cast(Any, ends)
+    parts = cast(Any, ends.trainer), cast(Any, ends.samplers)
     return DriftMonitor(store, *parts, FACTS, Metrics(), tokens=TOKENS, bound=1.0)
 
 
@@ -97,7 +61,7 @@ async def test_the_largest_difference_is_told_once(store: Store) -> None:
 )
 async def test_what_the_samplers_cannot_score_ends_nothing(store: Store, error: Exception) -> None:
     ends = Ends()
-    ends.error = error
+    ends.samplers.failure = error
     gaps = monitor(store, ends)
     await gaps.compare(await scored(gaps), VERSION, inflight=False)
     assert gaps.pop_gap(MODEL) == {}
@@ -107,9 +71,9 @@ async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(sto
     ends = Ends()
     gaps = monitor(store, ends)
     await gaps.compare(await scored(gaps), VERSION, inflight=True)
-    assert [type(wanted) for wanted in ends.asked] == [InflightTarget]
+    assert [type(wanted) for wanted in ends.samplers.sources] == [InflightTarget]
     assert gaps.pop_gap(MODEL) == {METRIC: 0.5}
-    ends.serves = "v4"
+    ends.samplers.serves = "v4"
     await gaps.compare(await scored(gaps), VERSION, inflight=True)
     assert gaps.pop_gap(MODEL) == {}, "these were the logprobs of newer weights"
 
@@ -130,8 +94,12 @@ async def test_a_model_that_is_released_while_it_is_compared_leaves_no_warning(s
     ends = Ends()
     gaps = monitor(store, ends)
     apart = await scored(gaps, ModelKey(9))
-    ends.meanwhile = lambda: gaps.forget(apart.key)
-    await gaps.compare(apart, VERSION, inflight=False)
+    ends.samplers.go_on.clear()
+    comparing = asyncio.create_task(gaps.compare(apart, VERSION, inflight=False))
+    await until(lambda: ends.samplers.sources)
+    await gaps.forget(apart.key)
+    ends.samplers.go_on.set()
+    await comparing
     assert await warning(store) is None
     assert gaps.pop_gap(apart.key) == {}
 
@@ -143,18 +111,18 @@ async def warning(store: Store) -> object:
 
 async def test_a_probe_that_the_trainer_cannot_score_leaves_the_save_alone(store: Store) -> None:
     ends = Ends()
-    ends.out_of_memory = {MODEL}
+    ends.trainer.large = {MODEL}
     assert await monitor(store, ends).score({MODEL: ModelId("model")}) == []
 
 
 async def test_the_probes_of_several_models_share_a_pass(store: Store) -> None:
     """And one that fails is no other's affair."""
     ends, other, bad = Ends(), ModelKey(2), ModelKey(3)
-    ends.out_of_memory = {bad}
+    ends.trainer.trained = {MODEL: Trained(), other: Trained()}
     models = {key: ModelId(f"model-{key}") for key in (MODEL, bad, other)}
     found = await monitor(store, ends).score(models)
     assert [(each.key, each.logprobs.tolist()) for each in found] == [
         (MODEL, [-1.0] * 3),
         (other, [-2.0] * 3),
     ]
-    assert ends.passes == 1
+    assert len(ends.trainer.asked("pass")) == 1

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.values import Failure, LoraSpec, WeightVersion
+from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -19,6 +19,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer, Trained
 
 FULL = LoraSpec(0, 1)
@@ -29,17 +30,10 @@ def trainer() -> ScriptedTrainer:
     return ScriptedTrainer(defaultdict(Trained))
 
 
-class Samplers:
-    takes_captured = False
-
-    async def unload(self, version: WeightVersion) -> None:
-        """They have none."""
-
-
 @pytest.fixture
 def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: ScriptedTrainer) -> Publisher:
     commits = UnitCommits(Outbox(store, bell, Metrics()))
-    parts = cast(Any, trainer), cast(Any, Samplers()), commits
+    parts = cast(Any, trainer), cast(Any, ScriptedSamplers()), commits
     directories, gaps = (tmp_path, tmp_path / "checkpoints"), cast(Any, None)
     return Publisher(store, *parts, *directories, gaps, Metrics(), lambda row: None)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -11,90 +10,40 @@ import orjson
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind, VersionId
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import (
-    BaseModelFacts,
     Failure,
     LoraSpec,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-    WeightVersion,
 )
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
-from skyrl_tinker.engine.sampler.inflight_targets import (
-    InflightTarget,
-    InflightTargets,
-    SampleSource,
-    newest,
-)
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
+from skyrl_tinker.storage.checkpoint_storage import LocalDisk
 from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
-from tests.support.scripted_trainer import CapturedSteps, ScriptedTrainer, Trained
+from tests.engine.support.world import FACTS
+from tests.support.scripted_samplers import ScriptedSamplers
+from tests.support.scripted_trainer import ScriptedTrainer, Trained
+from tests.support.waiting import until
 
-FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 TOKENS = 4
-
-
-class Samplers:
-    """Say -1.5 of the same tokens, and cannot take the versions in `refused`.
-
-    `sources`: where they find what is announced to them, one by one; `going_on`: they do not end before.
-    """
-
-    def __init__(self) -> None:
-        self.refused: set[VersionId] = set()
-        self.takes_captured = False
-        self.lent: dict[VersionId, CapturedSteps] = {}
-        self.sources: list[str] = []
-        self.going_on = asyncio.Event()
-        self.going_on.set()
-
-    def lend(self, version: WeightVersion, captured: CapturedSteps) -> None:
-        self.lent[version.id] = captured
-
-    async def end_loan(self, version: WeightVersion) -> None:
-        del self.lent[version.id]
-
-    def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
-        return InflightTargets().at_least(model, version)
-
-    async def load(self, version: WeightVersion) -> None:
-        if version.id in self.refused:
-            raise SamplerError("down")
-
-    async def announce(self, wanted: SampleSource) -> None:
-        assert wanted is not None
-        captured = self.lent.get(newest(wanted).id)
-        files = Path(newest(wanted).directory).exists()  # noqa: ASYNC240
-        held = captured is not None and captured in captured.kept
-        self.sources.append(f"{'ranks' if held else 'files'}, {'with' if files else 'without'} files")
-        await self.going_on.wait()
-
-    async def unload(self, version: WeightVersion) -> None:
-        pass
-
-    async def sample(self, wanted: SampleSource, request: SampleRequest) -> SampleOutput:
-        return SampleOutput(
-            (SampledSequence((1,), (0.0,), "length"),), (float("nan"), *[-1.5] * (TOKENS - 1))
-        )
+FULL = LoraSpec(0, 1)
+INFLIGHT = {"sampling_session_seq_id": 0, "kind": "inflight"}
 
 
 class World:
     def __init__(self, store: Store, bell: Doorbell, tmp_path: Path) -> None:
         self.store = store
-        self.trainer, self.samplers = ScriptedTrainer(defaultdict(Trained)), Samplers()
+        self.trainer, self.samplers = ScriptedTrainer(defaultdict(Trained)), ScriptedSamplers()
         self.trainer.logprob_of = lambda _: -1.0
         ends, metrics = (cast(Any, self.trainer), cast(Any, self.samplers)), Metrics()
         results = Outbox(store, bell, metrics)
@@ -138,9 +87,10 @@ class World:
         committing.cancel()
 
     async def answered(self, accepted: Accepted) -> Any:
-        async with asyncio.timeout(60):
-            while (await journal.outcome(self.store, accepted)).status is FutureStatus.PENDING:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(
+            lambda: journal.outcome(self.store, accepted),
+            lambda found: found.status is not FutureStatus.PENDING,
+        )
         return await self.answer(accepted)
 
     async def answer(self, accepted: Accepted) -> Any:
@@ -163,11 +113,16 @@ async def test_several_models_share_one_capture_and_one_probe(world: World) -> N
     assert [world.gaps.pop_gap(key) for key in keys] == [{METRIC: 0.5}] * 3
 
 
+class StorageDown(LocalDisk):
+    def store(self, directory: Path) -> None:
+        raise StorageError("down")
+
+
 async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     """One on the trainer, one behind it."""
-    full, lost, fine = await world.submit(LoraSpec(0, 1)), await world.submit(), await world.submit()
+    full, lost, fine = await world.submit(FULL), await world.submit(name="best"), await world.submit()
     world.trainer.unwritable = {full[0]}
-    world.samplers.refused = {VersionId(2)}  # they are numbered in their order
+    world.publisher._storage = StorageDown()
     await world.run()
     assert world.trainer.held == []
     assert len(set(world.written)) == 3, "also those that failed"
@@ -177,10 +132,6 @@ async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     assert [world.gaps.pop_gap(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
 
 
-FULL = LoraSpec(0, 1)
-INFLIGHT = {"sampling_session_seq_id": 0, "kind": "inflight"}
-
-
 async def test_idle_samplers_take_full_weights_from_the_ranks_before_there_are_files(world: World) -> None:
     """The answer still waits for the files; and what is captured stays until the samplers have it."""
     world.samplers.takes_captured = True
@@ -188,7 +139,7 @@ async def test_idle_samplers_take_full_weights_from_the_ranks_before_there_are_f
     world.samplers.going_on.clear()
     key, saved = await world.submit(FULL)
     running = asyncio.create_task(world.run())
-    await until(lambda: world.samplers.sources == ["ranks, without files"])
+    await until(lambda: world.samplers.taken == ["ranks, without files"])
     assert (await journal.outcome(world.store, saved)).status is FutureStatus.PENDING
     world.trainer.disk.set()
     assert (await world.answered(saved))["type"] == "save_weights_for_sampler"
@@ -204,7 +155,7 @@ async def test_running_rollouts_take_full_weights_from_the_ranks_when_the_save_i
     world.samplers.takes_captured = True
     full = await world.submit(FULL, **INFLIGHT)
     await world.run()
-    assert world.samplers.sources == ["ranks, with files"]
+    assert world.samplers.taken == ["ranks, with files"]
     assert (await world.answer(full[1]))["type"] == "save_weights_for_sampler"
     assert world.trainer.held == []
 
@@ -218,7 +169,7 @@ async def test_what_cannot_come_from_the_ranks_is_freed_once_it_is_in_files(
     await world.submit(FULL, **body)
     await world.submit(LoraSpec(8, 1), **body)
     await world.run()
-    assert set(world.samplers.sources) <= {"files, with files"}
+    assert set(world.samplers.taken) <= {"files, with files"}
     assert (world.trainer.held, len(set(world.written))) == ([], 2)
 
 
@@ -229,12 +180,6 @@ async def test_a_save_that_fails_takes_its_weights_back_from_the_samplers(world:
     await world.run()
     assert await journal.error_of(world.store, saved) == Failure("the disk is broken", "server")
     assert (world.trainer.held, world.samplers.lent) == ([], {})
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(("module", "name"), [(sampling_sessions, "publish_version"), (queue, "read_bodies")])
