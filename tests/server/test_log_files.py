@@ -3,7 +3,6 @@
 import itertools
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.server import log_files
+from tests.support.waiting import wait_until
 
 LINE = 50
 COUNTS = f"""
@@ -60,14 +60,16 @@ def test_what_has_been_written_is_kept_for_two_generations(tmp_path: Path) -> No
 
 def test_a_process_that_never_pauses_is_bounded_and_its_lines_stay_in_order(tmp_path: Path) -> None:
     log, limit = tmp_path / "engine.log", 200 * LINE
-    rotations = 0
+    rotations = itertools.count(1)
+
+    def rotated() -> bool:
+        """Rotate; tell whether it was the tenth time that there was something to do."""
+        size = log.stat().st_size
+        log_files.rotate(tmp_path, limit)
+        return size > limit and next(rotations) == 10
+
     with writer(log, COUNTS):
-        deadline = time.monotonic() + 60
-        while rotations < 10 and time.monotonic() < deadline:
-            size = log.stat().st_size
-            log_files.rotate(tmp_path, limit)
-            rotations += size > limit
-    assert rotations == 10
+        wait_until(rotated)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["engine.log", "engine.log.1", "engine.log.2"]
     text = "".join((tmp_path / f"engine.log{end}").read_text() for end in (".2", ".1", ""))
     whole = [line for line in text.splitlines() if len(line) == LINE - 1]

@@ -6,6 +6,7 @@ A process takes a second's tokens at a time, so that few requests wait for the d
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sqlalchemy.exc import OperationalError
@@ -60,8 +61,9 @@ class _Share:
 class RequestRates:
     """Shares of one process of the buckets of the keys that have a rate."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
+        self._clock = clock
         self._shares: dict[tuple[OwnerId | None, float], _Share] = {}  # a new rate counts at once
 
     async def admit(self, caller: Caller) -> None:
@@ -74,20 +76,20 @@ class RequestRates:
             return
         share = self._shares.setdefault((caller.owner, rate), _Share())
         async with share.taking:
-            now = time.monotonic()
+            now = self._clock()
             if (share.tokens < 1 or now > share.ends) and now >= share.empty_until:
                 if now < share.away_until:
                     return
                 try:
                     await self._take(share, caller.owner, rate)
                 except OperationalError:  # whatever needs the database says so itself
-                    share.away_until = time.monotonic() + AWAY_S
+                    share.away_until = self._clock() + AWAY_S
                     return
             if share.tokens < 1:
                 raise OverloadedError(
                     f"key_requests_per_s: found more than {_most(rate):.6g} requests in {BURST_S:g} s, "
                     f"expected at most {rate:.6g} a second from one API key: send this request again later",
-                    max(1, math.ceil(share.empty_until - time.monotonic())),
+                    max(1, math.ceil(share.empty_until - self._clock())),
                 )
             share.tokens -= 1
 
@@ -101,7 +103,7 @@ class RequestRates:
                 wanted=max(1.0, rate * SHARE_S),
             )
         )
-        now = time.monotonic()
+        now = self._clock()
         share.ends = now + BURST_S
         if share.tokens < 1:
             share.empty_until = now + max((1 - left) / rate, LOOK_S)

@@ -23,6 +23,8 @@ from skyrl_tinker.api.requests.json_bounds import MAX_ITEMS, parse_json
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import TooLargeError, UserError
 from tests.api.support.world import World
+from tests.engine.support.simulation import simulate
+from tests.support.loop_time import skip
 
 CAP = 1 << 20
 
@@ -276,14 +278,15 @@ async def test_a_body_that_does_not_come_is_408(
 async def test_a_slow_body_may_go_on_at_the_least_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arriving_body, "GRACE_S", 0.2)
+    monkeypatch.setattr(arriving_body, "GRACE_S", 3000.0)
     monkeypatch.setattr(arriving_body, "STRIDE", 1000)
-    monkeypatch.setattr(arriving_body, "STRIDE_S", 2.0)
+    monkeypatch.setattr(arriving_body, "STRIDE_S", 2000.0)
 
     async def slow() -> AsyncIterator[bytes]:
         for _ in range(5):
             yield bytes(1000)
-            await asyncio.sleep(0.1)
+            skip(1000)
+            await asyncio.sleep(0)
 
     async with client_of(length, tmp_path) as http:
         assert (await http.post("/", content=slow())).text == "5000"
@@ -356,15 +359,19 @@ async def test_nobody_waits_for_what_others_hold_however_long() -> None:
         more = asyncio.create_task(budget.holding(1, OwnerId(1)).__aenter__())
         async with asyncio.timeout(60), budget.holding(60, OwnerId(2)):
             second = asyncio.create_task(budget.holding(40, OwnerId(2)).__aenter__())
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             assert not more.done()
             assert not second.done()
     await asyncio.wait_for(asyncio.gather(more, second), 60)
 
 
 @pytest.mark.parametrize("owners", [1, 3])
-async def test_a_budget_is_given_out_in_turn_and_comes_back_whole(owners: int) -> None:
+def test_a_budget_is_given_out_in_turn_and_comes_back_whole(owners: int) -> None:
     """Whatever is cancelled, whenever: all get a turn, nothing is lost, and each has one at most beyond."""
+    simulate(_give_out(owners))
+
+
+async def _give_out(owners: int) -> None:
     source, budget = random.Random(1), ByteBudget(100)
     live: dict[int, Share] = {}
     totals = [0]
