@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from tests.api.support.passes import datum, protobuf
 from tests.api.support.whole import Whole, whole
 from tests.api.support.world import BASE, Json, sample, step, write_facts
 from tests.support.scripted_trainer import Ran
+from tests.support.waiting import until
 
 MODELS, REQUESTS, SAMPLES = 2, 20, 20
 
@@ -75,19 +76,21 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 async def ask(http: httpx.AsyncClient, url: str, path: str, body: Json | bytes) -> Json:
     """Repeat until there is an answer, as the SDK does."""
-    kind: Mapping[str, str] = {"Content-Type": "application/x-protobuf"}
-    while True:
-        try:
-            if isinstance(body, bytes):
-                answer = await http.post(url + path, content=body, headers=kind)
-            else:
-                answer = await http.post(url + path, json=body)
-        except httpx.TransportError:
-            await asyncio.sleep(0.02)
-        else:
-            assert answer.status_code == 200, answer.text
-            value: Json = answer.json()
-            return value
+    answer = await until(lambda: _answer(http, url + path, body), lambda answer: answer is not None)
+    assert answer is not None
+    assert answer.status_code == 200, answer.text
+    value: Json = answer.json()
+    return value
+
+
+async def _answer(http: httpx.AsyncClient, url: str, body: Json | bytes) -> httpx.Response | None:
+    kind = {"Content-Type": "application/x-protobuf"}
+    try:
+        if isinstance(body, bytes):
+            return await http.post(url, content=body, headers=kind)
+        return await http.post(url, json=body)
+    except httpx.TransportError:
+        return None
 
 
 def training(model: str, seq_id: int) -> tuple[str, Json | bytes]:
@@ -158,11 +161,11 @@ async def test_duplicates_racing_at_two_processes_of_which_one_is_killed_run_onc
     wanted += [("asample", sample(sampler, seq_id, num_samples=2)) for seq_id in range(SAMPLES)]
     sent = [(number, url) for number in range(len(wanted)) for url in urls * 2]
     random.shuffle(sent)
-    answering = asyncio.gather(*(ask(http, url, *wanted[number]) for number, url in sent))
-    await asyncio.sleep(0.05)
+    asking = [asyncio.create_task(ask(http, url, *wanted[number])) for number, url in sent]
+    await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
     processes[1].kill()
     processes[1].start()
-    answers = await answering
+    answers = await asyncio.gather(*asking)
     given: list[set[str]] = [set() for _ in wanted]
     for (number, _), answer in zip(sent, answers, strict=True):
         given[number].add(str(answer))
