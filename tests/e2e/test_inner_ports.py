@@ -44,11 +44,6 @@ GET /v1/models
 POST /add_worker?url=http://127.0.0.1:1 /remove_worker?url=http://127.0.0.1:1 /flush_cache
 POST /finish_session?session_id=s /tokenize /inference/v1/generate /v1/completions /v1/chat/completions
 """
-RAY_ROUTES = """
-GET / /metrics /api/version /nodes /api/ray_version /logs
-POST /get_or_create_runtime_env /delete_runtime_env_if_possible /api/jobs/ /api/job_agent/jobs/
-"""
-"""Without /api/healthz and /api/local_raylet_healthz, which answer everybody."""
 BODY = {
     "model": "base",
     "prompt": "a",
@@ -235,10 +230,6 @@ def _knock_engine(port: Port) -> list[str]:
     return _knock_http(port, "GET /\n") if _speaks_http(port) else _knock_grpc(port)
 
 
-def _knock_ray(port: Port) -> list[str]:
-    return _knock_http(port, RAY_ROUTES) if _speaks_http(port) else _knock_grpc(port)
-
-
 def _knock_grpc(port: Port) -> list[str]:
     """Call every method that Ray's protocol has. All but the standard health check need the token."""
     complaints, refused = [], 0
@@ -311,7 +302,5 @@ KINDS = {
     "raylet/raylet": _knock_grpc,
     "ray::RankProcess": _knock_grpc,
     "ray::VllmServer": _knock_grpc,
-    "ray::DashboardAgent": _knock_ray,
-    "ray::RuntimeEnvAgent": _knock_ray,
 }
 """Part of a process's title, and how its ports that let somebody connect are knocked at."""
