@@ -28,6 +28,7 @@ from tests.api.support.plans import APIS, SESSIONS, Event, Plan, computed, drawn
 from tests.api.support.whole import Whole, whole
 from tests.api.support.world import PROTOBUF, settings_for
 from tests.support.scripted_trainer import Ran
+from tests.support.waiting import until
 
 LONG = settings.get_current_profile_name() == "long"
 FEW = settings(max_examples=25)
@@ -106,9 +107,10 @@ class Runs:
         return found
 
     async def _finished(self, requests: list[str]) -> None:
-        async with asyncio.timeout(240):  # a disk may stand still for half a minute beside other tests
-            while not all([await self._status(each) for each in requests]):  # noqa: ASYNC110 (as clients do)
-                await asyncio.sleep(0.005)
+        async def all_have() -> bool:
+            return all([await self._status(each) for each in requests])
+
+        await until(all_have)
 
     async def _status(self, request: str) -> bool:
         with self._server.engine.store.read() as conn:
