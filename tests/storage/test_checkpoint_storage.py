@@ -18,13 +18,15 @@ from skyrl_tinker.storage import checkpoint_storage
 from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage, fetched
 from skyrl_tinker.store.database.migrate import migrate
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
+from tests.support.waiting import until
 
 FILES = {"adapter_model.safetensors": b"weights" * 1000, "adapter_config.json": b"{}"}
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[ObjectStorage]:
-    with object_storage() as server:
+    with object_storage() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # boto pauses longer than the storage's own tries
         yield server
 
 
@@ -201,7 +203,7 @@ def test_the_longest_unused_leave_the_cache_and_come_back(s3: ObjectStorage, tmp
 
 
 async def test_weights_are_waited_for_while_the_storage_is_away(
-    s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(checkpoint_storage, "AWAY_S", 0.05)
     storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/away", pauses_s=())
@@ -210,7 +212,7 @@ async def test_weights_are_waited_for_while_the_storage_is_away(
     shutil.rmtree(directory)
     with s3.away():
         waiting = asyncio.create_task(fetched(storage, directory))
-        await asyncio.sleep(1.0)
+        await until(lambda: "waiting for storage" in caplog.text)
         assert not waiting.done()
         assert storage.listed("[0-9]*") == ()
     await waiting
