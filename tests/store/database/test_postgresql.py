@@ -135,11 +135,12 @@ async def test_a_commit_that_the_server_does_not_know_is_undone(url: str) -> Non
 
 
 async def test_who_stands_still_in_the_middle_of_a_write_loses_its_turn(url: str, store: Store) -> None:
-    database = PostgresDatabase(make_url(f"{url}?options=-c%20idle_in_transaction_session_timeout=300ms"))
+    database = PostgresDatabase(make_url(url))
 
     async def stand_still() -> None:
         with closing(database.connect()) as conn, database.writing(conn):
             increase(conn)
+            conn.execute(text("SET idle_in_transaction_session_timeout = '300ms'"))
             await store.write(increase)
 
     with pytest.raises(OperationalError):
