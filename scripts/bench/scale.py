@@ -61,8 +61,9 @@ from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.support.processes import below, title
+from tests.support.scripted_replica import CONTEXT
 from tests.support.serve import KINDS
-from tests.support.stand_in_replicas import CONTEXT, stand_ins
+from tests.support.stand_in_replicas import stand_ins
 
 REPLICAS = (1, 8, 64)
 CLIENTS = 16

@@ -12,13 +12,13 @@ from zlib import crc32
 
 from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, StepItem, StepOutput
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatusError
-from skyrl_tinker.inference.constants import VLLM_START_VERSION
+from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.simulation.faults import fault, point, random_of_history, travel
 from tests.simulation.virtual_loop import PROCESS
+from tests.support.scripted_replica import ScriptedReplica
 from tests.support.scripted_trainer import CapturedSteps, ScriptedTrainer, Steps, steps_of
 
 NOT_FINITE, DEADLY = 13, 14
@@ -30,8 +30,8 @@ PROMPT = 3
 
 
 def drawn(steps: Steps) -> list[int]:
-    """Return the tokens that a sampler draws from a model after these steps."""
-    return [len(steps) % 512, crc32(json.dumps(steps).encode()) % 512]
+    """Return the tokens that a sampler draws from a model after these steps: none that ends a sequence."""
+    return [1 + len(steps) % 511, 1 + crc32(json.dumps(steps).encode()) % 511]
 
 
 class Ranks(ScriptedTrainer):
@@ -94,18 +94,27 @@ def _first_token(item: PassItem) -> int:
 
 
 class Replicas:
-    """The process of one sampler at a time: its adapters by name, as the tokens that they draw."""
+    """The process of one sampler at a time, whose samples take `takes_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_s: float) -> None:
+        self._takes_s = takes_s
         self._lives = 0
         self._start()
 
     def _start(self) -> None:
         self._lives += 1
         self.url = f"http://sampler-{self._lives}"
-        self.adapters: dict[str, list[int]] = {}
-        self.running: dict[str, asyncio.Future[None]] = {}  # samples, by id: a result aborts them
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.server = ScriptedReplica(self._takes_s, draw=_rest)
+        self.server.read = lambda directory: drawn(steps_of(directory))
+        self.server.keep = lambda count: random_of_history().randint(0, count - 1)
+
+    def lose(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+        for running in self.server.running.values():
+            if not running.done():
+                running.set_exception(SamplerError("it has died meanwhile"))
 
     async def wait_lost(self, index: int) -> Loss:
         await asyncio.shield(self.lost)
@@ -123,6 +132,11 @@ class Replicas:
         return self.url
 
 
+def _rest(tokens: Sequence[int], prompt: Sequence[int], most: int) -> Sequence[int]:
+    """Draw the tokens of an adapter that an aborted request has left."""
+    return tokens[len(prompt) - PROMPT :]
+
+
 class SamplerHttp:
     """Connections of an engine to its sampler."""
 
@@ -130,72 +144,30 @@ class SamplerHttp:
         """Take the token, and ask for none."""
 
     async def request(
-        self, method: str, url: str, *, json: Mapping[str, Any] | None = None, **options: Any
+        self,
+        method: str,
+        url: str,
+        *,
+        json: Mapping[str, Any] | None = None,
+        params: Any = None,
+        **options: Any,
     ) -> HttpAnswer:
         process = PROCESS.get()
         assert process is not None
         replicas: Replicas = process.server.replicas
         await travel(0.1)
         point("before a call of a sampler")
-        if fault("a sampler dies") and not replicas.lost.done():
-            replicas.lost.set_result(None)
+        if fault("a sampler dies"):
+            replicas.lose()
         if replicas.lost.done() or not url.startswith(f"{replicas.url}/"):
             raise SamplerError(f"{method} {url} failed: it is dead")
         path = url.removeprefix(replicas.url)
-        if path == "/inference/v1/generate":
-            answer = await _generate(replicas, json or {}, process.server.rollout_s)
-        else:
-            answer = _answer(replicas, path, json or {})
+        answer = await replicas.server.answer(path, json or {}, dict(params or ()))
         point("after a call of a sampler")
         return HttpAnswer(answer, {})
 
     async def close(self) -> None:
         """Close nothing."""
-
-
-async def _generate(replicas: Replicas, body: Mapping[str, Any], takes_s: float) -> Any:
-    """Draw the tokens of an adapter. Aborted in the middle, it draws one of them, or none."""
-    if body["model"] not in replicas.adapters:
-        raise HttpStatusError(404, "no such model")
-    tokens, finish = replicas.adapters[body["model"]][len(body["token_ids"]) - PROMPT :], "length"
-    if takes_s:
-        name = f"generate-tokens-{body['request_id']}"
-        running, lost = replicas.running, replicas.lost
-        aborted = running[name] = asyncio.get_running_loop().create_future()
-        await asyncio.wait((aborted, lost), timeout=takes_s, return_when=asyncio.FIRST_COMPLETED)
-        running.pop(name, None)  # sent twice, it ends twice
-        if lost.done():
-            raise SamplerError("it has died meanwhile")
-        if aborted.done():
-            tokens, finish = tokens[: random_of_history().randint(0, len(tokens) - 1)], "abort"
-    logprobs = {"content": [{"logprob": -0.5}] * len(tokens)}
-    choice = {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": finish}
-    return {"choices": [choice], "usage": {}, "model": body["model"]}
-
-
-def _answer(replicas: Replicas, path: str, body: Mapping[str, Any]) -> Any:
-    adapters = replicas.adapters
-    match path:
-        case "/v1/load_lora_adapter":
-            try:
-                steps = steps_of(Path(body["lora_path"]))
-            except FileNotFoundError:
-                raise HttpStatusError(404, "no adapter found") from None
-            adapters[body["lora_name"]] = drawn(steps)
-        case "/v1/unload_lora_adapter":
-            if adapters.pop(body["lora_name"], None) is None:
-                raise HttpStatusError(404, "not loaded")
-        case "/inference/v1/abort_requests":
-            for name in body["request_ids"]:
-                if name in replicas.running and not replicas.running[name].done():
-                    replicas.running[name].set_result(None)
-        case "/weight_info":
-            return {"weight_version": VLLM_START_VERSION}
-        case "/health" | "/is_sleeping":
-            return {}
-        case _:
-            raise AssertionError(path)
-    return None
 
 
 class QueuesOnly:

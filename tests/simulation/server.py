@@ -167,7 +167,7 @@ class Server:
 
     async def _run_engine(self, store: Store) -> None:
         bell = cast(Doorbell, Bell(self._bells, "engine"))
-        self.ranks, self.replicas = Ranks(), Replicas()
+        self.ranks, self.replicas = Ranks(), Replicas(self.rollout_s)
         trainer = cast(TrainerGroup, self.ranks)
         status = EngineStatus(store, bell)
         env = Environment(self._settings, self._directories, cast(Any, None), store, bell, status, Metrics())

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import (
@@ -74,7 +75,8 @@ class ScriptedSamplers:
             return self.sequences
         most = request.params.max_tokens
         tokens = request.prompt if most is None else request.prompt[:most]
-        return (SampledSequence(tokens, (-0.5,) * len(tokens), "length"),) * request.num_samples
+        reason: Literal["stop", "length"] = "length" if len(tokens) == most else "stop"
+        return (SampledSequence(tokens, (-0.5,) * len(tokens), reason),) * request.num_samples
 
     def _scores(self, request: SampleRequest) -> tuple[float, ...] | None:
         rest = (self.prompt_logprob,) * (len(request.prompt) - 1)

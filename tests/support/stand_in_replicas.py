@@ -9,20 +9,19 @@ ANSWER_S with sequences of TOKENS tokens, an adapter is loaded after LOAD_S. End
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from subprocess import PIPE, Popen
 
+import orjson
 from aiohttp import web
 
-from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
+from skyrl_tinker.inference.client.http_connection import HttpStatusError
 from skyrl_tinker.processes import die_with_parent, raise_open_files_limit
+from tests.support.scripted_replica import ScriptedReplica, ones
 
-CONTEXT = 4096
 ROOT = Path(__file__).parents[2]
-Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 @contextmanager
@@ -40,84 +39,31 @@ def stand_ins(
             process.terminate()
 
 
-@cache
-def answer(sequences: int, tokens: int) -> bytes:
-    """Return vLLM's answer with so many sequences."""
-    positions = [{"logprob": -0.5, "top_logprobs": [{"token_id": 1, "logprob": -0.5}]}] * tokens
-    choices = [
-        {
-            "index": index,
-            "token_ids": [1] * tokens,
-            "logprobs": {"content": positions},
-            "finish_reason": "length",
-            "weight_versions": [{"version": VLLM_START_VERSION, "start": 0, "end": tokens}],
-        }
-        for index in range(sequences)
-    ]
-    return json.dumps({"choices": choices, "usage": {}}).encode()
-
-
 class StandIn:
-    """One of them."""
+    """HTTP server of one of them."""
 
-    def __init__(self, answer_s: float, load_s: float, tokens: int) -> None:
-        self._answer_s = answer_s
-        self._load_s = load_s
-        self._tokens = tokens
-        self._adapters: set[str] = set()
+    def __init__(self, replica: ScriptedReplica) -> None:
+        self._replica = replica
 
     def app(self) -> web.Application:
         app = web.Application()
-        nothing = self._fixed({})
-        app.add_routes(
-            [
-                web.get("/health", nothing),
-                web.get("/is_sleeping", self._fixed({"is_sleeping": False})),
-                web.get("/weight_info", self._fixed({"weight_version": VLLM_START_VERSION})),
-                web.get("/get_world_size", self._fixed({"world_size": 1})),
-                web.get("/v1/models", self._models),
-                web.post("/pause", nothing),
-                web.post("/resume", nothing),
-                web.post("/reset_prefix_cache", self._fixed({"success": True})),
-                web.post("/v1/load_lora_adapter", self._load),
-                web.post("/v1/unload_lora_adapter", self._unload),
-                web.post("/inference/v1/generate", self._generate),
-            ]
-        )
+        app.router.add_route("*", "/{path:.*}", self._handle)
         return app
 
-    @staticmethod
-    def _fixed(content: object) -> Handler:
-        async def handle(request: web.Request) -> web.Response:
-            return web.json_response(content)
-
-        return handle
-
-    async def _models(self, request: web.Request) -> web.Response:
-        base = {"id": BASE_MODEL, "max_model_len": CONTEXT + 1, "parent": None}
-        adapters = [{"id": name, "parent": BASE_MODEL} for name in sorted(self._adapters)]
-        return web.json_response({"data": [base, *adapters]})
-
-    async def _load(self, request: web.Request) -> web.Response:
-        await asyncio.sleep(self._load_s)
-        self._adapters.add((await request.json())["lora_name"])
-        return web.json_response({})
-
-    async def _unload(self, request: web.Request) -> web.Response:
-        self._adapters.discard((await request.json())["lora_name"])
-        return web.json_response({})
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        params = (await request.json())["sampling_params"]
-        await asyncio.sleep(self._answer_s)
-        tokens = min(self._tokens, params["max_tokens"])
-        return web.Response(body=answer(params.get("n", 1), tokens), content_type="application/json")
+    async def _handle(self, request: web.Request) -> web.Response:
+        body = orjson.loads(await request.read() or b"{}")
+        try:
+            content = await self._replica.answer(request.path, body, request.query)
+        except HttpStatusError as error:
+            return web.json_response({"error": {"message": error.message}}, status=error.status)
+        return web.Response(body=orjson.dumps(content), content_type="application/json")
 
 
 async def _serve(count: int, answer_s: float, load_s: float, tokens: int) -> None:
     urls = []
     for _ in range(count):
-        runner = web.AppRunner(StandIn(answer_s, load_s, tokens).app(), access_log=None)
+        replica = ScriptedReplica(answer_s, load_s, lambda *given: ones(*given)[:tokens])
+        runner = web.AppRunner(StandIn(replica).app(), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
         urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
