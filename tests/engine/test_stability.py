@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
-from skyrl_tinker.domain.values import Failure, SampledSequence, SampleOutput, SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import Failure, SampledSequence, SampleRequest, SamplingParams
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
@@ -31,41 +30,21 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.waiting import until
 
-SEQUENCES = (
-    SampledSequence((5, 6, 7), (-0.5, -1.5, -0.25), "length"),
-    SampledSequence((8,), (-2.0,), "stop"),
-)
 EXPERTS = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
-
-
-class ScriptedSamplers:
-    """Answers with SEQUENCES, once it may."""
-
-    cores = 1
-
-    def __init__(self) -> None:
-        self.go_on = asyncio.Event()
-        self.go_on.set()
-        self.failing = False
-
-    def require_served(self, base_model: str) -> None:
-        pass
-
-    async def sample(self, wanted: None, request: SampleRequest) -> SampleOutput:
-        await self.go_on.wait()
-        if self.failing:
-            raise SamplerError("it died")
-        if request.routed_experts:
-            return SampleOutput(tuple(replace(each, routed_experts=EXPERTS) for each in SEQUENCES))
-        return SampleOutput(SEQUENCES)
+SEQUENCES = (
+    SampledSequence((5, 6, 7), (-0.5, -1.5, -0.25), "length", routed_experts=EXPERTS),
+    SampledSequence((8,), (-2.0,), "stop", routed_experts=EXPERTS),
+)
 
 
 class Sampling:
     def __init__(self, store: Store, bell: Doorbell, *, router_replay: bool = False) -> None:
         self.store = store
         self.samplers = ScriptedSamplers()
+        self.samplers.sequences = SEQUENCES
         samplers = cast(Samplers, self.samplers)
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
@@ -170,7 +149,7 @@ async def test_an_ordinary_sample_costs_no_statement_more(
 
 
 async def test_a_failed_sample_leaves_no_record(store: Store, drawn: Sampling) -> None:
-    drawn.samplers.failing = True
+    drawn.samplers.failure = SamplerError("it died")
     accepted = await drawn.sample(await journal.new_session(store), record=True)
     await drawn.done(accepted)
     assert await records_of(store, accepted) == {}
