@@ -4,7 +4,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
@@ -21,8 +21,10 @@ def row(
     model: ModelKey = MODEL,
     status: FutureStatus = FutureStatus.PENDING,
     tokens: int = 10,
+    session: str = "session",
 ) -> QueuedRow:
-    return queued(1000 * model + seq_id, model, seq_id, kind, tokens=tokens, status=status)
+    number = 1000 * model + seq_id
+    return queued(number, model, seq_id, kind, tokens=tokens, session=session, status=status)
 
 
 def refused(seq_id: int, kind: RequestKind = FB) -> QueuedRow:
@@ -169,6 +171,40 @@ def test_a_model_that_is_to_go_is_drained_once_all_that_came_before_its_end_has_
         assert not lanes.drained(MODEL)
         lanes.start([row(seq_id)])
     assert lanes.drained(MODEL)
+
+
+def test_a_model_that_has_run_all_is_drained_as_soon_as_it_is_to_go() -> None:
+    lanes = created(row(1))
+    drain(lanes)
+    lanes.end(MODEL)
+    assert lanes.drained(MODEL)
+    assert lanes.ended(row(2))
+
+
+def test_a_row_that_expires_before_it_starts_is_skipped_and_its_step_says_why() -> None:
+    lanes = created(row(1), row(2, STEP))
+    lanes.expire(row(1), "the deadline")
+    assert drain(lanes) == [2]
+    assert lanes.window_error(MODEL) == "forward_backward with seq_id 1 was refused: the deadline"
+
+
+def test_a_backward_that_expires_while_it_runs_invalidates_its_window_and_a_forward_does_not() -> None:
+    lanes = created(row(1), row(2, FORWARD))
+    assert drain(lanes) == [1, 2]
+    lanes.expire(row(2, FORWARD), "the deadline")
+    assert lanes.window_error(MODEL) is None
+    lanes.expire(row(1), "the deadline")
+    assert lanes.window_error(MODEL) == "the deadline"
+
+
+def test_the_backlog_of_a_session_is_that_of_all_its_models() -> None:
+    mine, other = [row(1), row(0, model=ModelKey(2))], row(0, model=ModelKey(3), session="other")
+    lanes = created(mine[0])
+    for each in (mine[1], other):
+        lanes.open(model_of(each))
+        lanes.add(each)
+    assert lanes.small_backlogs(2) == {mine[0].session_id: mine, other.session_id: [other]}
+    assert lanes.small_backlogs(1) == {other.session_id: [other]}
 
 
 def test_models_do_not_wait_for_each_other() -> None:

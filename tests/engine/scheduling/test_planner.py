@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.fair_share import FairShare
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
 from skyrl_tinker.engine.scheduling.planner import (
@@ -240,6 +241,16 @@ def test_who_comes_back_while_others_wait_still_owes_what_it_had_more() -> None:
     assert tokens_of(B, [unit]) == 200
 
 
+def test_a_debt_lasts_until_the_others_have_had_as_much() -> None:
+    a, b = row(A), row(B)
+    shares = FairShare().joined_by([[a], [b]]).charged([(a, 4.0), (b, 5.0)])
+    alone = shares.joined_by([[a]])
+    assert alone.joined_by([[a], [b]]).ahead(b) == 1.0
+    later = alone.charged([(a, 2.0)]).joined_by([[a]])
+    assert later.joined_by([[a], [b]]).ahead(a) == 0.0, "nobody saves up"
+    assert later.joined_by([[a]]).tags.keys() == FairShare().joined_by([[a]]).tags.keys()
+
+
 def test_a_newcomer_gets_its_share_and_no_more() -> None:
     left = [row(model, tokens=10) for _ in range(200) for model in (A, C)]
     units = planned(left)
@@ -278,3 +289,25 @@ def test_who_always_comes_back_with_little_to_do_decides_for_half_of_the_time() 
         if ran[-1] == B:
             waiting.add(row(B, SAVE))
     assert ran == [B, A, A, A, B, A, A, A]
+
+
+def test_a_pass_that_was_prepared_waits_for_its_turn() -> None:
+    flood, small = [row(A, tokens=50) for _ in range(6)], row(B, SAVE)
+    waiting = waiting_lanes(*flood)
+    planner = Planner(waiting, PassBudget(100), seconds)
+    planner.pop()
+    ahead = planner.full_pass_ahead()
+    assert ahead == Pass(tuple(flood[2:4]), full=True)
+    waiting.open(B, small.seq_id)
+    waiting.add(small)
+    assert [planner.pop(ahead.rows), planner.pop(ahead.rows)] == [Barriers((small,)), ahead]
+
+
+def test_of_a_prepared_pass_a_model_that_has_gone_leaves_the_others_theirs() -> None:
+    mine, gone = [row(A, tokens=50) for _ in range(2)], [row(B, tokens=50) for _ in range(2)]
+    waiting = waiting_lanes(*mine, *gone)
+    planner = Planner(waiting, PassBudget(100), seconds)
+    ahead = planner.full_pass_ahead()
+    assert ahead == Pass((mine[0], gone[0]), full=True)
+    waiting.close(B, Failure("lost", "server"))
+    assert planner.pop(ahead.rows) == Pass(tuple(mine), full=True)

@@ -56,15 +56,15 @@ def test_every_segment_runs_once_and_all_ranks_run_the_same_collectives(
 def test_segments_lie_in_model_then_request_then_datum_order() -> None:
     batch = build_batch(
         [
-            make_item(2, make_data((3, 2), 1)),
-            make_item(1, make_data((4,), 2)),
-            make_item(2, make_data((1,), 3)),
+            make_item(2, make_data((3, 2), 1), seq_id=2),
+            make_item(1, make_data((4,), 2), seq_id=5),
+            make_item(2, make_data((1,), 3), seq_id=1),
         ]
     )
     assert batch.model.tolist() == [1, 2, 2, 2]
-    assert batch.request.tolist() == [1, 0, 0, 2]
-    assert batch.datum.tolist() == [0, 0, 1, 0]
-    assert batch.cu_seqlens.tolist() == [0, 4, 7, 9, 10]
+    assert batch.request.tolist() == [1, 2, 0, 0]
+    assert batch.datum.tolist() == [0, 0, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 4, 5, 8, 10]
 
 
 @settings(max_examples=60)
@@ -94,6 +94,12 @@ def test_without_costs_rows_are_filled_in_the_order_of_the_batch() -> None:
     assert rows(2) == [[(0, 1, 2)], [(3, 4, 5)]]
     assert rows(1, cost_of=_cost) == [[(0, 3, 5), (1, 2, 4)]]
     assert rows(2, cost_of=_cost) == [[(2, 3, 5)], [(0, 1, 4)]]
+
+
+def test_without_costs_a_segment_goes_to_the_rank_in_whose_share_its_middle_lies() -> None:
+    batch = build_batch([make_item(1, make_data((20, 70, 10), 1))])
+    plans = micro_batches(batch, frozenset({0}), _network, 2, 90)
+    assert [[micro.segments for micro in plan] for plan in plans] == [[(0,)], [(1, 2)]]
 
 
 def test_without_backward_passes_all_requests_of_a_network_share_rows_and_costs() -> None:

@@ -237,6 +237,7 @@ def test_a_pass_cannot_be_held_up_by_many_rows_nor_a_row_by_many_requests() -> N
     assert seconds_left(SECONDS, 0.0) == 0.0
     spent = 0.0
     for _ in range(30):
+        assert seconds_left(0.0, spent) > 0.0, "others have taken all"
         spent += seconds_left(0.0, spent)
     assert spent <= ROW_SECONDS < TrainerSpec("", 2, "cpu", "float32", 1, 64).timeout_s
 
