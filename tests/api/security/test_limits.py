@@ -299,6 +299,15 @@ async def test_a_process_keeps_what_it_took_for_a_while(
     assert await admitted(first, caller(1e3), 1) == 1, "another share than the one that has ended"
 
 
+async def test_what_a_process_took_and_did_not_need_in_time_is_gone(
+    processes: list[RequestRates], clock: Clock
+) -> None:
+    """Or a key would have more than its bucket holds: forty."""
+    assert await admitted(processes[0], caller(4.0), 1) == 1
+    clock.now += request_rate.BURST_S + 1
+    assert await admitted(processes[0], caller(4.0), 50) == 40
+
+
 async def test_no_process_finds_a_bucket_empty_that_others_hardly_use(url: str, settings: Settings) -> None:
     stores = [Store.open(url, settings.root) for _ in range(12)]
     assert [await admitted(RequestRates(store), caller(50.0), 1) for store in stores] == [1] * 12
