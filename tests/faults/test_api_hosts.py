@@ -22,6 +22,8 @@ from tests.support.postgres import postgres_server
 from tests.support.serve import HEAL_S, Serve, serving
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 PARAMS = types.SamplingParams(max_tokens=20, seed=5, temperature=1.0, stop=[])
 
 

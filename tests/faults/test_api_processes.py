@@ -29,6 +29,8 @@ from tests.support.processes import title
 from tests.support.serve import KINDS, Serve, serving
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 COUNT, ROUNDS, SAMPLES = 3, 8, 40
 T = TypeVar("T")
 PARAMS = types.SamplingParams(max_tokens=60, seed=5, temperature=1.0, stop=[])

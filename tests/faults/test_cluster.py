@@ -28,7 +28,7 @@ from tests.support.postgres import postgres_server
 from tests.support.serve import HEAL_S
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 TOKENS = random_tokens(30, seed=1)
 GAP = 1e-3
 TAKEN_S = 120

@@ -17,6 +17,8 @@ from tests.support.postgres import Postgres, postgres_server
 from tests.support.serve import HEAL_S, Serve, serving
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 AWAY_S = 10
 
 

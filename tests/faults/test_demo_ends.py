@@ -11,6 +11,8 @@ from skyrl_tinker.directories import Directories
 from tests.support.processes import below, heed_ctrl_c
 from tests.support.waiting import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.long
+
 
 def test_ctrl_c_in_the_demo_leaves_no_process_and_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

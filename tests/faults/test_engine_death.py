@@ -16,6 +16,8 @@ from tests.e2e.support.client import Client, datum, prompt, random_tokens
 from tests.support.serve import HEAL_S, Serve
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 TOKENS = random_tokens(30, seed=1)
 
 

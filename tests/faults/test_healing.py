@@ -12,6 +12,8 @@ from tests.support.kills import assert_healed, find
 from tests.support.serve import CORE, Serve, serving
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:

@@ -14,6 +14,8 @@ from tests.e2e.support.client import Client, datum, prompt, random_tokens
 from tests.support.serve import HEAL_S, Serve, serving
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 TOKENS = random_tokens(30, seed=1)
 STEP = types.AdamParams(learning_rate=1e-2)
 

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.serve import Serve
 from tests.support.waiting import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.long
 
 PATIENT = """\
 #!{python}

@@ -15,6 +15,8 @@ from tests.support.processes import client_of, vllm_servers
 from tests.support.serve import HEAL_S, Serve, serving
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 PROMPT = random_tokens(20, seed=3)
 LENGTH = 300
 SAMPLES = 64

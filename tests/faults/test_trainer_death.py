@@ -12,6 +12,8 @@ from tests.support.kills import find
 from tests.support.serve import HEAL_S, Serve
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 STEPS, DEADLY = 6, {1, 2, 4}
 TOKENS = random_tokens(30, seed=1)
 
