@@ -4,7 +4,7 @@ Any order of arrival, any duplication, any lost response, at two API processes w
 between: the engine does to each model what it does when each request comes once and in turn; every arrival
 gets the first one's ids; and where a request never comes, it blocks its own model and no other.
 
-`pytest tests/api/test_histories.py --hypothesis-profile long --timeout 0` tries some thousands of plans.
+`scripts/proofs histories` tries some thousands of plans.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from tests.support.scripted_trainer import Ran
 from tests.support.waiting import until
 
 LONG = settings.get_current_profile_name() == "long"
-FEW = settings(max_examples=25)
+FEW = settings(max_examples=10)
 PENDING = "pending"
 
 

@@ -1,9 +1,9 @@
 """A trainer driver on a real store. The workers are scripted: what they compute does not matter."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, cast
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId
@@ -26,7 +26,6 @@ from tests.engine.support import journal
 from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.waiting import PATIENCE_S, until
 
-T = TypeVar("T")
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 
 
@@ -94,14 +93,14 @@ class World:
 
     async def until(
         self,
-        look: Callable[[], T | Awaitable[T]],
-        wanted: Callable[[T], object] = bool,
+        look: Callable[[], Any],
+        wanted: Callable[[Any], object] = bool,
         within_s: float = PATIENCE_S,
-    ) -> T:
+    ) -> Any:
         """Return the first look that is wanted. Raises what the engine dies of meanwhile."""
         self.bell.ring("engine")
 
-        def alive() -> T | Awaitable[T]:
+        def alive() -> Any:
             if self.running.done():
                 self.running.result()
             return look()
