@@ -43,8 +43,10 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """No idle workers, no dashboard, no token file in the home directory."""
+    """As a server's, without idle workers, and without a token file in the home directory."""
     import ray  # seconds that most rooms need not spend
+
+    from skyrl_tinker.engine import local_ray
 
     settings = {
         "RAY_prestart_worker_first_driver": "0",
@@ -55,13 +57,7 @@ def ray_cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
-        ray.init(
-            include_dashboard=False,
-            num_cpus=64,  # bookkeeping: every test may have ranks and replicas
-            object_store_memory=256 << 20,
-            log_to_driver=False,
-            logging_level="error",
-        )
+        local_ray.start(cpus=64)  # bookkeeping: every test may have ranks and replicas
     yield
     ray.shutdown()
 
