@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
-from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.trainer import replay, trainer_driver
 from skyrl_tinker.errors import StorageAwayError, TrainerError
@@ -23,8 +23,10 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.support.scripted_trainer import ScriptedTrainer
 
 DEAD = TrainerError("rank 0 died")
 NewEngine = Callable[[World], World]
@@ -111,6 +113,42 @@ async def test_a_new_engine_brings_back_models_and_runs_what_was_pending(
     assert recovery.text.startswith(f"2 models came back, with {len(units)} replayed units of work, in ")
 
 
+async def test_units_of_several_models_are_replayed_in_the_order_in_which_they_ran(
+    world: World, new_engine: NewEngine
+) -> None:
+    first, second = await world.model(), await world.model()
+    await train(world, second, 1, 1)
+    world.workers.go_on.clear()
+    blocker = await journal.submit_pass(world.store, second, 4)
+    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
+    together = [await journal.submit_pass(world.store, *each) for each in ((first, 1), (second, 5))]
+    await world.taken_in()
+    world.workers.go_on.set()
+    await all_done(world, blocker, *together, await journal.submit_step(world.store, second, 6))
+    after = new_engine(world)
+    await all_done(after, await journal.submit_step(after.store, first, 2))
+    assert await steps_of(after, second) == [[1, 2], [4, 5]]
+
+
+async def test_a_pass_is_replayed_in_rows_of_the_size_in_which_it_ran(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever token_budget is now: in other rows its sums are rounded otherwise."""
+    model = await world.model()
+    await train(world, model, 1, 1)
+    after = new_engine(world)
+    after.workers.spec.token_budget = 512
+    budgets: list[int | None] = []
+
+    async def run_pass(items: Sequence[PassItem], row_budget: int | None = None) -> PassResult:
+        budgets.append(row_budget)
+        return await ScriptedTrainer.run_pass(after.workers, items, row_budget)
+
+    monkeypatch.setattr(after.workers, "run_pass", run_pass)
+    await all_done(after, await journal.submit_step(after.store, model, 4))
+    assert set(budgets) == {2048}
+
+
 async def test_a_poisoned_window_is_poisoned_still(world: World, new_engine: NewEngine) -> None:
     model = await world.model()
     key = await journal.key_of(world.store, model)
@@ -124,6 +162,32 @@ async def test_a_poisoned_window_is_poisoned_still(world: World, new_engine: New
     assert why in (await journal.error_of(world.store, step)).message
     await train(after, model, 4, 1)
     assert await steps_of(after, model) == [[4, 5]]
+
+
+async def test_a_window_that_was_cleared_poisons_no_later_one(world: World, new_engine: NewEngine) -> None:
+    model = await world.model()
+    world.workers.bad_models.add(await journal.key_of(world.store, model))
+    for submitted in (journal.submit_pass(world.store, model, 1), journal.submit_step(world.store, model, 2)):
+        await world.done(await submitted)
+    world.workers.bad_models.clear()
+    await all_done(world, await journal.submit_pass(world.store, model, 3))
+    after = new_engine(world)
+    await all_done(after, await journal.submit_step(after.store, model, 4))
+    assert await steps_of(after, model) == [[3]]
+
+
+async def test_units_of_a_new_engine_are_numbered_behind_those_of_the_old_one(
+    world: World, new_engine: NewEngine
+) -> None:
+    """Or two of them would be replayed as one."""
+    model = await world.model()
+    following = await train(world, model, 1, 1)
+    after = new_engine(world)
+    await train(after, model, following, 1)
+    key = await journal.key_of(world.store, model)
+    with world.store.read() as conn:
+        units = {each.row.seq_id: each.unit for each in unit_records.ran_after(conn, key, 0)}
+    assert units[following - 1] < units[following]
 
 
 async def test_refused_requests_keep_their_places(world: World, new_engine: NewEngine) -> None:
