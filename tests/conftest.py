@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tiers.jobs import SERVER_ROOMS
 from tiers.proofs import proofs
 
 from tests.support.postgres import Postgres, postgres_server
@@ -22,6 +23,7 @@ settings.register_profile(
 settings.register_profile("long", settings.get_profile("steady"), max_examples=3000, derandomize=False)
 settings.load_profile("steady")
 
+ROOMS = tuple(f"tests/{room}" for rooms in SERVER_ROOMS.values() for room in rooms)
 SERVER_PLACES = ("tests/e2e/", "tests/cookbook/", "tests/faults/")
 
 
@@ -31,8 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         if item.nodeid.startswith(SERVER_PLACES) or "ray_cluster" in item.fixturenames:
             item.add_marker("servers")
-        if item.get_closest_marker("long") and not item.nodeid.startswith(proved):
-            raise pytest.UsageError(f"{item.nodeid} is marked `long`: name it in scripts/proofs.toml")
+        if item.get_closest_marker("long"):
+            if not item.nodeid.startswith(proved):
+                raise pytest.UsageError(f"{item.nodeid} is marked `long`: name it in scripts/proofs.toml")
+        elif item.get_closest_marker("servers") and not item.nodeid.startswith(ROOMS):
+            raise pytest.UsageError(f"{item.nodeid} uses servers: name its folder in scripts/tiers/jobs.py")
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
-SERVERS = ("faults", "e2e", "cookbook")
-RAY = ("training", "inference", "weight_sync", "engine", "conformance")
-"""Rooms with tests of both tiers."""
+SERVER_ROOMS = {
+    "servers: faults": ("faults",),
+    "servers: e2e": ("e2e",),
+    "servers: samplers": ("inference", "weight_sync", "engine/sampler"),
+    "servers: ranks": ("training", "engine/trainer", "engine/test_local_ray.py"),
+}
+"""Where tests with servers lie, beside the long ones. What takes longest, and waits most, comes first."""
 ROOMS = {
     "trainer and samplers": ("training", "inference", "weight_sync", "conformance"),
     "engine": ("engine", "simulation"),
@@ -38,26 +42,14 @@ def pytest_job(name: str, scratch: Path, *arguments: str) -> Job:
 
 
 def server_jobs(scratch: Path) -> list[Job]:
-    """Return what takes longest, and waits most."""
     marked = ("-m", "servers and not long")
-    return [
-        pytest_job("servers: faults", scratch, *marked, *_paths("faults")),
-        pytest_job("servers: e2e", scratch, *marked, *_paths("e2e")),
-        pytest_job("servers: ray", scratch, *marked, *_paths(*RAY)),
-        pytest_job("servers: rest", scratch, *marked, *_paths(*_rest({*SERVERS, *RAY}))),
-    ]
+    return [pytest_job(name, scratch, *marked, *_paths(*rooms)) for name, rooms in SERVER_ROOMS.items()]
 
 
 def deterministic_jobs(scratch: Path) -> list[Job]:
-    marked = ("-m", "not servers and not long and not alone")
-    rooms = ROOMS | {"rest": _rest({*SERVERS, *chain(*ROOMS.values())})}
+    marked = ("-m", "not servers and not long")
+    rooms = ROOMS | {"rest": _rest({"faults", "e2e", "cookbook", *chain(*ROOMS.values())})}
     return [pytest_job(name, scratch, *marked, *_paths(*rooms)) for name, rooms in rooms.items()]
-
-
-def alone_job(scratch: Path) -> Job:
-    """Return the tests that need real time and a processor for themselves."""
-    marked = ("-m", "alone and not servers and not long")
-    return pytest_job("alone", scratch, *marked, *_paths(*_rest({*SERVERS})))
 
 
 def check_jobs() -> list[Job]:

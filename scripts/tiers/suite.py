@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiers import changed, verdict
-from tiers.jobs import ROOT, Job, alone_job, check_jobs, deterministic_jobs, pytest_job, server_jobs
-from tiers.running import Ended, run, run_all
+from tiers.jobs import ROOT, Job, check_jobs, deterministic_jobs, pytest_job, server_jobs
+from tiers.running import Ended, run_all
 from tiers.verdict import Case, Line
 
 MOST_S = 45 * 60.0
@@ -32,11 +32,9 @@ class Suite:
         self._broken: list[str] = []
         """Jobs that failed without a test that did."""
 
-    def run(self, jobs: Sequence[Job], last: Job | None = None) -> int:
+    def run(self, jobs: Sequence[Job]) -> int:
         for ended in run_all(jobs, self._scratch, self._deadline):
             self._take(ended)
-        if last is not None:
-            self._take(run(last, self._scratch, self._deadline))
         counted, excused = verdict.run_again(self._failures, self._scratch, self._deadline)
         return self._report(counted, excused)
 
@@ -94,21 +92,21 @@ def main() -> int:
     scratch = arguments.keep or Path(tempfile.mkdtemp(prefix="skyrl-tinker-test-"))
     scratch.mkdir(parents=True, exist_ok=True)
     try:
-        return Suite(scratch).run(*_chosen(arguments, given, scratch))
+        return Suite(scratch).run(_chosen(arguments, given, scratch))
     finally:
         if not arguments.keep:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _chosen(arguments: argparse.Namespace, given: list[str], scratch: Path) -> tuple[list[Job], Job | None]:
+def _chosen(arguments: argparse.Namespace, given: list[str], scratch: Path) -> list[Job]:
     if arguments.changed:
         given = changed.reached_tests(ROOT, changed.files(ROOT, arguments.changed))
         marked = ["-m", "not long", *given]
-        return [*check_jobs(), *([pytest_job("changed", scratch, *marked)] if given else [])], None
+        return [*check_jobs(), *([pytest_job("changed", scratch, *marked)] if given else [])]
     if given:
-        return [*check_jobs(), pytest_job("tests", scratch, *given)], None
+        return [*check_jobs(), pytest_job("tests", scratch, *given)]
     servers = [] if arguments.quick else server_jobs(scratch)
-    return [*servers, *deterministic_jobs(scratch), *check_jobs()], alone_job(scratch)
+    return [*servers, *deterministic_jobs(scratch), *check_jobs()]
 
 
 if __name__ == "__main__":

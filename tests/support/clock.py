@@ -1,6 +1,6 @@
 """Refuses tests that wait for the clock. A test of the deterministic tier waits for a state, in `waiting`.
 
-Free of it: what starts servers, what is marked `alone`, and event loops on which time passes at once.
+Free of it: what starts servers, and event loops on which time passes at once.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ FREE = {TESTS / "support" / "waiting.py", Path(__file__)}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    if item.get_closest_marker("servers") or item.get_closest_marker("alone"):
+    if item.get_closest_marker("servers"):
         return (yield)
     with noted_sleeps() as slept:
         yield
