@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database import group_commit, sqlite
 from skyrl_tinker.store.database.group_commit import LARGE_BYTES, OVERTAKEN
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.databases import on_sqlite
@@ -31,6 +32,12 @@ async def value(store: Store, key: str) -> object:
 
 def insert(key: str) -> str:
     return f"INSERT INTO server_state VALUES ('{key}', '1')"
+
+
+@pytest.fixture
+def whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, what waits is committed together."""
+    monkeypatch.setattr(group_commit, "MAX_HOLD_S", PATIENCE_S)
 
 
 async def test_a_failing_op_fails_alone(store: Store) -> None:
@@ -78,7 +85,9 @@ async def test_a_broken_constraint_fails_alone(store: Store) -> None:
     assert (await value(store, "a"), await value(store, "b")) == (1, 1)
 
 
-async def test_an_op_in_which_the_disk_fails_undoes_what_it_would_be_committed_with(store: Store) -> None:
+async def test_an_op_in_which_the_disk_fails_undoes_what_it_would_be_committed_with(
+    store: Store, whole_batches: None
+) -> None:
     """SQLite may have undone all of it; so nobody is told that it is on disk."""
 
     def fails(conn: Connection) -> None:
@@ -94,7 +103,7 @@ async def test_an_op_in_which_the_disk_fails_undoes_what_it_would_be_committed_w
     assert [await value(store, key) for key in "abc"] == [None, None, 1]
 
 
-async def test_only_what_is_committed_has_its_callback_called(store: Store) -> None:
+async def test_only_what_is_committed_has_its_callback_called(store: Store, whole_batches: None) -> None:
     def bad(conn: Connection) -> None:
         raise UserError("no")
 
@@ -108,7 +117,7 @@ async def test_only_what_is_committed_has_its_callback_called(store: Store) -> N
 
 
 @on_sqlite
-async def test_many_writers_share_a_commit(store: Store, url: str) -> None:
+async def test_many_writers_share_a_commit(store: Store, url: str, whole_batches: None) -> None:
     await new_session(store)
     before = wal_commits(url)
     assert before > 0
@@ -116,6 +125,21 @@ async def test_many_writers_share_a_commit(store: Store, url: str) -> None:
         *(store.write(lambda conn, i=i: server_state.put(conn, f"k{i}", i)) for i in range(200))  # type: ignore[misc]
     )
     assert wal_commits(url) - before < 50
+
+
+async def test_a_batch_ends_once_it_has_kept_other_processes_waiting(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, events = 0.0, list[str]()
+
+    def op(conn: Connection) -> None:
+        nonlocal now
+        now += 0.6 * group_commit.MAX_HOLD_S
+        events.append("ran")
+
+    monkeypatch.setattr(group_commit, "time", SimpleNamespace(monotonic=lambda: now))
+    await asyncio.gather(*(store.write(op, lambda: events.append("committed")) for _ in range(4)))
+    assert events == ["ran", "ran", "committed", "committed"] * 2
 
 
 async def test_small_writes_overtake_large_ones_which_come_all_the_same(store: Store) -> None:
