@@ -1,4 +1,4 @@
-"""Runs commands as many at a time as there are processors, the first ones first."""
+"""Runs commands, some at a time, the first ones first."""
 
 import os
 import resource
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tiers.jobs import ROOT, Job
 
-AT_ONCE = max(2, os.cpu_count() or 2)
+AT_ONCE = (os.cpu_count() or 1) + 1
+"""Servers wait for part of their time."""
 
 
 @dataclass(frozen=True)

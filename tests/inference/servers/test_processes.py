@@ -59,6 +59,7 @@ async def test_dead_and_hung_servers_are_noticed_and_replaced(ray_cluster: None,
     assert gone(left, within_s=5)
 
 
+@pytest.mark.long
 async def test_a_server_with_a_token_serves_those_who_bear_it_also_behind_the_router(
     ray_cluster: None, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ async def _a_server_hangs(group: ServerGroup, index: int) -> None:
     assert await asyncio.to_thread(gone, processes, 5.0)
 
 
+@pytest.mark.long
 async def test_a_dead_engine_process_fills_no_log(ray_cluster: None, tmp_path: Path) -> None:
     """All its requests fail by the same exception, whose traceback would grow with each that logs it."""
     facts = write_model(tmp_path / "model", tied=True)
@@ -135,6 +137,7 @@ async def test_a_dead_engine_process_fills_no_log(ray_cluster: None, tmp_path: P
     assert (tmp_path / "vllm-0.log").read_text().count("Traceback") < 4
 
 
+@pytest.mark.long
 async def test_a_server_that_cannot_start_says_why(ray_cluster: None, tmp_path: Path) -> None:
     facts = write_model(tmp_path / "model", tied=True)
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -144,6 +147,7 @@ async def test_a_server_that_cannot_start_says_why(ray_cluster: None, tmp_path: 
     await group.shutdown()
 
 
+@pytest.mark.long
 async def test_further_arguments_reach_vllm(ray_cluster: None, tmp_path: Path) -> None:
     arguments = {"max-num-seqs": 3, "enable-prefix-caching": False, "disable-log-stats": False}
     facts = write_model(tmp_path / "model", tied=True)
@@ -156,6 +160,7 @@ async def test_further_arguments_reach_vllm(ray_cluster: None, tmp_path: Path) -
     await group.shutdown()
 
 
+@pytest.mark.long
 async def test_an_argument_that_vllm_does_not_know_is_named(ray_cluster: None, tmp_path: Path) -> None:
     facts = write_model(tmp_path / "model", tied=True)
     group = ServerGroup.launch(replace(spec_of(facts, tmp_path), vllm_args={"max-nun-seqs": 3}))

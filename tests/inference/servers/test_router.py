@@ -68,6 +68,7 @@ async def test_many_prompts_with_one_beginning_reach_both_replicas(client: Remot
     assert [output.cached_tokens for output in outputs].count(0) == 2, "new to each of two replicas"
 
 
+@pytest.mark.long
 async def test_workers_are_added_killed_and_removed_at_run_time(
     servers: dict[str, Served], router: Router, client: RemoteInferenceClient, tmp_path: Path
 ) -> None:

@@ -27,6 +27,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.training.support import reference
 from tests.training.support.passes import assert_close, assert_equal, make_data, make_item
 
+pytestmark = pytest.mark.long
+
 Groups = dict[int, TrainerGroup]
 Tensors = dict[str, torch.Tensor]
 

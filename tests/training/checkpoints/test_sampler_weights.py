@@ -87,6 +87,7 @@ def test_if_one_model_is_lost_none_is_captured(make_worker: MakeWorker, tied_mod
     assert worker._captured == {}
 
 
+@pytest.mark.long
 async def test_ranks_share_the_writing_of_full_weights(
     ray_cluster: None, untied_model: str, tmp_path: Path
 ) -> None:

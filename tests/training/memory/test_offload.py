@@ -159,6 +159,7 @@ async def _pass(group: TrainerGroup, seed: int, *, backward: bool) -> list[PassO
     return [output for output in outputs if isinstance(output, PassOutput)]
 
 
+@pytest.mark.long
 async def test_two_ranks_train_the_same_with_their_shards_set_aside(
     ray_cluster: None, tied_model: str
 ) -> None:

@@ -115,8 +115,8 @@ async def _trained(
 @pytest.mark.parametrize(
     ("model", "params"),
     [
-        ("mixture_model", AdamParams(1e-2, eps=1e-3)),
-        ("mixture_model", DimuonParams(0.02)),
+        pytest.param("mixture_model", AdamParams(1e-2, eps=1e-3), marks=pytest.mark.long),
+        pytest.param("mixture_model", DimuonParams(0.02), marks=pytest.mark.long),
         # Its gradients are up to 60: with a smaller eps, those of 1e-4 would make steps as large.
         ("whole_mixture_model", AdamParams(1e-2, eps=1.0)),
     ],

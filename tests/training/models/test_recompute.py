@@ -154,6 +154,7 @@ async def _trained(group: TrainerGroup, directory: Path) -> tuple[list[PassOutpu
     return [*outputs, last], weights
 
 
+@pytest.mark.long
 async def test_two_ranks_agree(groups: tuple[TrainerGroup, TrainerGroup], tmp_path: Path) -> None:
     (outputs, weights), (expected, others) = [await _trained(group, tmp_path) for group in groups]
     assert len(outputs) == len(expected) == 2 * 5 + 1

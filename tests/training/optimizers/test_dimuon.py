@@ -126,6 +126,7 @@ def test_ranks_share_the_work_of_a_full_model(untied_model: str) -> None:
     assert 0 < shared < 0.65 * alone, "the head alone is a quarter"
 
 
+@pytest.mark.long
 async def test_two_ranks_equal_one(ray_cluster: None, untied_model: str, tmp_path: Path) -> None:
     """Whole matrices, although each rank has only some of their rows."""
     found = []
