@@ -12,6 +12,8 @@ from tests.e2e.support.client import Client, logprobs_of, random_tokens, train
 from tests.support.peft_adapters import save_adapter, token_logprobs
 from tests.support.serve import Serve
 
+pytestmark = pytest.mark.long
+
 TOKENS = random_tokens(40, seed=5)
 
 

@@ -14,6 +14,8 @@ from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.gloo import GlooSender
 
+pytestmark = pytest.mark.long
+
 MODEL = ModelKey(1)
 MiB = 1 << 20
 CHUNK = 8 * MiB

@@ -483,6 +483,7 @@ def killing(transport: WeightTransport, at: int, *pids: int) -> WeightTransport:
     return transport
 
 
+@pytest.mark.long
 async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
     two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
 ) -> None:
@@ -502,6 +503,7 @@ async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
     await two_ranks.restart()
 
 
+@pytest.mark.long
 async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_weights(
     two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
 ) -> None:
@@ -533,6 +535,7 @@ async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_
     await back_to_base(facts, *pair)
 
 
+@pytest.mark.long
 async def test_a_trainer_that_was_restarted_meets_the_samplers_anew(
     two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
 ) -> None:
@@ -551,6 +554,7 @@ async def test_a_trainer_that_was_restarted_meets_the_samplers_anew(
         await assert_served(url, "base", facts.directory)
 
 
+@pytest.mark.long
 async def test_a_replica_killed_between_chunks_is_named_and_the_others_keep_the_old_weights(
     trainer: TrainerGroup,
     partner: ServerGroup,

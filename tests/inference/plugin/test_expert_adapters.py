@@ -24,6 +24,8 @@ from tests.inference.support.samplers import (
     target_logprobs,
 )
 
+pytestmark = pytest.mark.long
+
 
 async def test_adapted_experts_have_the_logprobs_of_merged_weights(mixture: Served, tmp_path: Path) -> None:
     """Adapters of all layers, of attention alone and of experts alone, in slots that others have left."""

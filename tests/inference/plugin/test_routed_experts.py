@@ -29,6 +29,8 @@ from tests.inference.support.samplers import (
     reference,
 )
 
+pytestmark = pytest.mark.long
+
 BLOCK = 128  # tokens of the KV cache that are cached together
 
 

@@ -22,6 +22,8 @@ from tests.inference.support.samplers import (
     reference,
 )
 
+pytestmark = pytest.mark.long
+
 TEMPERATURE = 0.5
 ATOL = 1e-3
 PROMPT = prompt_of(20)

@@ -41,6 +41,7 @@ async def loss_of(group: ServerGroup, index: int) -> Loss:
         return await group.wait_lost(index)
 
 
+@pytest.mark.long
 async def test_dead_and_hung_servers_are_noticed_and_replaced(ray_cluster: None, tmp_path: Path) -> None:
     facts = write_model(tmp_path / "model", tied=True)
     group = ServerGroup.launch(replace(spec_of(facts, tmp_path), replicas=2, hang_s=2.0))

@@ -112,11 +112,12 @@ async def _trained(
         await group.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "params"),
     [
-        pytest.param("mixture_model", AdamParams(1e-2, eps=1e-3), marks=pytest.mark.long),
-        pytest.param("mixture_model", DimuonParams(0.02), marks=pytest.mark.long),
+        ("mixture_model", AdamParams(1e-2, eps=1e-3)),
+        ("mixture_model", DimuonParams(0.02)),
         # Its gradients are up to 60: with a smaller eps, those of 1e-4 would make steps as large.
         ("whole_mixture_model", AdamParams(1e-2, eps=1.0)),
     ],

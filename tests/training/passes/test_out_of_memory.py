@@ -131,6 +131,7 @@ async def _squeezed(group: TrainerGroup, model: int) -> PassOutput | Failure:
     raise AssertionError("whole rows fitted into the least room")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", SPECS)
 async def test_half_the_rows_do_what_whole_ones_could_not(
     group: TrainerGroup, tmp_path: Path, model: int
@@ -147,6 +148,7 @@ async def test_half_the_rows_do_what_whole_ones_could_not(
         np.testing.assert_allclose(array, others[name], atol=1e-5, rtol=0, err_msg=name)
 
 
+@pytest.mark.long
 async def test_a_pass_too_large_fails_alone_and_says_what_to_do(group: TrainerGroup, tmp_path: Path) -> None:
     """Everyone's earlier gradients are there to the last bit, and training goes on."""
     earlier = {model: make_data((40, 30), model) for model in SPECS}
@@ -175,6 +177,7 @@ async def test_a_pass_too_large_fails_alone_and_says_what_to_do(group: TrainerGr
             np.testing.assert_array_equal(array, others[name], err_msg=name)
 
 
+@pytest.mark.long
 async def test_of_several_ranks_all_are_broken_and_fresh_ones_run_it_in_smaller_rows(
     two: TrainerGroup,
 ) -> None:
