@@ -174,6 +174,7 @@ async def kept(trained: Trained) -> list[bool]:
         return [snapshot_records.find(conn, key) is not None for key in keys]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_training_goes_on_as_if_nobody_had_died(
     groups: dict[int, TrainerGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
@@ -207,6 +208,7 @@ async def one(groups: dict[int, TrainerGroup]) -> AsyncIterator[TrainerGroup]:
     await groups[1].release(A)
 
 
+@pytest.mark.long
 async def test_broken_ranks_say_so_until_fresh_ones_are_up(two: TrainerGroup, tmp_path: Path) -> None:
     """What was captured dies with them; the sender of weights is there again."""
     await two.create_model(A, SPECS[0])
@@ -246,6 +248,7 @@ class LosesReplies:
         raise RankDiedError(f"rank {rank} died")
 
 
+@pytest.mark.long
 async def test_a_checkpoint_whose_rank_died_before_it_said_so_is_not_left(
     one: TrainerGroup, tmp_path: Path
 ) -> None:
@@ -260,6 +263,7 @@ async def test_a_checkpoint_whose_rank_died_before_it_said_so_is_not_left(
     await one.restart()
 
 
+@pytest.mark.long
 async def test_a_unit_does_not_wait_for_a_rank_that_hangs(two: TrainerGroup) -> None:
     await two.create_model(A, SPECS[0])
     os.kill(two.pids()[-1], signal.SIGSTOP)
@@ -275,6 +279,7 @@ async def test_a_unit_does_not_wait_for_a_rank_that_hangs(two: TrainerGroup) -> 
     assert isinstance(output, PassOutput)
 
 
+@pytest.mark.long
 async def test_fresh_ranks_that_do_not_come_up_are_given_up_and_started_again(one: TrainerGroup) -> None:
     one.note_work()
     await kill(one)
