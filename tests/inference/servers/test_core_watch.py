@@ -20,6 +20,8 @@ from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, environment
 from skyrl_tinker.inference.servers.vllm_server import ENTRY
 from tests.inference.support.samplers import ask, prompt_of, sample, spec_of, write_model
 
+pytestmark = [pytest.mark.servers, pytest.mark.long]
+
 STEP_S = 4.0
 QUIET_S = 3 * STEP_S
 EXTENSION = """
