@@ -14,10 +14,12 @@ SERVER_ROOMS = {
     "servers: ranks": ("training", "engine/trainer", "engine/test_local_ray.py"),
 }
 """Where tests with servers lie, beside the long ones. What takes longest, and waits most, comes first."""
+API = sorted(each.name for each in (TESTS / "api").iterdir() if each.name != "__pycache__")
 ROOMS = {
     "trainer and samplers": ("training", "inference", "weight_sync", "conformance"),
+    "API": tuple(f"api/{name}" for name in API if "." not in name),
+    "API processes": tuple(f"api/{name}" for name in API if name.startswith("test_")),
     "engine": ("engine", "simulation"),
-    "API": ("api",),
     "store": ("store", "protocol"),
 }
 """Tests without servers; `rest` has what is not named here."""
@@ -48,7 +50,7 @@ def server_jobs(scratch: Path) -> list[Job]:
 
 def deterministic_jobs(scratch: Path) -> list[Job]:
     marked = ("-m", "not servers and not long")
-    rooms = ROOMS | {"rest": _rest({"faults", "e2e", "cookbook", *chain(*ROOMS.values())})}
+    rooms = ROOMS | {"rest": _rest({"api", "faults", "e2e", "cookbook", *chain(*ROOMS.values())})}
     return [pytest_job(name, scratch, *marked, *_paths(*rooms)) for name, rooms in rooms.items()]
 
 

@@ -32,7 +32,7 @@ NO_ENGINE = ("/readyz", "/oai/api/v1/completions", "/oai/api/v1/chat/completions
 LONG = hypothesis.settings.get_current_profile_name() == "long"
 PASSES = 10_000 if LONG else 500
 PROMISES = 1_000 if LONG else 100
-CASES = {GenerationMode.POSITIVE: 20 if LONG else 3, GenerationMode.NEGATIVE: 10 if LONG else 2}
+CASES = {GenerationMode.POSITIVE: 20 if LONG else 4, GenerationMode.NEGATIVE: 10 if LONG else 2}
 ENDS = ("/finish", "/unload_model", "/auth/apikey/me")
 """Comes last, in this order: what is made below would be gone, and in the end the key."""
 

@@ -6,7 +6,13 @@ from tests.support.serve import Serve
 
 
 @pytest.mark.parametrize(
-    "options", [("--placement", "auto"), ("--placement", "separate"), ("--no-plan",)], ids=" ".join
+    "options",
+    [
+        ("--placement", "auto"),
+        pytest.param(("--placement", "separate"), marks=pytest.mark.long),
+        pytest.param(("--no-plan",), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
 )
 def test_cuda_without_gpus_is_refused_with_how_many_it_takes(
     start: Callable[..., Serve], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]

@@ -18,6 +18,7 @@ def found() -> dict[str, Any]:
         return pool.submit(score, _batch()).result()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["logprobs", "scores"])
 def test_on_cuda_prompts_are_scored_with_their_own_adapter(found: dict[str, Any], kind: str) -> None:
     expected = _plain(_batch())

@@ -21,6 +21,7 @@ def _training(directory: str, lora: LoraSpec, **config: Any) -> Training:
     return Training(found | larger, "cuda", "bfloat16", lora)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [8, 0])
 def test_other_layers_and_tokens_cost_what_was_computed(ranks: Ranks, untied_model: str, rank: int) -> None:
     training = _training(untied_model, LoraSpec(rank, 0)).with_layers(7)

@@ -140,6 +140,7 @@ def test_of_what_fails_nothing_is_left(make_worker: MakeWorker, untied_model: st
     _assert_same((outputs[:-2], gradients), _trained(make_worker(untied_model, BUDGET), "cuda", _items()))
 
 
+@pytest.mark.long
 def test_two_ranks_give_what_one_does(make_worker: MakeWorker, untied_model: str) -> None:
     place = distributed.meeting_place()
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
