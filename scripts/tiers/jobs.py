@@ -19,6 +19,7 @@ ROOMS = {
     "trainer and samplers": ("training", "inference", "weight_sync", "conformance"),
     "API": tuple(f"api/{name}" for name in API if "." not in name),
     "API processes": tuple(f"api/{name}" for name in API if name.startswith("test_")),
+    "commands": ("cli", "scripts", "server"),
     "engine": ("engine", "simulation"),
     "store": ("store", "protocol"),
 }

@@ -8,15 +8,16 @@ import pytest
 
 from tests.support.serve import Serve
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_loop.py"
 
 
-@pytest.mark.parametrize("users", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_reward_rises_by_learning_whatever_the_seed(server: Serve, users: int, tmp_path: Path) -> None:
-    """The users' runs are at once."""
+def test_the_reward_rises_by_learning_whatever_the_seed(server: Serve, tmp_path: Path) -> None:
+    """Two runs at once, as two users of one server."""
     environment = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local"}
     runs = {}
-    for seed in range(users):
+    for seed in range(2):
         out = tmp_path / str(seed)
         command = [sys.executable, str(EXAMPLE), f"--seed={seed}", "--steps=30", f"--out={out}"]
         runs[out] = subprocess.Popen(command, env=environment)

@@ -29,9 +29,9 @@ from tests.training.conftest import MakeWorker
 from tests.training.support.passes import make_data, make_item, perturb, run_one, step
 from tests.training.support.saves import write_weights
 
+pytestmark = pytest.mark.long
+
 ARCHS = sorted(FAMILIES.keys() - {"qwen3"})  # which all other tests sample
-OFTEN = "gpt-oss"
-"""The one with the most code that is its alone."""
 UNTIED = ("llama",)
 BASE, LORA, FULL = 1, 2, 3
 PROMPT = prompt_of(200)  # many windows, and more than a block of the KV cache
@@ -50,11 +50,7 @@ def served(
     asyncio.run(served.group.shutdown())
 
 
-@pytest.mark.parametrize(
-    "served",
-    [pytest.param(arch, marks=() if arch == OFTEN else pytest.mark.long) for arch in ARCHS],
-    indirect=True,
-)
+@pytest.mark.parametrize("served", ARCHS, indirect=True)
 async def test_samples_have_the_trainers_logprobs(
     served: Served, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
