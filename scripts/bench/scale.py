@@ -40,6 +40,7 @@ from sqlalchemy import Connection, func, select
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, SamplingSessionId
+from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.intake import Intake
@@ -212,7 +213,9 @@ async def measure(replicas: int, samples: int, waiting: int, answer_s: float) ->
         busy = time.process_time()
         await asyncio.sleep(IDLE_S)
         idle = (time.process_time() - busy) / IDLE_S
-        fanout = await _p50_ms(lambda number: control.load_adapter(f"v{number}", "/nowhere"))
+        with tempfile.TemporaryDirectory() as adapter:
+            (Path(adapter) / ADAPTER_FILE).touch()  # which stand-ins look for, and do not read
+            fanout = await _p50_ms(lambda number: control.load_adapter(f"v{number}", adapter))
         paused = await _p50_ms(pause)
         warm_up = PER_CORE * replicas  # a connection for each that is in flight
         await _fill(made, warm_up)
