@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from gpu_check import attention, cuda_ipc, fused, logprobs, machine, parity, speed, state
+from gpu_check import attention, cuda_ipc, families, fused, logprobs, losses, machine, parity, speed, state
 from gpu_check.checks import Check
 from gpu_check.forked import Forked, ForkedError, alone
 from gpu_check.rows import BROKEN, HEADER, SKIPPED, Row, failed
 from gpu_check.setting import Setting
 
-DOC = """Check the trainer on a GPU: kernels, numbers, memory and speed, in at most 8 minutes.
+DOC = """Check the trainer on a GPU: kernels, numbers, memory and speed, in at most 10 minutes.
 
 Needs Python 3.11 or later, torch 2.11 or later, transformers, safetensors and psutil; neither Ray, vLLM,
 a server nor a model. Prints a table, "name | value | bound | ok", and as its last line one JSON object.
@@ -34,13 +34,15 @@ PARTS: dict[str, Checks] = {
     "fused": fused.checks,
     "logprobs": logprobs.checks,
     "parity": parity.checks,
+    "families": families.checks,
+    "losses": losses.checks,
     "state": state.checks,
     "cuda_ipc": cuda_ipc.checks,
     "speed": partial(speed.checks, recompute=None),
     "speed-kept": partial(speed.checks, recompute=False),
     "speed-recomputed": partial(speed.checks, recompute=True),
 }
-_MINUTES, _SERVED_MINUTES = 8.0, 20.0
+_MINUTES, _SERVED_MINUTES = 10.0, 20.0
 
 
 def main() -> int:

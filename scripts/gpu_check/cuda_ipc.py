@@ -37,8 +37,10 @@ Sums = Mapping[str, tuple[str, str]]
 
 def checks(setting: Setting) -> list[Check]:
     return [
+        Check(
+            "CUDA IPC", _skip if setting.small else _send
+        ),  # first: its reader is forked before CUDA starts
         Check("captured weights", partial(_read_captured, setting)),
-        Check("CUDA IPC", _skip if setting.small else _send),
     ]
 
 
@@ -99,6 +101,8 @@ def _exchange(
             raise TimeoutError(f"the reader did not answer within {TIMEOUT_S:.0f} s")
         arrived |= here.recv()
     yield same(f"CUDA IPC from {name}: {len(expected)} tensors in {len(chunks)} chunks", arrived == expected)
+    here.send({})
+    here.recv()
     held = torch.cuda.memory_allocated()
     sender.close()
     freed = held - torch.cuda.memory_allocated()
@@ -128,12 +132,17 @@ def _described(tensors: Mapping[str, torch.Tensor]) -> Sums:
 
 
 def _read(updates: Connection) -> None:
-    """Map each buffer once, then read every chunk's tensors out of it while the sender waits."""
+    """Map each buffer once and read every chunk's tensors out of it while the sender waits; {} unmaps it."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     die_with_parent(signal.SIGKILL)
     buffer, handles = None, ""
     while (update := updates.recv()) is not None:
+        if not update:
+            buffer, handles = None, ""
+            torch.cuda.synchronize()
+            updates.send({})
+            continue
         if update["ipc_handles_pickled"] != handles:
             handles = update["ipc_handles_pickled"]
             gpu = str(torch.cuda.get_device_properties(0).uuid)
@@ -142,7 +151,6 @@ def _read(updates: Connection) -> None:
             buffer = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
         assert buffer is not None
         updates.send(_sums(buffer, update))
-    del buffer
 
 
 def _sums(buffer: torch.Tensor, update: Mapping[str, Any]) -> Sums:

@@ -65,12 +65,12 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
 
 def on_ranks(count: int, device: str, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what `function(ranks, *args)` returns on each of `count` ranks, which form a process group."""
-    place = distributed.meeting_place()
+    place = distributed.MeetingFile.make()
     try:
         arguments = [(place, rank, count, device, function, args) for rank in range(count)]
         return _results([Forked(_once, _on_rank, *each) for each in arguments])
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(place.directory, ignore_errors=True)
 
 
 def _results(processes: list[Forked]) -> list[Any]:

@@ -5,15 +5,42 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
-from skyrl_tinker.domain.values import Datum, PassItem
+from skyrl_tinker.domain.loss_specs import CUSTOM
+from skyrl_tinker.domain.values import CustomLoss, Datum, PassItem, ReplayedExperts
+from skyrl_tinker.server.base_models.tiny_families import EXPERTS, FAMILIES
 from skyrl_tinker.training.models.trainable_model import Part
 from skyrl_tinker.training.worker import Worker
 
-CONFIGS: Mapping[str, Qwen3Config] = {
+_HEAD_SIZES = {"gemma3": 256, "gpt-oss": 64, "llama": 64, "qwen2": 64, "granite": 64}
+"""Those of the families' published models; of the others 128."""
+
+
+def _family_config(name: str) -> PreTrainedConfig:
+    family, head_size = FAMILIES[name], _HEAD_SIZES.get(name, 128)
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "intermediate_size": 512,
+        "vocab_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_size,
+        "tie_word_embeddings": not family.untied,
+        "initializer_range": 0.05,
+        "max_position_embeddings": 4096,
+        family.activation: family.gate,
+    }
+    if family.layer_types:
+        sizes["layer_types"] = list(family.layer_types)
+    config: PreTrainedConfig = AutoConfig.for_model(family.model_type, **sizes | dict(family.config))
+    return config
+
+
+CONFIGS: Mapping[str, PreTrainedConfig] = {
     name: Qwen3Config(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -33,8 +60,27 @@ CONFIGS: Mapping[str, Qwen3Config] = {
         ("2B", 2048, 24, 6144, 151_936, 16, 8, 128, 0.02),
         ("8B", 4096, 36, 12_288, 151_936, 32, 8, 128, 0.02),  # the shape of Qwen3-8B
     )
-}
+} | {name: _family_config(name) for name in FAMILIES}
 _SPREAD = 0.02
+
+
+def _node(op: str, name: str, target: str, *args: Any) -> dict[str, Any]:
+    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": {}}
+
+
+_CUSTOM = CustomLoss(
+    "f",
+    (("logprobs", 1), ("weights", 1)),
+    (
+        _node("placeholder", "logprobs", "logprobs"),
+        _node("placeholder", "weights", "weights"),
+        _node("call_function", "mul", "operator.mul", {"ref": "logprobs"}, {"ref": "weights"}),
+        _node("call_method", "sum_1", "sum", {"ref": "mul"}),
+        _node("call_function", "neg", "operator.neg", {"ref": "sum_1"}),
+        _node("output", "output", "output", {"tuple": [{"ref": "neg"}, {"dict": {}}]}),
+    ),
+)
+"""-(logprobs * weights).sum(), as the SDK sends it."""
 
 
 def make_base(name: str, **options: Any) -> Any:
@@ -48,27 +94,45 @@ def write_base(name: str, directory: str) -> None:
     make_base(name, dtype=torch.float32).save_pretrained(directory)
 
 
-def make_data(lengths: tuple[int, ...], vocab: int, seed: int, candidates: int = 0) -> tuple[Datum, ...]:
-    """Make data with inputs for cross_entropy and importance_sampling, of both signs and with zeros."""
+def make_data(
+    lengths: tuple[int, ...], vocab: int, seed: int, candidates: int = 0, *, replay: bool = False
+) -> tuple[Datum, ...]:
+    """Make data with the inputs of all losses, of both signs and with zeros.
+
+    `replay`: with the experts for each token, of a mixture of FAMILIES.
+    """
     rng = np.random.default_rng(seed)
     data = []
     for length in lengths:
         shape = (length, candidates) if candidates else (length,)
+        logprobs = rng.normal(-np.log(vocab), 0.5, shape)
         arrays = {
             "weights": rng.integers(-1, 3, shape),
             "advantages": rng.integers(-2, 3, shape),
-            "logprobs": rng.normal(-np.log(vocab), 0.5, shape),
+            "logprobs": logprobs,
+            "sampling_logprobs": logprobs,
+            "sampled": rng.integers(0, 5, shape) > 0,
+            "sequence_ratio_mask": rng.integers(0, 5, shape) > 0,
         }
         inputs = {name: array.astype(np.float32) for name, array in arrays.items()}
         tokens = rng.integers(0, vocab, length).astype(np.int32)
-        data.append(Datum(tokens, rng.integers(0, vocab, shape), inputs))
+        replayed = _experts(rng, length) if replay else None
+        targets = rng.integers(0, vocab, shape)
+        data.append(Datum(tokens, targets, inputs, replayed=replayed))
     return tuple(data)
+
+
+def _experts(rng: np.random.Generator, length: int) -> ReplayedExperts:
+    """Choose two for each layer and token, never the last one: it gets no token."""
+    scores = rng.random((length, 2, EXPERTS - 1))
+    return ReplayedExperts(scores.argsort(-1)[..., :2].astype(np.uint8), np.ones(length, np.bool_))
 
 
 def make_item(
     key: ModelKey, data: tuple[Datum, ...], loss_fn: str = "cross_entropy", *, backward: bool = True
 ) -> PassItem:
-    return PassItem(RequestId(f"r{key}"), key, data, loss_fn, {}, backward)
+    custom = _CUSTOM if loss_fn == CUSTOM else None
+    return PassItem(RequestId(f"r{key}"), key, data, loss_fn, {}, backward, custom=custom)
 
 
 def spread_b(worker: Worker, key: ModelKey) -> None:

@@ -39,6 +39,7 @@ class Setting:
         recompute: bool | None = None,
         device: str = "",
         ranks: int = 1,
+        resident_models: int = 0,
     ) -> TrainerSpec:
         """`recompute` None: in rows that would not fit otherwise."""
         return TrainerSpec(
@@ -48,5 +49,6 @@ class Setting:
             dtype,
             self.threads,
             token_budget,
+            resident_models=resident_models,
             gradient_checkpointing=recompute,
         )

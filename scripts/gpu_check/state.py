@@ -35,6 +35,7 @@ StateCheck = Callable[[Setting, Worker, Path], Iterator[Row]]
 def checks(setting: Setting) -> list[Check]:
     each: dict[str, StateCheck] = {
         "offload": _offload,
+        "eviction": _evict,
         "checkpoint": _checkpoint,
         "out of memory": _out_of_memory,
     }
@@ -49,7 +50,8 @@ def _on_one_rank(setting: Setting, check: StateCheck) -> Iterator[Row]:
 
 
 def _rows(ranks: Ranks, setting: Setting, directory: str, check: StateCheck) -> list[Row]:
-    worker = Worker(setting.spec(directory, "bfloat16", TOKEN_BUDGET), 0)
+    resident = int(check is _evict)
+    worker = Worker(setting.spec(directory, "bfloat16", TOKEN_BUDGET, resident_models=resident), 0)
     worker.attach(ranks)
     for key, spec in SPECS.items():
         worker.create_model(key, spec)
@@ -82,6 +84,25 @@ def _offload(setting: Setting, worker: Worker, directory: Path) -> Iterator[Row]
     yield same("offload and onload: all state", _equal(_state(worker), before))
     error = abs(worker.run_pass(probe).logprobs - logprobs).max()
     yield at_most("offload and onload: error of logprobs", float(error), 1e-6)
+
+
+def _evict(setting: Setting, worker: Worker, directory: Path) -> Iterator[Row]:
+    """Train another adapter while one alone may be on the device, and use the first again."""
+    first, second = ModelKey(1), ModelKey(9)
+    before = [_local(tensor).cpu().clone() for tensor in worker._models[first].tensors()]
+    held = _allocated(setting)
+    worker.create_model(second, SPECS[first])
+    if setting.small:
+        yield skipped("eviction: GPU memory that a second adapter takes", NOT_ON_CPU)
+    else:
+        more = float(_allocated(setting) - held)
+        yield at_most("eviction: GPU memory that a second adapter takes, bytes", more, 0.0)
+    data = make_data((100,), CONFIGS[_base(setting)].vocab_size, 2)
+    worker.run_pass(build_batch([make_item(second, data)]))
+    worker.run_pass(build_batch([make_item(first, data, backward=False)]))
+    yield same(
+        "eviction: state of an adapter that was evicted", _equal([*worker._models[first].tensors()], before)
+    )
 
 
 def _allocated(setting: Setting) -> int:
@@ -151,7 +172,7 @@ def _state(worker: Worker) -> list[torch.Tensor]:
 
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     pairs = zip(found, expected, strict=True)
-    return all(torch.equal(_local(one), _local(other)) for one, other in pairs)
+    return all(torch.equal(_local(one).to(other.device), _local(other)) for one, other in pairs)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Transport to samplers on the trainer's own GPUs: they read a chunk in place, through vLLM's `ipc` engine.
 
-Not run on a GPU yet: scripts/gpu-check sends between two processes there. Run on CPU: messages, chunks and
-their bytes, against vLLM's own message types and unpacking.
+On a GPU scripts/gpu-check has sent between two processes, of which none was vLLM. Run on CPU: messages,
+chunks and their bytes, against vLLM's own message types and unpacking.
 """
 
 import base64

@@ -30,6 +30,7 @@ NOT_ON_CPU = {
     "GPU",
     "torch.mm(out_dtype=float32)",
     "offload: share of GPU memory left",
+    "eviction: GPU memory that a second adapter takes",
     "out of memory",
     "CUDA IPC between two processes",
 }

@@ -90,6 +90,7 @@ class _AtOnce:
         counts = torch.zeros(experts, dtype=torch.int32, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
         self._ends = counts.cumsum(0, dtype=torch.int32)
+        self._chosen = counts > 0
         self._tokens = self.order // chosen.shape[1]
         self._merged = active.merged
 
@@ -110,15 +111,16 @@ class _AtOnce:
             return y
         mask = members.mask[self._tokens]
         delta: torch.Tensor = _MergedDelta.apply(  # type: ignore[no-untyped-call]
-            x, members.anchor, members.factors, mask, self._ends
+            x, members.anchor, members, mask, self._ends, self._chosen
         )
         return y + delta
 
 
 class _MergedDelta(torch.autograd.Function):
-    """Deltas (mask * (x A^T)) B^T of each token's expert; x [N, in], A [E, R, in], B [E, out, R].
+    """Deltas (mask * (x A^T)) (S B)^T of each token's expert; x [N, in], A [E, R, in], B [E, out, R].
 
-    The mask [N, R] leaves each token the columns of its own model.
+    The mask [N, R] leaves each token the columns of its own model, S are the models' scales. `chosen` [E]:
+    experts that have tokens.
 
     Backward adds to the gradients of each model's factors in place. `anchor` is a leaf: autograd would
     otherwise not call it where x needs no gradient.
@@ -129,37 +131,38 @@ class _MergedDelta(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         anchor: torch.Tensor,
-        factors: tuple[Factors, ...],
+        members: Members,
         mask: torch.Tensor,
         ends: torch.Tensor,
+        chosen: torch.Tensor,
     ) -> torch.Tensor:
-        a, b = _padded(factors, x.dtype)
+        a, b = _padded(members, x.dtype)
         mask = nn.functional.pad(mask, (0, a.shape[1] - mask.shape[1]))
         inner = grouped_mm(x, a.mT, offs=ends).mul_(mask)
-        ctx.factors = factors
-        ctx.save_for_backward(x, inner, mask, ends)
+        ctx.members = members
+        ctx.save_for_backward(x, inner, mask, ends, chosen)
         return grouped_mm(inner, b.mT, offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, inner, mask, ends = ctx.saved_tensors
+        x, inner, mask, ends, chosen = ctx.saved_tensors
         dy = upstream[0].contiguous()
-        a, b = _padded(ctx.factors, x.dtype)
+        a, b = _padded(ctx.members, x.dtype)
+        rank = ctx.members.mask.shape[1]
         outer = grouped_mm(dy, b, offs=ends).mul_(mask)
-        of_a, of_b = grouped_mm(outer.mT, x, offs=ends), grouped_mm(dy.mT, inner, offs=ends)
-        first = 0
-        for factors in ctx.factors:
-            part = slice(first, first + factors.a.shape[1])
-            factors.grad_a.add_(of_a[:, part])
-            factors.grad_b.add_(of_b[..., part])
-            first = part.stop
+        # Of a group without tokens some GPUs return memory as they found it (pytorch issue 172439).
+        of_a, of_b = (
+            torch.where(chosen[:, None, None], grouped_mm(left.mT, right, offs=ends), 0)
+            for left, right in ((outer, x), (dy, inner))
+        )
+        ctx.members.add_gradients(of_a[:, :rank].float(), of_b[..., :rank].float())
         dx = grouped_mm(outer, a, offs=ends) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
+        return dx, None, None, None, None, None
 
 
-def _padded(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(members: Members, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Concatenate all models' factors, with zeros up to a multiple of 8: grouped products want 16 bytes."""
-    a, b = side_by_side(factors, dtype)
+    a, b = side_by_side(members, dtype)
     rest = -a.shape[1] % 8
     return nn.functional.pad(a, (0, 0, 0, rest)), nn.functional.pad(b.contiguous(), (0, rest))
 

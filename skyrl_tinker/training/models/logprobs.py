@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skyrl_tinker.training.models.planned_device import device_type
-from skyrl_tinker.training.models.products import multiply, wide_product
+from skyrl_tinker.training.models.products import add_wide_product, multiply, wide_product
 
 CHUNK, GPU_CHUNK = 256, 2048
 """Numbers of tokens whose logits exist at one time. On a GPU more: each chunk reads the whole head, and adds
@@ -201,7 +201,9 @@ def _logits(
 ) -> torch.Tensor:
     """Compute logits [n, V] float32."""
     logits = wide_product(hidden, weight.T, cuts)
-    return logits if inner is None or outer is None else logits.add_(wide_product(inner, outer.T))
+    if inner is not None and outer is not None:
+        add_wide_product(logits, inner, outer.T)
+    return logits
 
 
 def _pick(logits: torch.Tensor, part: _Part) -> torch.Tensor:
@@ -237,11 +239,11 @@ def _accumulate(
     if of_hidden is not None:
         multiply(delta, weight, of_hidden[part], cuts)
     if of_weight is not None:
-        of_weight += wide_product(delta.T, hidden[part])
+        add_wide_product(of_weight, delta.T, hidden[part])
     if of_inner is not None and outer is not None:
         torch.mm(delta, outer, out=of_inner[part])
     if of_outer is not None and inner is not None:
-        of_outer += wide_product(delta.T, inner[part])
+        add_wide_product(of_outer, delta.T, inner[part])
 
 
 def _match(grads: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None, ...]) -> None:

@@ -27,6 +27,16 @@ def wide_product(left: torch.Tensor, right: torch.Tensor, cuts: Sequence[int] = 
     return out
 
 
+def add_wide_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to `out`, all in float32."""
+    if left.dtype == torch.float32:
+        torch.addmm(out, left, right, out=out)
+    elif device_type(left) == "cuda":
+        torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
+    else:
+        out.add_(wide_product(left, right))
+
+
 def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, cuts: Sequence[int]) -> None:
     """Compute out = left @ right, each cut of the rows separately."""
     if len(cuts) < 2:

@@ -14,6 +14,9 @@ from skyrl_tinker.training.batching.batch import MicroBatch, build_batch
 from skyrl_tinker.training.batching.packed_row import make_row
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory.row_profile import FakeTrainer, Training
+from skyrl_tinker.training.models import expert_layers
+from skyrl_tinker.training.models.lora import Factors
+from skyrl_tinker.training.models.merged_adapters import Members, _Merged
 from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
@@ -94,6 +97,56 @@ def test_a_tenant_whose_gradients_overflow_fails_alone(make_worker: MakeWorker, 
     assert all(isinstance(output, PassOutput) for output in good)
     assert isinstance(bad, Failure)
     assert "overflow" in bad.message
+
+
+def test_scales_are_not_rounded_to_bfloat16() -> None:
+    """32 / 12 in bfloat16 is 0.2 % larger, for all tokens alike."""
+    generator, rank, scale = torch.Generator().manual_seed(0), 12, 32 / 12
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    a, b, upstream = normal(rank, 64), normal(48, rank), normal(1, 500, 48).bfloat16()
+    factors = Factors(a, b, a.T, b.T, torch.zeros_like(a), torch.zeros_like(b))
+    members = Members(
+        a.clone().requires_grad_(), (factors,), torch.full((rank,), scale), torch.ones(500, rank)
+    )
+    x = normal(1, 500, 64).bfloat16().requires_grad_()
+    y = _Merged.apply(x, torch.zeros(48, 64).bfloat16(), None, members.anchor, members)  # type: ignore[no-untyped-call]
+    y.backward(upstream)
+    wide, dy = x.detach().double()[0], upstream.double()[0]
+    inner = wide @ a.double().T
+    for found, expected in (
+        (y[0], scale * inner @ b.double().T),
+        (x.grad[0], scale * dy @ b.double() @ a.double()),  # type: ignore[index]
+        (factors.grad_a, scale * (dy @ b.double()).T @ wide),
+        (factors.grad_b, scale * dy.T @ inner),
+    ):
+        slope = (found.detach().double() * expected).sum() / expected.square().sum()
+        assert float(slope) == pytest.approx(1, abs=5e-4)
+
+
+def test_experts_without_tokens_get_no_gradient_whatever_their_products_are(
+    ranks: Ranks, mixture_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group without tokens some GPUs leave the product as they found the memory."""
+    plain, empty = expert_layers.grouped_mm, []
+
+    def poisoned(left: torch.Tensor, right: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        out = plain(left, right, offs=offs)
+        if right.ndim == 2:
+            groups = offs.diff(prepend=offs.new_zeros(1)) == 0
+            empty.append(bool(groups.any()))
+            out = torch.where(groups[:, None, None], torch.nan, out)
+        return out
+
+    items = [make_item(4, make_data((5,), 1))]
+    _, expected = _trained(ranks, mixture_model, "cuda", items, recompute=False)
+    monkeypatch.setattr(expert_layers, "grouped_mm", poisoned)
+    _, found = _trained(ranks, mixture_model, "cuda", items, recompute=False)
+    assert any(empty)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], atol=0, rtol=0, msg=name)
 
 
 def test_neighbours_with_the_same_head_are_scored_at_once(make_worker: MakeWorker, untied_model: str) -> None:
