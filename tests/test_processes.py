@@ -29,8 +29,8 @@ def run(script: str, *arguments: str) -> str:
     return subprocess.run(given, check=True, capture_output=True, text=True, timeout=PATIENCE_S).stdout
 
 
-def gone(pid: int) -> bool:
-    return wait_until(lambda: not psutil.pid_exists(pid))
+def wait_until_gone(pid: int) -> None:
+    wait_until(lambda: not psutil.pid_exists(pid))
 
 
 def test_orphans_come_back_and_are_killed_and_reaped() -> None:
@@ -45,7 +45,7 @@ def test_orphans_come_back_and_are_killed_and_reaped() -> None:
         assert processes.descendants() == []
         print(orphan)
     """)
-    assert gone(int(output))
+    wait_until_gone(int(output))
 
 
 def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
@@ -62,7 +62,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
         """,
         STUBBORN,
     )
-    assert gone(int(output))
+    wait_until_gone(int(output))
 
 
 def test_a_child_dies_with_its_parent_however_that_ends() -> None:
@@ -71,7 +71,7 @@ def test_a_child_dies_with_its_parent_however_that_ends() -> None:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    assert gone(child)
+    wait_until_gone(child)
 
 
 def test_dead_orphans_are_collected_but_not_the_children_of_others() -> None:
@@ -97,7 +97,7 @@ def test_leftovers_are_ended_by_pid_and_start_time(tmp_path: Path) -> None:
         reused = processes.Identity(stranger.pid, psutil.Process(stranger.pid).create_time() - 3600)
         processes.write_pid_file(file, {*mine, reused})
         assert processes.end_leftovers(file, grace_s=240.0) == 1
-        assert gone(left.pid)
+        wait_until_gone(left.pid)
         assert stranger.poll() is None
         stranger.kill()
     assert not file.exists()

@@ -23,11 +23,12 @@ MOST_S = 3 * 3600.0
 
 @dataclass(frozen=True)
 class Proof:
-    """An entry of scripts/proofs.toml. `covers`: paths below skyrl_tinker/."""
+    """An entry of scripts/proofs.toml. `packages`: of skyrl_tinker/; `paths`: from the root."""
 
     name: str
     about: str
-    covers: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     options: str = ""
@@ -42,10 +43,9 @@ class Proof:
 
     def is_about(self, path: str) -> bool:
         """Tell whether a file is among what it covers or what it runs."""
-        covered = [(Path("skyrl_tinker") / each).as_posix() for each in self.covers]
-        own = [each.partition("../")[2] if "../" in each else each for each in covered]
+        packages = [f"skyrl_tinker/{each}" for each in self.packages]
         ran = [*self.tests, *(shlex.split(command)[0] for command in self.commands)]
-        return any(Path(path).is_relative_to(each) for each in (*own, *ran))
+        return any(Path(path).is_relative_to(each) for each in (*packages, *self.paths, *ran))
 
 
 def proofs() -> dict[str, Proof]:
@@ -59,7 +59,7 @@ def package_table() -> str:
     """Return the table of CONTRIBUTING.md: the proofs of each package."""
     names: dict[str, list[str]] = {}
     for proof in proofs().values():
-        for package in {each.split("/")[0] for each in proof.covers if not each.startswith("..")}:
+        for package in {each.split("/")[0] for each in proof.packages}:
             names.setdefault(package, []).append(proof.name)
     rows = [f"| `{package}` | {', '.join(found)} |" for package, found in sorted(names.items())]
     return "\n".join(["| package | proofs |", "|---|---|", *rows])

@@ -90,7 +90,7 @@ def test_standbys_take_over_from_one_that_stood_still_and_from_one_that_was_cut_
         for process in others:
             process.resume()
         go_on()  # the late engine runs it as well
-        assert wait_until(lambda: not engine.is_running() or is_zombie(engine), HEAL_S)
+        wait_until(lambda: not engine.is_running() or is_zombie(engine), HEAL_S)
         assert "another server has taken over" in (first.server.home / "logs" / "engine.log").read_text()
         root.resume()
         assert_ended(first.server)
@@ -120,7 +120,7 @@ def training(url: str) -> Iterator[Callable[[], None]]:
     params = types.SamplingParams(max_tokens=20, seed=5, temperature=1.0, stop=[])
     with tinker.ServiceClient(base_url=url) as service:
         client = Client(url, service)
-        assert wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, START_S)
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, START_S)
         expected = rounds([client.new_lora()], 6)
         model = client.new_lora()
         numbers = count()
@@ -145,6 +145,6 @@ def training(url: str) -> Iterator[Callable[[], None]]:
 
 def assert_ended(server: Serve) -> None:
     assert server.process.wait(STOP_S) == 1
-    assert wait_until(lambda: not server.left(), STOP_S)
+    wait_until(lambda: not server.left(), STOP_S)
     assert server.process.stderr is not None
     assert "another server has taken over" in server.process.stderr.read()

@@ -66,7 +66,9 @@ def test_what_the_proofs_run_and_cover_exists() -> None:
         ran = [*proof.tests, *(shlex.split(command)[0] for command in proof.commands)]
         assert ran
         assert not [path for path in ran if not (ROOT / path).exists()]
-        assert not [path for path in proof.covers if not (ROOT / "skyrl_tinker" / path).exists()]
+        covered = [*(f"skyrl_tinker/{each}" for each in proof.packages), *proof.paths]
+        assert covered
+        assert not [path for path in covered if not (ROOT / path).exists()]
 
 
 def test_a_change_names_the_proofs_of_its_package() -> None:

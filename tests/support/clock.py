@@ -18,14 +18,23 @@ FREE = {TESTS / "support" / "waiting.py", Path(__file__)}
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    return (yield from _held_to_it(item))
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    return (yield from _held_to_it(item))
+
+
+def _held_to_it(item: pytest.Item) -> Iterator[None]:
     if item.get_closest_marker("servers"):
-        return (yield)
+        yield
+        return
     with noted_sleeps() as slept:
         yield
     if slept:
         pytest.fail(f"it waits for the clock: {'; '.join(slept)}", pytrace=False)
-    return None
 
 
 @contextmanager

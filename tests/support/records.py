@@ -27,7 +27,7 @@ class _Records:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        self._file = path.open("w")
         self._final: dict[str, bool] = {}
         self._lines: dict[str, dict[str, Any]] = {}
 

@@ -32,11 +32,10 @@ async def until(
         await asyncio.sleep(0.005)
 
 
-def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S, every_s: float = 0.05) -> bool:
-    """Return True once the condition holds. Raises TimeoutError."""
+def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S, every_s: float = 0.05) -> None:
+    """Wait for the condition to hold. Raises TimeoutError."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{condition.__qualname__}: not within {within_s:.0f} s")
         time.sleep(every_s)
-    return True

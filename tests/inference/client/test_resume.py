@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from skyrl_tinker.domain.values import SampleRequest
 from tests.inference.support.samplers import (
     CONTEXT,
     FixedLeases,
@@ -19,6 +20,9 @@ from tests.inference.support.samplers import (
     target_logprobs,
     unique,
 )
+
+PARTS = (1 / 2, 1 / 3, 1 / 4, 1 / 8, 1 / 16)
+"""When to disturb a request, of the time that it takes alone: the first of these that hits it in flight."""
 
 
 async def abort_while(sampler: Sampler, sampling: "asyncio.Task[object]") -> int:
@@ -61,9 +65,15 @@ async def test_an_aborted_seeded_sequence_is_as_if_never_interrupted(sampler: Sa
 
 async def test_requests_stand_still_during_a_pause_and_then_go_on(sampler: Sampler) -> None:
     prompt = prompt_of(6)
-    sampling = asyncio.create_task(sampler("base", ask(prompt, max_tokens=150)))
-    await asyncio.sleep(0.1)
-    await sampler.client.control.pause("keep")
+    request = ask(prompt, max_tokens=CONTEXT - 6)
+    alone = await duration(sampler, request)
+    for part in PARTS:
+        sampling = asyncio.create_task(sampler("base", request))
+        await asyncio.sleep(alone * part)
+        await sampler.client.control.pause("keep")
+        if not sampling.done():
+            break
+        await sampler.client.control.resume()
     done, _ = await asyncio.wait([sampling], timeout=0.5)
     assert not done
     await sampler.client.control.resume()
@@ -79,21 +89,23 @@ async def test_a_switched_policy_goes_on_at_the_same_token_position(sampler: Sam
         await publish_and_load(sampler, adapter, tmp_path, version)
         models[version] = reference(sampler.facts.directory, adapter)
     old, new = models
-    request, leases = ask(prompt, num_samples=3, max_tokens=200, seed=5), FixedLeases(old)
-    began = asyncio.get_running_loop().time()
+    request = ask(prompt, num_samples=3, max_tokens=200, seed=5)
     undisturbed = await sampler("base", request)
-    duration = asyncio.get_running_loop().time() - began
+    alone = await duration(sampler, request)
+    for part in PARTS:
+        leases = FixedLeases(old)
+        switched = asyncio.create_task(sampler(leases, request, "one"))
+        other = asyncio.create_task(sampler("base", request, "other"))
+        await asyncio.sleep(alone * part)
+        leases.model = new
+        await sampler.client.control.abort("one")
+        assert [each.tokens for each in (await other).sequences] == [
+            each.tokens for each in undisturbed.sequences
+        ]
+        if all(len(sequence.versions) == 2 for sequence in (await switched).sequences):
+            break
 
-    switched = asyncio.create_task(sampler(leases, request, "one"))
-    other = asyncio.create_task(sampler("base", request, "other"))
-    await asyncio.sleep(duration / 2)
-    leases.model = new
-    await sampler.client.control.abort("one")
-
-    assert [each.tokens for each in (await other).sequences] == [
-        each.tokens for each in undisturbed.sequences
-    ]
-    for sequence in (await switched).sequences:
+    for sequence in switched.result().sequences:
         first, second = sequence.versions
         assert (first.version, first.start, second.version, second.end) == (old, 0, new, 200)
         assert 0 < first.end == second.start < 200
@@ -102,6 +114,12 @@ async def test_a_switched_policy_goes_on_at_the_same_token_position(sampler: Sam
             np.testing.assert_allclose(
                 sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4
             )
+
+
+async def duration(sampler: Sampler, request: SampleRequest) -> float:
+    began = asyncio.get_running_loop().time()
+    await sampler("base", request)
+    return asyncio.get_running_loop().time() - began
 
 
 async def test_a_seeded_sequence_goes_on_however_often_its_policy_is_switched(sampler: Sampler) -> None:

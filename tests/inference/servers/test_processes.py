@@ -4,7 +4,6 @@ import asyncio
 import os
 import pickle
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,18 +17,15 @@ from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from tests.inference.support.samplers import CONTEXT, Sampler, ask, prompt_of, spec_of, write_model
+from tests.support.processes import is_zombie
+from tests.support.waiting import until
 
 NOWHERE = Gpu("0" * 56, "0")
 """On a node that does not exist."""
 
 
-def gone(pids: list[int], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
+async def end_of(pids: list[int]) -> None:
+    await until(lambda: all(not psutil.pid_exists(pid) or is_zombie(psutil.Process(pid)) for pid in pids))
 
 
 def family(pid: int) -> list[int]:
@@ -57,7 +53,7 @@ async def test_dead_and_hung_servers_are_noticed_and_replaced(ray_cluster: None,
     await client.close()
     left = family(group.pids()[1])
     await group.shutdown()
-    assert gone(left, within_s=5)
+    await end_of(left)
 
 
 @pytest.mark.long
@@ -94,7 +90,7 @@ async def _an_actor_is_killed(group: ServerGroup, index: int) -> None:
     processes = family(group.pids()[index])
     assert len(processes) >= 2  # the API server and its engine process
     os.kill(psutil.Process(processes[0]).ppid(), signal.SIGKILL)
-    assert await asyncio.to_thread(gone, processes, 5.0)
+    await end_of(processes)
     loss = await loss_of(group, index)
     assert (loss.index, loss.url) == (index, group.urls[index])
     assert "actor died" in loss.reason
@@ -113,7 +109,7 @@ async def _a_server_hangs(group: ServerGroup, index: int) -> None:
     assert loss.silent
     assert "does not answer" in loss.reason
     assert await group.end(index)
-    assert await asyncio.to_thread(gone, processes, 5.0)
+    await end_of(processes)
 
 
 @pytest.mark.long
