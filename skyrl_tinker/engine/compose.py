@@ -202,6 +202,7 @@ def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelF
         memory_gb=settings.trainer_memory_gb,
         gradient_checkpointing=settings.gradient_checkpointing,
         network_interface=settings.network_interface,
+        expandable_segments=backend_of(_transport_name(settings)) != "ipc",
         memory_root=str(directories.ephemeral_dir),
     )
 

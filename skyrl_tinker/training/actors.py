@@ -51,6 +51,7 @@ class RankProcess:
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
+        os.environ |= allocator_settings(spec, os.environ)
         with gc_paused():  # torch belongs to this process, not to the engine's
             from skyrl_tinker.training.worker import Worker
 
@@ -85,6 +86,20 @@ class RankProcess:
 
     def open_captured(self, number: int, limit: int) -> Any:
         return self._sender.open_captured(self._worker.captured_share(number), limit)
+
+
+def allocator_settings(spec: TrainerSpec, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of PyTorch's allocators in a rank; what the user gave comes last and counts.
+
+    Pinned memory is taken by exact sizes: rounded to powers of two, it would be a third larger.
+    """
+    if spec.device != "cuda":
+        return {}
+    ours = ["pinned_max_round_threshold_mb:1"]
+    if spec.expandable_segments:
+        ours.append("expandable_segments:True")
+    given = inherited.get("PYTORCH_ALLOC_CONF") or inherited.get("PYTORCH_CUDA_ALLOC_CONF")
+    return {"PYTORCH_ALLOC_CONF": ",".join([*ours, *([given] if given else [])])}
 
 
 class Actors:

@@ -11,8 +11,10 @@ class TrainerSpec:
     `resident_models`: LoRA models whose state is on the device at once, 0 = all. `memory_gb`: memory of
     models per rank, None = the machine's. `gradient_checkpointing`: layers run twice to keep less;
     None: in rows that would not fit otherwise. `network_interface`: of the traffic between ranks, None = that
-    of the address which Ray has for the host. `memory_root`: directory in the memory of each host; what ranks
-    write below it on other hosts is brought to that of the engine.
+    of the address which Ray has for the host. `expandable_segments`: of GPU memory, in which rows leave no
+    gaps; not where samplers map it by CUDA IPC, which for such memory takes a privilege. `memory_root`:
+    directory in the memory of each host; what ranks write below it on other hosts is brought to that of the
+    engine.
     """
 
     directory: str  # of the base model, Hugging Face layout
@@ -26,6 +28,7 @@ class TrainerSpec:
     memory_gb: float | None = None
     gradient_checkpointing: bool | None = None
     network_interface: str | None = None
+    expandable_segments: bool = False
     memory_root: str = "/dev/shm"
 
 

@@ -143,7 +143,9 @@ def _defaults(spec: SamplerSpec) -> Arguments:
     }
     # Counting takes a few percent of a tiny model's time.
     cpu = {"enforce-eager": True, "kv-cache-memory-bytes": kv_bytes(spec), "disable-log-stats": True}
-    return {**common, **(cpu if spec.device == "cpu" else {})}
+    # Rounded to bfloat16, a logit of 30 would be off by up to 0.06; the trainer's is not rounded.
+    head = {} if spec.dtype == "float32" else {"hf-overrides": {"head_dtype": "float32"}}
+    return {**common, **head, **(cpu if spec.device == "cpu" else {})}
 
 
 def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:

@@ -57,9 +57,15 @@ def check(given: Arguments) -> None:
 
 
 def merged(ours: Arguments, given: Arguments) -> dict[str, Any]:
-    """Return ours, replaced by those given; a switch of ours that is given as false is left out."""
+    """Return ours, replaced by those given; a switch of ours that is given as false is left out.
+
+    Of an object, the entries that are given take the place of ours.
+    """
     one_way = {*ONE_WAY, *(name for name, value in ours.items() if value is True)}
     both = {**ours, **given}
+    for name, value in ours.items():
+        if isinstance(value, dict) and isinstance(both[name], dict):
+            both[name] = {**value, **both[name]}
     return {name: value for name, value in both.items() if not (name in one_way and value is False)}
 
 

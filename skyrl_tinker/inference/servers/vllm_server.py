@@ -8,6 +8,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,7 +28,8 @@ from skyrl_tinker.processes import die_with_parent
 ENTRY = "skyrl_tinker.inference.servers.vllm_entry"
 STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000
-NICENESS = 10
+NICENESS = {"cpu": 10, "cuda": 0}
+"""Where cores are few, many samples must not delay trainer, engine and API. A GPU would wait for its vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class VllmServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_yield_and_die_with_parent,
+                preexec_fn=partial(_die_with_parent, NICENESS[self._spec.device]),
             )
         return self.status()
 
@@ -136,7 +138,6 @@ def _shared_memory(pid: int) -> set[Path]:
     return files
 
 
-def _yield_and_die_with_parent() -> None:
-    """Lower the priority, so that where cores are few many samples do not delay trainer, engine and API."""
-    os.nice(NICENESS)
+def _die_with_parent(niceness: int) -> None:
+    os.nice(niceness)
     die_with_parent(signal.SIGKILL)

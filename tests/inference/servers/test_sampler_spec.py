@@ -1,5 +1,6 @@
 """Memory and flags of a replica, from its specification alone."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def test_arguments_of_vllm_are_added_or_take_the_place_of_defaults() -> None:
     assert value_of(flags(ON_GPU, 1), "--max-num-seqs") == "320"
 
 
+def test_the_head_is_computed_in_float32_beside_what_a_user_overrides() -> None:
+    """As the trainer's: rounded to bfloat16, a logit of 30 would be off by up to 0.06."""
+    half = replace(ON_GPU, dtype="bfloat16")
+    assert value_of(flags(half, 1), "--hf-overrides") == '{"head_dtype": "float32"}'
+    given = flags(replace(half, vllm_args={"hf-overrides": {"rope_theta": 1e6}}), 1)
+    assert json.loads(value_of(given, "--hf-overrides")) == {"head_dtype": "float32", "rope_theta": 1e6}
+    given = flags(replace(half, vllm_args={"hf-overrides": {"head_dtype": "model"}}), 1)
+    assert json.loads(value_of(given, "--hf-overrides")) == {"head_dtype": "model"}
+    assert "--hf-overrides" not in flags(replace(ON_GPU, dtype="float32"), 1)
+
+
 def test_experts_are_listed_for_router_replay_alone() -> None:
     assert "--enable-return-routed-experts" in flags(replace(SPEC, router_replay=True), 1)
     assert "--enable-return-routed-experts" not in flags(SPEC, 1)
@@ -77,7 +89,7 @@ def test_arguments_are_switches_lists_or_json() -> None:
 def test_what_every_server_needs_cannot_be_given() -> None:
     """However vLLM lets it be written."""
     defaults = {"max-num-seqs", "disable-uvicorn-access-log", "no-log-error-stack"}
-    defaults |= {"enforce-eager", "kv-cache-memory-bytes", "disable-log-stats"}
+    defaults |= {"enforce-eager", "kv-cache-memory-bytes", "disable-log-stats", "hf-overrides"}
     shared = replace(ON_GPU, shared_gpus=(Gpu("node", "0"),), token="t", reasoning_parser="qwen3")
     for spec in (SPEC, shared):
         ours = {flag.removeprefix("--") for flag in flags(spec, 1) if flag.startswith("--")} - defaults
