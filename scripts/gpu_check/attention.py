@@ -23,6 +23,9 @@ class Shape(NamedTuple):
         bounds = torch.tensor([0, *self.lengths], device=device).cumsum(0).to(torch.int32)
         return Segments(tuple((1, length) for length in self.lengths), bounds, max(self.lengths))
 
+    def of_a_model(self) -> attention.Shape:
+        return attention.Shape(self.heads, self.key_heads, self.size)
+
 
 SHAPE = Shape((1, 7, 129, 4096), 32, 8, 128)
 SMALL = Shape((1, 7, 129), 4, 2, 32)
@@ -43,7 +46,7 @@ def checks(setting: Setting) -> list[Check]:
 
 
 def _errors(setting: Setting, shape: Shape, dtype: torch.dtype, window: int | None) -> Iterator[Row]:
-    name, kernel = attention.choose_newest(setting.device, dtype)
+    name, kernel = attention.choose_newest(setting.device, dtype, shape.of_a_model())
     tensors, upstream = _tensors(setting, shape, dtype)
     out = kernel(*tensors, shape.segments(setting.device), None, window)
     found = [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
@@ -94,7 +97,7 @@ def _definition(tensors: list[torch.Tensor], lengths: tuple[int, ...], window: i
 def _time(setting: Setting, shape: Shape) -> Iterator[Row]:
     """Time forward and backward of one long sequence; backward has 2.5 times forward's products."""
     long = shape._replace(lengths=(256 if setting.small else LONG,))
-    name, kernel = attention.choose_newest(setting.device, torch.bfloat16)
+    name, kernel = attention.choose_newest(setting.device, torch.bfloat16, shape.of_a_model())
     tensors, upstream = _tensors(setting, long, torch.bfloat16)
     segments = long.segments(setting.device)
     seconds = []

@@ -10,6 +10,7 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 
 from gpu_check.checks import Check
+from gpu_check.models import CONFIGS
 from gpu_check.rows import Row, at_most, measured, require, skipped
 from gpu_check.setting import NOT_ON_CPU, Setting
 from skyrl_tinker.training.models import attention
@@ -65,10 +66,11 @@ def _functions() -> Iterator[Row]:
 
 
 def _kernels(setting: Setting) -> Iterator[Row]:
-    name, _ = attention.choose_newest(setting.device, torch.bfloat16)
+    shape = attention.shape_of(CONFIGS["8B"])
+    name, _ = attention.choose_newest(setting.device, torch.bfloat16, shape)
     fits = (name == BY_SEGMENTS) == setting.small
     yield require("attention in bfloat16", fits, name, BY_SEGMENTS if setting.small else "a flash kernel")
-    yield measured("attention in float32", attention.choose_newest(setting.device, torch.float32)[0])
+    yield measured("attention in float32", attention.choose_newest(setting.device, torch.float32, shape)[0])
 
 
 def _wide_product(setting: Setting) -> Iterator[Row]:

@@ -71,7 +71,7 @@ class Speed:
         device = self._setting.device
         started = time.perf_counter()
         ranks = distributed.join(distributed.meeting_place(), 0, 1, device, 60.0)
-        attention.register(device, torch.bfloat16)
+        attention.register(device, torch.bfloat16, self._config)
         with torch.device(device):
             name = "tiny" if self._setting.small else "8B"
             base = make_base(name, dtype=torch.bfloat16, attn_implementation=attention.IMPLEMENTATION)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from skyrl_tinker.training.batching.packed_row import Segments
 from skyrl_tinker.training.models.fused import flash_attention
+from skyrl_tinker.training.models.fused.flash_attention import Shape
 
 IMPLEMENTATION = "skyrl_tinker_packed"
 """Name by which transformers finds the chosen kernel; it builds no mask for names that it does not know."""
@@ -42,9 +43,9 @@ SinkKernel = Callable[
 """The same with the sinks [H]."""
 
 
-def register(device: str, dtype: torch.dtype) -> None:
-    """Choose the kernel for this process. Idempotent."""
-    name, kernel = choose_newest(device, dtype)
+def register(device: str, dtype: torch.dtype, config: PreTrainedConfig) -> None:
+    """Choose the kernel of a model for this process. Idempotent."""
+    name, kernel = choose_newest(device, dtype, shape_of(config))
     _log.info("attention on %s in %s: %s", device, dtype, name)
     AttentionInterface.register(IMPLEMENTATION, partial(_attend, kernel, choose_for_sinks(device, dtype)))
 
@@ -61,12 +62,26 @@ def register_planned(device: str, dtype: torch.dtype) -> None:
     AttentionInterface.register(PLANNED, partial(_attend, kernel, choose_for_sinks(device, dtype)))
 
 
-def choose_newest(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
+def shape_of(config: PreTrainedConfig) -> Shape:
+    heads = config.num_attention_heads
+    return Shape(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        sinks=config.model_type == "gpt_oss",
+    )
+
+
+def choose_newest(device: str, dtype: torch.dtype, shape: Shape) -> tuple[str, Kernel]:
     """Choose a kernel; torch's own if it can run FlashAttention 3 or 4, which this process then does."""
     name, kernel = choose(device, dtype)
     varlen = _varlen_kernel() if device == "cuda" and dtype in _HALF else None
-    if varlen is not None and (newer := flash_attention.activate(varlen, device)):
-        return f"varlen_attn of torch by {newer}", varlen
+    if varlen is not None:
+        tried: Callable[..., torch.Tensor] = varlen
+        if shape.sinks:
+            tried = partial(_flash_with_sinks, sinks=torch.zeros(shape.heads, device=device))
+        if newer := flash_attention.activate(tried, device, shape):
+            return f"varlen_attn of torch by {newer}", varlen
     return name, kernel
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.batching.even_rows import SequenceCost
@@ -215,8 +216,9 @@ def _shard(network: Network, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
 
 def _empty(spec: TrainerSpec, dtype: torch.dtype) -> Any:
     """Build the base model without memory, with weights in `dtype`."""
-    attention.register(spec.device, getattr(torch, spec.dtype))
-    return weight_loading.empty_causal_lm(spec.directory, dtype, attention.IMPLEMENTATION)
+    config = AutoConfig.from_pretrained(spec.directory, local_files_only=True)
+    attention.register(spec.device, getattr(torch, spec.dtype), config)
+    return weight_loading.empty_causal_lm(config, dtype, attention.IMPLEMENTATION)
 
 
 def _network(causal_lm: Any) -> Network:

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
@@ -18,9 +18,8 @@ from skyrl_tinker.training.models import mixtures
 from skyrl_tinker.training.models.mixtures import Piece
 
 
-def empty_causal_lm(directory: str, dtype: torch.dtype, attention: str) -> Any:
-    """Build the model that config.json names, on the meta device: without memory."""
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+def empty_causal_lm(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> Any:
+    """Build a model on the meta device: without memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation=attention

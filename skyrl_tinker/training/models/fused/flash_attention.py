@@ -12,7 +12,7 @@ from skyrl_tinker.training.batching.packed_row import Segments
 
 _log = logging.getLogger(__name__)
 _ERROR = 0.02  # of the L2 norm, relative; each kernel rounds to 0.4 %
-_LENGTHS, _HEADS, _KEY_HEADS, _SIZE, _WINDOW = (1, 70, 200), 4, 2, 128, 50
+_LENGTHS, _WINDOW = (1, 70, 200), 50
 
 
 class _Package(NamedTuple):
@@ -28,16 +28,26 @@ _PACKAGES = (
 _Kernel = Callable[..., torch.Tensor]
 
 
-def activate(varlen: _Kernel, device: str) -> str | None:
+class Shape(NamedTuple):
+    """Attention of a model: its heads, those of keys and values, and their size."""
+
+    heads: int
+    key_heads: int
+    size: int
+    sinks: bool = False
+
+
+def activate(kernel: _Kernel, device: str, shape: Shape) -> str | None:
     """Let torch run the first that is installed, is for this GPU and agrees with FlashAttention 2 here.
 
-    `varlen`: torch's varlen_attn as a kernel of attention. Return the name, or None: FlashAttention 2 stays.
+    `kernel`: that of attention which runs torch's, for a model of this shape. Return the name, or None:
+    FlashAttention 2 stays.
     """
     major, _ = torch.cuda.get_device_capability()
     known: list[str] = getattr(attention, "list_flash_attention_impls", list)()  # torch 2.11 has fewer
     for package in _PACKAGES:
         fits = package.name in known and major in package.capabilities
-        if fits and _is_installed(package.module) and _agrees(package, varlen, device):
+        if fits and _is_installed(package.module) and _agrees(package, kernel, device, shape):
             return package.name
     return None
 
@@ -49,12 +59,12 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _agrees(package: _Package, varlen: _Kernel, device: str) -> bool:
+def _agrees(package: _Package, kernel: _Kernel, device: str, shape: Shape) -> bool:
     """Try it out, forward and backward; log why it is not used."""
-    expected = _results(varlen, device)
+    expected = _results(kernel, device, shape)
     try:
         attention.activate_flash_attention_impl(package.name)
-        error = max(map(_difference, _results(varlen, device), expected))
+        error = max(map(_difference, _results(kernel, device, shape), expected))
         fault: object = f"relative error {error:.3g}, expected at most {_ERROR}"
         if error <= _ERROR:
             return True
@@ -66,7 +76,7 @@ def _agrees(package: _Package, varlen: _Kernel, device: str) -> bool:
     return False
 
 
-def _results(varlen: _Kernel, device: str) -> list[torch.Tensor]:
+def _results(kernel: _Kernel, device: str, shape: Shape) -> list[torch.Tensor]:
     """Return outputs and gradients, with a sliding window and without."""
     generator = torch.Generator().manual_seed(0)
     tokens, bounds = sum(_LENGTHS), torch.tensor([0, *_LENGTHS]).cumsum(0).to(device, torch.int32)
@@ -75,11 +85,12 @@ def _results(varlen: _Kernel, device: str) -> list[torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
 
-    tensors = [normal(1, heads, tokens, _SIZE).requires_grad_() for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS)]
-    upstream = normal(tokens, _HEADS, _SIZE)
+    counts = (shape.heads, shape.key_heads, shape.key_heads)
+    tensors = [normal(1, heads, tokens, shape.size).requires_grad_() for heads in counts]
+    upstream = normal(tokens, shape.heads, shape.size)
     found: list[torch.Tensor] = []
     for window in (None, _WINDOW):
-        out = varlen(*tensors, segments, None, window)
+        out = kernel(*tensors, segments, None, window)
         found += [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
     return found
 

@@ -14,9 +14,13 @@ import pytest
 import torch
 from torch.nn import attention as torch_attention
 from torch.nn.attention import _registry
+from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig
 
-from skyrl_tinker.training.models.attention import choose
+from skyrl_tinker.training.models.attention import choose, shape_of
 from skyrl_tinker.training.models.fused import flash_attention
+from skyrl_tinker.training.models.fused.flash_attention import Shape
+
+SHAPE = Shape(4, 2, 64)
 
 
 class Handle:
@@ -57,23 +61,23 @@ def test_the_package_for_this_gpu_is_activated(monkeypatch: pytest.MonkeyPatch) 
     for major, expected in ((9, "FA3"), (10, "FA4"), (8, None)):
         torch_attention.restore_flash_attention_impl(_raise_warn=False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=major: (found, 0))
-        assert flash_attention.activate(_kernel(), "cpu") == expected
+        assert flash_attention.activate(_kernel(), "cpu", SHAPE) == expected
         assert torch_attention.current_flash_attention_impl() == expected
 
 
 def test_what_is_not_installed_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "flash_attn_interface")
-    assert flash_attention.activate(_kernel(), "cpu") == "FA4"
+    assert flash_attention.activate(_kernel(), "cpu", SHAPE) == "FA4"
     torch_attention.restore_flash_attention_impl()
     for name in ("flash_attn.cute", "flash_attn"):
         monkeypatch.delitem(sys.modules, name)
-    assert flash_attention.activate(_kernel(), "cpu") is None
+    assert flash_attention.activate(_kernel(), "cpu", SHAPE) is None
 
 
 def test_what_torch_does_not_know_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FA3", "FA4"):
         monkeypatch.delitem(_registry._FLASH_ATTENTION_IMPLS, name)
-    assert flash_attention.activate(_kernel(), "cpu") is None
+    assert flash_attention.activate(_kernel(), "cpu", SHAPE) is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,7 @@ def test_a_package_that_fails_here_is_named_and_left_alone(
     fault: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert flash_attention.activate(_kernel(**fault), "cpu") is None
+        assert flash_attention.activate(_kernel(**fault), "cpu", SHAPE) is None
     assert torch_attention.current_flash_attention_impl() is None
     for name, found in zip(
         ("FA3 (flash_attn_interface)", "FA4 (flash_attn.cute)"), caplog.messages, strict=True
@@ -111,4 +115,23 @@ def test_its_gradients_are_tried_too() -> None:
         out = by_segments(*args)
         return out if torch_attention.current_flash_attention_impl() is None else Wrong.apply(out)
 
-    assert flash_attention.activate(run, "cpu") is None
+    assert flash_attention.activate(run, "cpu", SHAPE) is None
+
+
+def test_the_shape_of_the_model_is_tried() -> None:
+    """A kernel that lacks its head size, or other heads for keys, must not end the trainer's start."""
+    seen = set()
+    _, by_segments = choose("cpu", torch.float32)
+
+    def run(query: torch.Tensor, key: torch.Tensor, *args: Any) -> torch.Tensor:
+        seen.add((query.shape[1], key.shape[1], query.shape[-1]))
+        if torch_attention.current_flash_attention_impl() is not None and query.shape[-1] > 128:
+            raise RuntimeError("head size 256 is not built")
+        return by_segments(query, key, *args)
+
+    gemma = Gemma3TextConfig(num_attention_heads=8, num_key_value_heads=4, head_dim=256)
+    assert flash_attention.activate(run, "cpu", shape_of(gemma)) is None
+    assert seen == {(8, 4, 256)}
+    assert flash_attention.activate(run, "cpu", shape_of(LlamaConfig(hidden_size=256))) == "FA3"
+    assert shape_of(LlamaConfig(hidden_size=256)) == Shape(32, 32, 8)
+    assert shape_of(GptOssConfig()).sinks
