@@ -9,11 +9,13 @@ from tests.e2e.support.client import Client
 from tests.support.collector import Collector, collecting
 from tests.support.serve import Serve, serving
 
+KEY = "tml-local"
+
 
 @pytest.fixture(autouse=True, scope="package")
 def api_key() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_API_KEY", "tml-local")
+        patch.setenv("TINKER_API_KEY", KEY)
         yield
 
 
@@ -35,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
 
 @pytest.fixture(scope="session")
 def service(server: Serve) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=server.url) as client:
+    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as client:  # `api_key` is set after it
         yield client
 
 
