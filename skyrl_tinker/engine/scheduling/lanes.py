@@ -217,8 +217,10 @@ class Lanes:
     def write_ended(self, row: QueuedRow) -> None:
         self._lane(model_of(row)).writing.discard(row.id)
 
-    def storage_blocked(self, model: ModelKey) -> bool:
-        return self._lane(model).storage_blocked
+    def under_way(self, model: ModelKey) -> bool:
+        """Return True while a save of this model is written, or its next request waits to be tried again."""
+        lane = self._lane(model)
+        return lane.storage_blocked or lane.publishing > 0 or lane.held
 
     def invalidate_window(self, model: ModelKey, why: str) -> None:
         """Make the next optim_step of this model fail with this reason; the first reason stays."""

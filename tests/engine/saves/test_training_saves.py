@@ -161,13 +161,17 @@ async def test_a_save_waits_while_the_disk_is_full_and_everything_else_goes_on(w
     assert world.workers.names().count("capture") == 1, "of the weights as they were at its turn"
 
 
+@pytest.mark.parametrize("ends", [False, True])
 async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
+    """Whether or not its session ends meanwhile."""
     model, other = await world.model(), await world.model()
     await world.done(await _save(world, model, 1))
+    tried: list[object] = []
 
-    def fail(*_: object) -> None:
+    def fail(*paths: object) -> None:
+        tried.append(paths)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
@@ -175,6 +179,9 @@ async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
         full.setattr(shutil, "copy2", fail)
         loaded = await _load(world, model, 2, model)
         behind = await journal.submit_step(world.store, model, 3)
+        await world.until(lambda: tried)
+        if ends:
+            world.driver.release(await journal.key_of(world.store, model))
         for seq_id in (1, 2):
             step = await journal.submit_step(world.store, other, seq_id)
             assert (await world.done(step)).status is FutureStatus.DONE
