@@ -182,9 +182,7 @@ class Publisher(SaveFlow[SamplerSave]):
             )
             number = await persistently(lambda: self._store.write(insert))
             version = WeightVersion(number, kind, "")
-            directory = (
-                await self._new_directory(row, model, path) if path else self._ephemeral / version.name
-            )
+            directory = self._new_directory(row, model, path) if path else self._ephemeral / version.name
         version = replace(version, directory=str(directory))
         return SamplerSave(row, model, body, path, directory, version, captured)
 
@@ -210,6 +208,9 @@ class Publisher(SaveFlow[SamplerSave]):
         checkpoint_records.add(conn, checkpoint, replace=False)
         return {"path": str(save.path)}
 
+    def _recorded(self, conn: Connection, save: SamplerSave) -> bool:
+        return sampling_sessions.was_published(conn, save.version.id)
+
     async def _announce(self, save: SamplerSave) -> None:
         """Tell the samplers what is sampled next: the new version, or the inflight target moved to it."""
         if save.inflight:
@@ -217,10 +218,10 @@ class Publisher(SaveFlow[SamplerSave]):
         elif save.sampled_next:
             await self._samplers.announce(save.version)
 
-    async def _discard(self, save: SamplerSave) -> None:
+    async def _remove(self, save: SamplerSave) -> None:
         with suppress(SamplerError):  # a sampler that is down has no adapters anyway
             await self._samplers.unload(save.version)
-        await super()._discard(save)
+        await super()._remove(save)
         drop = partial(sampling_sessions.mark_dropped, version_id=save.version.id)
         await persistently(lambda: self._store.write(drop))
 

@@ -8,9 +8,6 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 PASSES = frozenset({RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD})
-SAVES = frozenset(
-    {RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER}
-)
 STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})
 _BYTES_PER_TOKEN = 16  # a stored token: id 4, target 8, one float 4 (RL losses have two)
 

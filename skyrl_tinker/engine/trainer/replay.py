@@ -16,12 +16,12 @@ from functools import partial
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, ModelState
+from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.parity.probe import trainer_logprobs
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.scheduling.lanes import SAVES, model_of
+from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.engine.trainer.optim_steps import step_item

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -14,6 +15,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.trainer import replay, trainer_driver
 from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
@@ -332,6 +334,8 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(
     with world.store.read() as conn:
         row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "a")
     assert row is not None
+    saves = leftovers.list_saves(world.root)
+    leftovers.remove(await world.store.write(partial(leftovers.list_abandoned, saves=saves)))  # at a start
     assert list(world.root.glob("*/weights/*")) == [Path(row.directory)]
 
 
