@@ -21,6 +21,7 @@ from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.replay import snapshot_records, unit_records
@@ -149,6 +150,30 @@ async def test_a_pass_is_replayed_in_rows_of_the_size_in_which_it_ran(
     monkeypatch.setattr(after.workers, "run_pass", run_pass)
     await all_done(after, await journal.submit_step(after.store, model, 4))
     assert set(budgets) == {2048}
+
+
+async def test_an_engine_ends_at_a_unit_that_cannot_be_committed_and_the_next_one_runs_it(
+    world: World, new_engine: NewEngine
+) -> None:
+    model = await world.model()
+
+    def fails(*_: object) -> None:
+        raise ValueError("a bug")
+
+    requests = [
+        await journal.submit_pass(world.store, model, 1),
+        await journal.submit_step(world.store, model, 2),
+        await journal.submit_pass(world.store, model, 3),
+        await journal.submit_step(world.store, model, 4),
+    ]
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(step_points, "add", fails)
+        with pytest.raises(ExceptionGroup) as ended:
+            await world.done(requests[2])
+    assert ended.group_contains(ValueError, match="a bug")
+    engine = new_engine(world)
+    await all_done(engine, *requests)
+    assert await steps_of(engine, model) == [[1], [3]]
 
 
 async def test_a_poisoned_window_is_poisoned_still(world: World, new_engine: NewEngine) -> None:
