@@ -221,6 +221,8 @@ class CheckpointStorage:
 
     def remove(self, directory: Path) -> None:
         """Remove it from storage; harmless if it is not there."""
+        if not directory.is_relative_to(self._root):
+            return
         place = self._place(directory)
 
         def remove() -> None:
@@ -239,6 +241,8 @@ class CheckpointStorage:
             _log.warning("files stay that nobody needs: %s", error)
 
     def has(self, directory: Path) -> bool:
+        if not directory.is_relative_to(self._root):
+            return False
         place = self._place(directory)
         return bool(self._try("look for", place, lambda: self._files.exists(f"{place}/{FILE_NAME}")))
 
