@@ -107,7 +107,7 @@ class Replay:
         began = time.monotonic()
         self._lost = {}
         self._snapshots.reset()
-        histories = await read_persistently(self._store, _histories)
+        histories = await persistently(lambda: self._store.fetch(_histories))
         for history in histories:
             await self._begin(history)
         if self._deaths:
