@@ -4,7 +4,7 @@
 * The weights are captured on the trainer, which then trains on; they are written under a hidden name.
 * A checkpoint is in storage, if there is one, before it is recorded.
 * The rows of the checkpoint and the answer are one commit.
-* A save waits while the disk is full. One that fails leaves no files, and its name is free.
+* A save waits while the disk is full, or the storage away. One that fails leaves no files; its name is free.
 * Each try has a directory of its own, and deletes it only where the database does not have it: it may be
   committed though an error said otherwise, and a server that was taken over may go on writing.
 """
@@ -36,7 +36,7 @@ from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage, stored
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -104,7 +104,7 @@ class SaveFlow(ABC, Generic[S]):
         try:
             size = await self._write_with_room(save)
             if save.path is not None:
-                await in_disk_thread(self._storage.store, save.directory)
+                await stored(self._storage, save.directory)
             await self._commit(save, size)
         except TrainerError:
             await self._discard(save)

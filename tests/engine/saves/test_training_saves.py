@@ -21,8 +21,10 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
-from skyrl_tinker.errors import DiskFullError, StorageError
+from skyrl_tinker.errors import DiskFullError, StorageAwayError, StorageError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
+from skyrl_tinker.storage import checkpoint_storage
+from skyrl_tinker.storage.checkpoint_storage import LocalDisk
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.database.group_commit import Op, T
@@ -192,6 +194,20 @@ async def test_a_save_waits_while_the_disk_is_full_and_everything_else_goes_on(w
     world.workers.failing.clear()
     assert (await world.done(saved)).status is FutureStatus.DONE
     assert world.workers.names().count("capture") == 1, "of the weights as they were at its turn"
+
+
+async def test_a_save_waits_while_the_storage_is_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = [StorageAwayError("cannot write s3://bucket/1: no route to host")] * 2
+
+    def store(_: LocalDisk, directory: Path) -> None:
+        if away and directory.parent.name == WEIGHTS:
+            raise away.pop()
+
+    monkeypatch.setattr(LocalDisk, "store", store)
+    monkeypatch.setattr(checkpoint_storage, "AWAY_S", 0.01)
+    model = await world.model()
+    assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
+    assert (away, world.workers.names().count("persist")) == ([], 1)
 
 
 @pytest.mark.parametrize("ends", [False, True])
