@@ -96,15 +96,18 @@ class Publisher(SaveFlow[SamplerSave]):
         saves = await self.capture(requests)
         return {request.row.id: save for request, save in zip(requests, saves, strict=True)}
 
-    async def publish(self, saves: Sequence[SamplerSave], start: Start) -> dict[ModelKey, asyncio.Task[bool]]:
+    async def publish(
+        self, saves: Sequence[SamplerSave], write: Start, compare: Start
+    ) -> dict[ModelKey, asyncio.Task[bool]]:
         """Publish and compare in the background; probe on the trainer, with the same weights.
 
-        Returns what runs until the saves are answered.
+        `write`: starts what a recovery of the trainer waits for; `compare`: what may take as long as samplers
+        are away. Returns what runs until the saves are answered.
         """
-        publishing = {save.model.key: (save, start(self.persist(save))) for save in saves}
+        publishing = {save.model.key: (save, write(self.persist(save))) for save in saves}
         names = {key: save.model.model_id for key, (save, _) in publishing.items()}
         for scored in await self._gaps.score(names):
-            start(self._compare(scored, *publishing[scored.key]))
+            compare(self._compare(scored, *publishing[scored.key]))
         return {key: task for key, (_, task) in publishing.items()}
 
     async def capture(self, requests: Sequence[SamplerSaveRequest]) -> list[SamplerSave | Failure]:
