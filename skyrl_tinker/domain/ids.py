@@ -71,6 +71,11 @@ class RequestKind(StrEnum):
     CREATE_CUSTOM_LOSS = "create_custom_loss"
 
 
+SAVES = frozenset(
+    {RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER}
+)
+
+
 class FutureStatus(StrEnum):
     PENDING = "pending"
     DONE = "done"

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import takewhile
 
@@ -13,6 +14,8 @@ from skyrl_tinker.engine.scheduling.lanes import LaneStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.futures.queue import QueuedRow
+
+_UNLIMITED = frozenset({RequestKind.CANCEL_SAMPLE, RequestKind.UNLOAD_MODEL})
 
 
 class Deadlines:
@@ -51,7 +54,7 @@ class Deadlines:
         await self._close_gaps(now)
         await self._expire(now)
         gaps = [self._gap_ends(lane) for lane in self._trainer.lane_statuses().values() if lane.gap]
-        oldest = next(self._metrics.pending(), None)
+        oldest = next(self._limited(), None)
         return min(
             min(gaps, default=now + self._gap_s),
             (oldest.created_at if oldest else now) + self._request_s,
@@ -67,8 +70,15 @@ class Deadlines:
         if due:
             await self._trainer.give_up({model: _missing(lane, self._gap_s) for model, lane in due.items()})
 
+    def _limited(self) -> Iterator[QueuedRow]:
+        """Iterate over the requests that have a deadline, the oldest first.
+
+        Cancellations and unloads have none: they wait for others, which have.
+        """
+        return (row for row in self._metrics.pending() if row.kind not in _UNLIMITED)
+
     async def _expire(self, now: float) -> None:
-        due = list(takewhile(lambda row: row.created_at + self._request_s <= now, self._metrics.pending()))
+        due = list(takewhile(lambda row: row.created_at + self._request_s <= now, self._limited()))
         samples = {row.id: self._late_sample() for row in due if row.kind is RequestKind.SAMPLE}
         if samples:
             await self._sampler.end(samples)
@@ -82,7 +92,7 @@ class Deadlines:
 
     def _late(self, row: QueuedRow, lane: LaneStatus | None) -> Failure:
         """Return the failure of a late training request. `lane`: its model's, None where nothing waits."""
-        if lane is None or row.seq_id is None or row.seq_id < lane.next_seq:
+        if lane is None or (row.seq_id or 0) < lane.next_seq:
             return Failure(
                 f"this {row.kind} {self._waited}: it has begun and may still take effect", "server"
             )

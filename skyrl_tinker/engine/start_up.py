@@ -89,7 +89,12 @@ class StartUp:
         snapshots = self._directories.snapshot_dir.glob("*")
         partial_in = [ephemeral, root, *root.glob("*/*"), *snapshots]
         await in_disk_thread(leftovers.sweep_partial, partial_in)
-        recorded = await read_persistently(self._env.store, checkpoint_records.list_directories)
+        saves = await in_disk_thread(leftovers.list_saves, root)
+        await in_disk_thread(
+            leftovers.remove, await self._write(partial(leftovers.list_abandoned, saves=saves))
+        )
+        directories = await read_persistently(self._env.store, checkpoint_records.list_directories)
+        recorded = [directory for directory, removed in directories.items() if not removed]
         await in_disk_thread(leftovers.sweep_unrecorded, root, recorded)
         versions = await self._write(partial(_settle_versions, ephemeral=ephemeral))
         spill = make_tmpfs_spill(self._env.settings)

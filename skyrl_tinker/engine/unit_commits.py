@@ -1,7 +1,8 @@
 """Commits of what units of work did, in the order in which they ran.
 
 What was not committed did not happen: after a crash it runs again, and nobody has seen its results. So a
-unit must never be in the database before those that ran before it.
+unit must never be in the database before those that ran before it. Where one cannot be committed at all,
+the ranks are ahead of the journal: the engine ends, and the next one replays.
 """
 
 import asyncio
@@ -59,6 +60,11 @@ class _Entry:
     end: "asyncio.Future[UnitEnd]"
     committed: "asyncio.Future[None]"
 
+    @property
+    def of_unit(self) -> bool:
+        """True if what ran on the ranks is lost with it, as with one that could not be encoded."""
+        return self.end.exception() is not None or self.end.result().unit is not None
+
 
 class UnitCommits:
     """Queue of ends of units. Use it from one event loop; `run` must be running for anything to happen."""
@@ -71,7 +77,8 @@ class UnitCommits:
     def add(self, end: UnitEnd | Awaitable[UnitEnd]) -> "asyncio.Future[None]":
         """Queue the end of a unit, which may still be encoded; the future returned is done once committed.
 
-        It raises what an op raises; then nothing of this end is committed, and the others are.
+        It raises what an op raises; then nothing of this end is committed, and the others are, unless it is
+        of a unit: then `run` raises that.
         """
         loop = asyncio.get_running_loop()
         if isinstance(end, UnitEnd):
@@ -109,8 +116,10 @@ class UnitCommits:
                 for entry in entries:
                     await self._commit([entry])
                 return
-            self._queue.popleft()
-            entries[0].committed.set_exception(error)
+            entry = self._queue.popleft()
+            entry.committed.set_exception(error)
+            if entry.of_unit:
+                raise
             return
         for entry in entries:
             self._queue.popleft()

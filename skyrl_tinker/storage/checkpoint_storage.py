@@ -32,7 +32,7 @@ FILES_AT_ONCE = 8
 READ_BYTES = 4 * MiB
 """Bytes that are read ahead of a file that stays in storage."""
 AWAY_S = 5.0
-"""Pause before weights are asked for again without which a server cannot go on."""
+"""Pause before that is tried again which was acknowledged, or without which a server cannot go on."""
 HALF_STORED_S = 86_400.0
 """Age from which a directory without manifest is one that a dead host left."""
 UNUSED_S = 3600.0
@@ -221,6 +221,8 @@ class CheckpointStorage:
 
     def remove(self, directory: Path) -> None:
         """Remove it from storage; harmless if it is not there."""
+        if not directory.is_relative_to(self._root):
+            return
         place = self._place(directory)
 
         def remove() -> None:
@@ -239,6 +241,8 @@ class CheckpointStorage:
             _log.warning("files stay that nobody needs: %s", error)
 
     def has(self, directory: Path) -> bool:
+        if not directory.is_relative_to(self._root):
+            return False
         place = self._place(directory)
         return bool(self._try("look for", place, lambda: self._files.exists(f"{place}/{FILE_NAME}")))
 
@@ -328,9 +332,18 @@ def open_storage(root: Path, url: str | None, part: str = "") -> Storage:
 
 async def fetched(storage: Storage, directory: Path) -> None:
     """Fetch it as `fetch` does, and wait while the storage is away."""
+    await _once_there(storage.fetch, directory)
+
+
+async def stored(storage: Storage, directory: Path) -> None:
+    """Store it as `store` does, and wait while the storage is away."""
+    await _once_there(storage.store, directory)
+
+
+async def _once_there(call: Callable[[Path], None], directory: Path) -> None:
     while True:
         try:
-            return await in_disk_thread(storage.fetch, directory)
+            return await in_disk_thread(call, directory)
         except StorageAwayError as error:
             _log.warning("waiting for storage: %s", error)
             await asyncio.sleep(AWAY_S)

@@ -161,10 +161,16 @@ def list_garbage(conn: Connection, now: float) -> list[CheckpointRow]:
     return _select(conn, over, SavedCheckpoint.removed_at.is_(None), ~is_held(SavedCheckpoint.version_id))
 
 
-def list_directories(conn: Connection) -> list[str]:
-    """Return the directories of all checkpoints that are not removed yet."""
-    query = select(SavedCheckpoint.directory).where(SavedCheckpoint.removed_at.is_(None))
-    return [from_stored(conn, directory) for directory in conn.scalars(query)]
+def is_recorded(conn: Connection, model: ModelKey, directory: str) -> bool:
+    """Return whether a checkpoint of this model has this directory, whatever became of it."""
+    query = select(SavedCheckpoint.directory).where(SavedCheckpoint.model_key == model)
+    return to_stored(conn, directory) in set(conn.scalars(query))
+
+
+def list_directories(conn: Connection) -> dict[str, bool]:
+    """Return the directories of all checkpoints, and whether they are removed: then nobody needs them."""
+    rows = conn.execute(select(SavedCheckpoint.directory, SavedCheckpoint.removed_at))
+    return {from_stored(conn, row.directory): row.removed_at is not None for row in rows}
 
 
 def mark_removed(conn: Connection, checkpoint_id: int) -> None:

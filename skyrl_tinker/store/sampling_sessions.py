@@ -188,6 +188,11 @@ def published_version(conn: Connection, version_id: VersionId) -> WeightVersion 
     return versions[0] if versions else None
 
 
+def was_published(conn: Connection, version_id: VersionId) -> bool:
+    """Return whether a version was published, though it may be dropped since."""
+    return conn.scalar(select(AdapterVersion.directory).where(AdapterVersion.id == version_id)) is not None
+
+
 def version_of_save(conn: Connection, model_key: ModelKey, future_id: int) -> WeightVersion | None:
     """Return the version that a save made, None if it is not published or dropped."""
     versions = _published(conn, AdapterVersion.model_key == model_key, AdapterVersion.future_id == future_id)

@@ -1,8 +1,9 @@
-"""Units are committed in the order in which they ran; one that cannot be committed keeps no other back."""
+"""Units are committed in the order in which they ran; one that cannot be committed ends the engine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -101,16 +102,32 @@ async def test_a_database_that_fails_for_a_moment_changes_no_order(
     assert (failures, written(store)) == ([], [0, 1])
 
 
-async def test_a_unit_that_cannot_be_committed_keeps_no_other_back(
+async def test_what_is_no_unit_and_cannot_be_committed_keeps_no_other_back(
     store: Store, commits: UnitCommits
 ) -> None:
-    async def not_encoded() -> UnitEnd:
-        raise ValueError("not finite")
-
-    ends = [end(0), failing(UserError("no")), end(1), not_encoded(), end(2)]
+    ends = [end(0), failing(UserError("no")), end(1)]
     raised = await asyncio.gather(*map(commits.add, ends), return_exceptions=True)
-    assert [str(error) if error else None for error in raised] == [None, "no", None, "not finite", None]
-    assert written(store) == [0, 1, 2]
+    assert [str(error) if error else None for error in raised] == [None, "no", None]
+    assert written(store) == [0, 1]
+
+
+async def _not_encoded() -> UnitEnd:
+    raise ValueError("a bug")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: replace(failing(ValueError("a bug")), unit=7), _not_encoded], ids=["written", "encoded"]
+)
+async def test_no_unit_is_committed_behind_one_that_cannot_be(
+    store: Store, metrics: Metrics, make: Callable[[], UnitEnd | Awaitable[UnitEnd]]
+) -> None:
+    commits = UnitCommits(Outbox(store, cast(Doorbell, SimpleNamespace(ring=lambda _: None)), metrics))
+    committed = [commits.add(each) for each in (end(0), make(), end(2))]
+    running = asyncio.create_task(commits.run())
+    await asyncio.wait([running, committed[2]], return_when=asyncio.FIRST_COMPLETED)
+    assert [each.done() for each in committed] == [True, True, False]
+    assert str(committed[1].exception()) == str(running.exception()) == "a bug"
+    assert written(store) == [0]
 
 
 async def test_units_that_wait_share_transactions_of_a_bounded_size(
@@ -140,10 +157,11 @@ async def test_a_unit_is_recorded_with_its_answers_and_the_bodies_that_replay_ne
     with store.read() as conn:
         assert created.model_key is not None
         ran = unit_records.ran_after(conn, created.model_key, 0)
+        next_seq = unit_records.next_seq(conn, created.model_key)
         bodies = unit_records.read_bodies(conn, [backward.id, forward.id])
     assert [(each.row.status, each.unit, each.effect, each.row_budget) for each in ran] == [
-        (FutureStatus.DONE, 7, Effect.GRADIENTS, 2048),
-        (FutureStatus.DONE, 7, None, 2048),
-    ]
+        (FutureStatus.DONE, 7, Effect.GRADIENTS, 2048)
+    ], "a forward has nothing to repeat"
+    assert next_seq == 3
     assert bodies.keys() == {backward.id}
     assert list(metrics.pending()) == []

@@ -66,6 +66,17 @@ def test_what_is_stored_comes_back_and_is_removed(storage: CheckpointStorage, tm
     assert not directory.exists()
 
 
+def test_what_lies_elsewhere_is_none_of_its_business(storage: CheckpointStorage, tmp_path: Path) -> None:
+    """As a checkpoint of a server that had another directory before it had storage."""
+    before = write(tmp_path / "mnt" / "1" / "weights" / "kept~3")
+    assert not storage.has(before)
+    storage.remove(before)
+    storage.discard(before)
+    linked = write(tmp_path / "local" / "1" / "weights" / "loaded~4")
+    storage.store_copy(linked, before, storage)
+    assert storage.has(linked)
+
+
 def test_without_its_manifest_a_checkpoint_is_not_there(s3: ObjectStorage, tmp_path: Path) -> None:
     """As of a host that died while it stored it, or removed it."""
     storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/half")

@@ -17,7 +17,7 @@ from skyrl_tinker.atomic_directory import atomic_directory
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.errors import NotFoundError, StorageError, UserError
+from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StorageError, UserError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest
@@ -71,8 +71,11 @@ def _destination(request: CopyWeightsRequest, owner: OwnerId | None, key: str | 
 
 
 async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCopy) -> None:
-    """Copy the files, then add the rows, which thus name a complete directory."""
-    added = False
+    """Copy the files, then add the rows, which thus name a complete directory.
+
+    Where nobody knows whether the rows were added, the files stay: an engine removes them if they were not.
+    """
+    kept = False
 
     def op(conn: Connection) -> bool:
         return checkpoint_copies.add(conn, owner, new)
@@ -81,9 +84,13 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
         await in_disk_thread(services.storage.fetch, Path(new.source.directory))
         await in_disk_thread(_copy_files, new.source, root)
         await in_disk_thread(services.storage.store, Path(new.directory))
-        added = await services.store.write(op)
+        kept = True  # a write that is cancelled, or that breaks off, may be committed all the same
+        kept = await services.store.write(op)
+    except SkyrlTinkerError as error:
+        kept = kept and error.category != "user"
+        raise
     finally:
-        if not added:  # it failed, or the same request was added meanwhile
+        if not kept:  # it failed, or the same request was added meanwhile
             await in_disk_thread(services.storage.discard, Path(new.directory))
             await in_disk_thread(shutil.rmtree, root, ignore_errors=True)
 

@@ -1,14 +1,16 @@
 """Leftovers of a dead engine: half-written directories, and models that cannot return."""
 
 import hashlib
+import logging
+import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import CheckpointKind, ModelState
+from skyrl_tinker.domain.ids import CheckpointKind, ModelKey, ModelState
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.domain.weight_files import weight_files
@@ -16,28 +18,65 @@ from skyrl_tinker.store import checkpoint_records, model_records, server_state
 from skyrl_tinker.store.futures import finish, queue
 from skyrl_tinker.store.model_records import ModelRow
 
+_log = logging.getLogger(__name__)
 _TRAINED = "trained_base_model"
 _HEAD_BYTES = 1 << 20
+_OF_SAVE = re.compile(r"[^.~][^~]*~(\d+)(?:\.\w+)?")
 PARTIAL = (".*.partial", ".*.tmp")  # directories that were being written
 OF_OTHERS = ("copy-*", "import-*")
 """Directories under the checkpoints that the API and `import-adapter` write, and then record."""
+OF_OTHERS_PARTIAL = tuple(f".{pattern}" for pattern in OF_OTHERS)
+"""Those that are being written, or were when their writer died."""
 UNRECORDED_S = 86400.0
 """Age from which nobody will record one of these any more."""
 
 
 def sweep_partial(directories: Iterable[Path]) -> None:
-    """Remove what was half written."""
+    """Remove what an engine left half written."""
     for directory in directories:
         for path in (path for pattern in PARTIAL for path in directory.glob(pattern)):
-            shutil.rmtree(path, ignore_errors=True)
+            if not any(path.match(pattern) for pattern in OF_OTHERS_PARTIAL):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep_unrecorded(root: Path, recorded: Iterable[str]) -> None:
     """Remove copies and imports without a checkpoint: their writer died, or it was the last one in there."""
     kept = {parent for directory in recorded for parent in Path(directory).parents}
-    for path in (path for pattern in OF_OTHERS for path in root.glob(pattern)):
+    patterns = (*OF_OTHERS, *OF_OTHERS_PARTIAL)
+    for path in (path for pattern in patterns for path in root.glob(pattern)):
         if path not in kept and path.stat().st_mtime < time.time() - UNRECORDED_S:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        _log.info("%s goes: no checkpoint has it", directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def list_saves(root: Path) -> dict[Path, tuple[ModelKey, int]]:
+    """Return the directories of saves, each with its model and the future id of the save."""
+    found: dict[Path, tuple[ModelKey, int]] = {}
+    for path in root.glob("*/*/*"):
+        name, model = _OF_SAVE.fullmatch(path.name), path.parent.parent.name
+        if name is not None and model.isdecimal():
+            found[path] = ModelKey(int(model)), int(name[1])
+    return found
+
+
+def list_abandoned(conn: Connection, saves: Mapping[Path, tuple[ModelKey, int]]) -> list[Path]:
+    """Return those directories that nobody will record: their try of a save died, or their removal did.
+
+    Those of saves that this database does not know stay: it may be an older copy of the one that does. Call
+    it in a write, after the directories were listed: an engine that was replaced meanwhile is refused.
+    """
+    directories = checkpoint_records.list_directories(conn)
+    known = queue.saves_among(conn, [number for _, number in saves.values()])
+    return [
+        path
+        for path, save in saves.items()
+        if (removed := directories.get(str(path))) or (removed is None and save in known)
+    ]
 
 
 def fingerprint(base_model: Path) -> str:

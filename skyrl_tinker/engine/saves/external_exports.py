@@ -57,7 +57,7 @@ class Exporter(SaveFlow[ExternalExport]):
         """Copy the weights on the trainer; `persist` must follow. Raises SkyrlTinkerError."""
         path = TinkerPath(model.model_id, CheckpointKind.EXTERNAL_WEIGHTS, body.name)
         async with self._reserving(path):
-            directory = await self._new_directory(row, model, path)
+            directory = self._new_directory(row, model, path)
             captured = await self._trainer.capture_export(model.key, SHARD_BYTES)
         return ExternalExport(row, model, body, path, directory, captured)
 

@@ -96,15 +96,18 @@ class Publisher(SaveFlow[SamplerSave]):
         saves = await self.capture(requests)
         return {request.row.id: save for request, save in zip(requests, saves, strict=True)}
 
-    async def publish(self, saves: Sequence[SamplerSave], start: Start) -> dict[ModelKey, asyncio.Task[bool]]:
+    async def publish(
+        self, saves: Sequence[SamplerSave], write: Start, compare: Start
+    ) -> dict[ModelKey, asyncio.Task[bool]]:
         """Publish and compare in the background; probe on the trainer, with the same weights.
 
-        Returns what runs until the saves are answered.
+        `write`: starts what a recovery of the trainer waits for; `compare`: what may take as long as samplers
+        are away. Returns what runs until the saves are answered.
         """
-        publishing = {save.model.key: (save, start(self.persist(save))) for save in saves}
+        publishing = {save.model.key: (save, write(self.persist(save))) for save in saves}
         names = {key: save.model.model_id for key, (save, _) in publishing.items()}
         for scored in await self._gaps.score(names):
-            start(self._compare(scored, *publishing[scored.key]))
+            compare(self._compare(scored, *publishing[scored.key]))
         return {key: task for key, (_, task) in publishing.items()}
 
     async def capture(self, requests: Sequence[SamplerSaveRequest]) -> list[SamplerSave | Failure]:
@@ -182,9 +185,7 @@ class Publisher(SaveFlow[SamplerSave]):
             )
             number = await persistently(lambda: self._store.write(insert))
             version = WeightVersion(number, kind, "")
-            directory = (
-                await self._new_directory(row, model, path) if path else self._ephemeral / version.name
-            )
+            directory = self._new_directory(row, model, path) if path else self._ephemeral / version.name
         version = replace(version, directory=str(directory))
         return SamplerSave(row, model, body, path, directory, version, captured)
 
@@ -210,6 +211,9 @@ class Publisher(SaveFlow[SamplerSave]):
         checkpoint_records.add(conn, checkpoint, replace=False)
         return {"path": str(save.path)}
 
+    def _recorded(self, conn: Connection, save: SamplerSave) -> bool:
+        return sampling_sessions.was_published(conn, save.version.id)
+
     async def _announce(self, save: SamplerSave) -> None:
         """Tell the samplers what is sampled next: the new version, or the inflight target moved to it."""
         if save.inflight:
@@ -217,10 +221,10 @@ class Publisher(SaveFlow[SamplerSave]):
         elif save.sampled_next:
             await self._samplers.announce(save.version)
 
-    async def _discard(self, save: SamplerSave) -> None:
+    async def _remove(self, save: SamplerSave) -> None:
         with suppress(SamplerError):  # a sampler that is down has no adapters anyway
             await self._samplers.unload(save.version)
-        await super()._discard(save)
+        await super()._remove(save)
         drop = partial(sampling_sessions.mark_dropped, version_id=save.version.id)
         await persistently(lambda: self._store.write(drop))
 

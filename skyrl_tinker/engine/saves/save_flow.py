@@ -4,10 +4,13 @@
 * The weights are captured on the trainer, which then trains on; they are written under a hidden name.
 * A checkpoint is in storage, if there is one, before it is recorded.
 * The rows of the checkpoint and the answer are one commit.
-* A save waits while the disk is full. One that fails leaves no files, and its name is free.
+* A save waits while the disk is full, or the storage away. One that fails leaves no files; its name is free.
+* Each try has a directory of its own, and deletes it only where the database does not have it: it may be
+  committed though an error said otherwise, and a server that was taken over may go on writing.
 """
 
 import asyncio
+import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
@@ -21,12 +24,19 @@ from sqlalchemy import Connection
 from skyrl_tinker.atomic_directory import make_durable, staging_of, storage_errors
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.engine.outbox import RETRY_S, failure_of, finish_all, json_answer, when_there_is_room
+from skyrl_tinker.engine.outbox import (
+    RETRY_S,
+    failure_of,
+    finish_all,
+    json_answer,
+    read_persistently,
+    when_there_is_room,
+)
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage, stored
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -94,7 +104,7 @@ class SaveFlow(ABC, Generic[S]):
         try:
             size = await self._write_with_room(save)
             if save.path is not None:
-                await in_disk_thread(self._storage.store, save.directory)
+                await stored(self._storage, save.directory)
             await self._commit(save, size)
         except TrainerError:
             await self._discard(save)
@@ -129,14 +139,10 @@ class SaveFlow(ABC, Generic[S]):
             replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
             raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
 
-    async def _new_directory(self, row: QueuedRow, model: ModelRow, path: TinkerPath) -> Path:
-        """Return this save's own directory: that of an overwritten checkpoint may still be read.
-
-        What the save wrote there before a crash, and did not record, is removed.
-        """
-        directory = self._root / str(model.key) / path.kind / f"{path.name}~{row.id}"
-        await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)
-        return directory
+    def _new_directory(self, row: QueuedRow, model: ModelRow, path: TinkerPath) -> Path:
+        """Return a directory never used before. `leftovers` finds those that were not recorded."""
+        name = f"{path.name}~{row.id}.{secrets.token_hex(4)}"
+        return self._root / str(model.key) / path.kind / name
 
     @abstractmethod
     async def _write(self, save: S) -> int:
@@ -167,13 +173,23 @@ class SaveFlow(ABC, Generic[S]):
 
     async def _commit(self, save: S, size: int) -> None:
         def op(conn: Connection) -> None:
+            if self._recorded(conn, save):  # by a commit whose answer was lost
+                return
             fields = self._record(conn, save, size)
             finish_all(conn, {save.row.id: json_answer({**fields, "type": save.row.kind})})
 
         await self._commits.add(UnitEnd({}, (op,), answered=(save.row.id,)))
 
+    def _recorded(self, conn: Connection, save: S) -> bool:
+        """Return whether `_record` was committed."""
+        return checkpoint_records.is_recorded(conn, save.model.key, str(save.directory))
+
     async def _discard(self, save: S) -> None:
         """Delete the files of a failed save."""
+        if not await read_persistently(self._store, lambda conn: self._recorded(conn, save)):
+            await self._remove(save)
+
+    async def _remove(self, save: S) -> None:
         if save.path is not None:
             await in_disk_thread(self._storage.discard, save.directory)
         for directory in (save.staging, save.directory):

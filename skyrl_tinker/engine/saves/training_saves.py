@@ -47,7 +47,7 @@ class Saver(SaveFlow[TrainingSave]):
         """Copy the state on the trainer; `persist` must follow. Raises SkyrlTinkerError."""
         path = TinkerPath(model.model_id, CheckpointKind.WEIGHTS, body.name)
         async with self._reserving(path, overwrite=body.overwrite):
-            directory = await self._new_directory(row, model, path)
+            directory = self._new_directory(row, model, path)
             captured = await self._trainer.capture_state(model.key, optimizer=True)
         return TrainingSave(row, model, body, path, directory, captured)
 

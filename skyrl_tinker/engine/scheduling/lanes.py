@@ -8,9 +8,6 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 PASSES = frozenset({RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD})
-SAVES = frozenset(
-    {RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER}
-)
 STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})
 _BYTES_PER_TOKEN = 16  # a stored token: id 4, target 8, one float 4 (RL losses have two)
 
@@ -217,8 +214,10 @@ class Lanes:
     def write_ended(self, row: QueuedRow) -> None:
         self._lane(model_of(row)).writing.discard(row.id)
 
-    def storage_blocked(self, model: ModelKey) -> bool:
-        return self._lane(model).storage_blocked
+    def under_way(self, model: ModelKey) -> bool:
+        """Return True while a save of this model is written, or its next request waits to be tried again."""
+        lane = self._lane(model)
+        return lane.storage_blocked or lane.publishing > 0 or lane.held
 
     def invalidate_window(self, model: ModelKey, why: str) -> None:
         """Make the next optim_step of this model fail with this reason; the first reason stays."""

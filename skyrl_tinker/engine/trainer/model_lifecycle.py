@@ -93,14 +93,12 @@ class ModelLifecycle:
 
     async def retire(self) -> None:
         """Release the models that are to go and have nothing left that can run."""
-        runnable, blocked = self._lanes.runnable(1) if self._releasing else {}, self._lanes.storage_blocked
-        for model in [model for model in self._releasing if model not in runnable]:
-            if not blocked(model):
-                self._releasing.discard(model)
-                await self._release(model, SESSION_OVER)
-        for model in [model for model in self._unloading if self._lanes.drained(model)]:
-            if not blocked(model):
-                await self._release(model, UNLOADED)
+        runnable = self._lanes.runnable(1) if self._releasing else {}
+        over = {model: SESSION_OVER for model in self._releasing if model not in runnable}
+        unloaded = {model: UNLOADED for model in self._unloading if self._lanes.drained(model)}
+        for model, failure in {**unloaded, **over}.items():
+            if not self._lanes.under_way(model):
+                await self._release(model, failure)
 
     async def lose(self, model: ModelKey, cause: str) -> None:
         """Close a model that cannot be brought back."""
@@ -113,6 +111,7 @@ class ModelLifecycle:
         await self._snapshots.forget(model)
 
     async def _release(self, model: ModelKey, failure: Failure) -> None:
+        self._releasing.discard(model)
         await self._drift_monitor.forget(model)
         await self._trainer.release(model)
         outcomes = self._close(model, failure)

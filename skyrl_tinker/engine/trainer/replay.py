@@ -16,12 +16,12 @@ from functools import partial
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, ModelState
+from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.parity.probe import trainer_logprobs
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.scheduling.lanes import SAVES, model_of
+from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.engine.trainer.optim_steps import step_item
@@ -107,7 +107,7 @@ class Replay:
         began = time.monotonic()
         self._lost = {}
         self._snapshots.reset()
-        histories = await read_persistently(self._store, _histories)
+        histories = await persistently(lambda: self._store.fetch(_histories))
         for history in histories:
             await self._begin(history)
         if self._deaths:

@@ -191,7 +191,9 @@ class UnitExecution:
         saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
         for save in saves:
             self._lanes.write_began(save.row)
-        publishing = await self._executors.sampler_saves.publish(saves, self._start_write)
+        publishing = await self._executors.sampler_saves.publish(
+            saves, self._start_write, self._background.create_task
+        )
         for model, task in publishing.items():
             self._lanes.publish_began(model)
             task.add_done_callback(partial(self._publish_ended, model))

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Connection
@@ -30,6 +32,8 @@ SUSPENDED_S = 30.0
 """Advance of wall clock over monotonic clock from which the machine counts as having been suspended."""
 _log = logging.getLogger(__name__)
 
+Step = Callable[[], Awaitable[None]]
+
 
 class Cleanup:
     def __init__(
@@ -46,31 +50,31 @@ class Cleanup:
         self._creation = creation
         self._versions = versions
         self._storage = storage
-        self._purge = Purge(store, settings)
-        self._storage_upkeep = StorageUpkeep(storage, settings.checkpoint_cache_gb)
         self._timeout_s = settings.session_timeout_s
         self._listening_since = time.time()
         self._clock_offset_s = _clock_offset_s()
+        self._steps: tuple[Step, ...] = (
+            self._end_expired_sessions,
+            versions.sweep,
+            self._remove_checkpoints,
+            Purge(store, settings).run_when_due,
+            StorageUpkeep(storage, settings.checkpoint_cache_gb).run_when_due,
+        )
 
     async def run(self) -> None:
-        """Sweep indefinitely."""
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            try:
-                await self.sweep()
-            except (SamplerError, StorageError, OperationalError, OSError) as error:
-                # The sampler or the storage is down, or a disk is full: the engine goes on all the same.
-                _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
-            except Exception:  # an unforeseen fault of a sweep must not end the engine
-                _log.exception("clean-up failed, it is tried again in %.0f s", SWEEP_S)
+        """Sweep indefinitely. No step waits for another: each may be slow, or fail again and again."""
+        async with asyncio.TaskGroup() as tasks:
+            for step in self._steps:
+                tasks.create_task(_repeated(step))
 
     async def sweep(self) -> None:
+        """Run each step once."""
+        for step in self._steps:
+            await _tried(step)
+
+    async def _end_expired_sessions(self) -> None:
         for session in await self._expired_sessions():
             await self._end_session(session)
-        await self._versions.sweep()
-        await self._remove_checkpoints()
-        await self._purge.run_when_due()
-        await self._storage_upkeep.run_when_due()
 
     async def _expired_sessions(self) -> list[SessionId]:
         """Return the sessions without a heartbeat.
@@ -96,7 +100,7 @@ class Cleanup:
         now = time.time()
         for row in await self._store.fetch(lambda conn: checkpoint_records.list_garbage(conn, now)):
             if not self._creation.is_loading(row.directory):
-                await self._remove(row)
+                await _tried(partial(self._remove, row))
 
     async def _remove(self, row: CheckpointRow) -> None:
         """Remove the row before the directory here: a save may take its name as soon as it is free."""
@@ -111,6 +115,23 @@ class Cleanup:
             return None
         with self._store.read() as conn:
             return sampling_sessions.published_version(conn, row.version_id)
+
+
+async def _repeated(step: Step) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        await _tried(step)
+
+
+async def _tried(step: Step) -> None:
+    """Run a step; what it raises is logged, and it is tried again with the next sweep."""
+    try:
+        await step()
+    except (SamplerError, StorageError, OperationalError, OSError) as error:
+        # The sampler or the storage is down, or a disk is full: the engine goes on all the same.
+        _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
+    except Exception:  # an unforeseen fault of a sweep must not end the engine
+        _log.exception("clean-up failed, it is tried again in %.0f s", SWEEP_S)
 
 
 def _clock_offset_s() -> float:

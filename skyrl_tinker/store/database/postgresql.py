@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 DRIVER = "postgresql+psycopg"
 WRITERS = 7_310_593_858_020_254_313
 """Advisory lock of the transaction that writes; such locks are of one database."""
-RESOLVE_S = 600.0
-"""Time for which the fate of a commit is asked for whose answer was lost."""
 _RETRY_S = 0.5
 _READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _WRITE = f"BEGIN; SELECT pg_current_xact_id()::text FROM pg_advisory_xact_lock({WRITERS}) AS turn"
@@ -119,11 +117,10 @@ class PostgresDatabase(Database):
     def _committed(self, transaction: str, timeline: str | None, lost: OperationalError) -> bool:
         """Return whether a transaction was committed whose connection broke in its commit.
 
-        Blocks while the server is away; after RESOLVE_S raises `lost`. Raises it, too, where a copy was
-        promoted: that may have given the same id to another transaction.
+        Blocks while the server is away: until then no caller can be told what holds. Raises `lost` where a
+        copy was promoted: that may have given the same id to another transaction.
         """
-        until = time.monotonic() + RESOLVE_S
-        while time.monotonic() < until:
+        while True:
             try:
                 with self.connect() as conn:
                     if conn.info[_TIMELINE] == timeline:
@@ -133,8 +130,7 @@ class PostgresDatabase(Database):
             else:
                 if self._fence is not None:
                     self._fence.end(_LOST_ANSWER)
-                break
-        raise lost
+                raise lost
 
     def _status(self, conn: Connection, transaction: str) -> str | None:
         """Return `committed` or `aborted`, None if nobody knows the transaction; waits while it runs."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, and_, bindparam, case, func, literal, literal_column, or_, select
 
 from skyrl_tinker.domain.ids import (
+    SAVES,
     FutureStatus,
     ModelKey,
     OwnerId,
@@ -18,6 +19,7 @@ from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, Request, Session
 
 SMALL_BYTES = 4096
+_IDS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,16 @@ def pending_of(conn: Connection, model: ModelKey) -> list[int]:
     """Return the ids of a model's requests that have not finished."""
     query = select(Future.id).where(Future.model_key == model, Future.status == FutureStatus.PENDING)
     return list(conn.scalars(query))
+
+
+def saves_among(conn: Connection, ids: Sequence[int]) -> set[tuple[ModelKey, int]]:
+    """Return model and id of those futures that are saves."""
+    found: set[tuple[ModelKey, int]] = set()
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        some = Future.id.in_(ids[start : start + _IDS_AT_ONCE])
+        query = select(Future.model_key, Future.id).where(some, Future.kind.in_(SAVES))
+        found |= {(ModelKey(model), number) for model, number in conn.execute(query) if model is not None}
+    return found
 
 
 def before_waiting(conn: Connection, next_seqs: Mapping[ModelKey, int]) -> int:

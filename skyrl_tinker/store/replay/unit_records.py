@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, bindparam, delete, literal_column, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, literal_column, or_, select, update
 
 from skyrl_tinker.domain.ids import (
+    SAVES,
     Effect,
     FutureStatus,
     ModelKey,
@@ -55,7 +56,7 @@ _RAN = (
     )
     .join(Session, Session.session_id == Future.session_id)
     .where(Future.model_key == bindparam("model_key"), Future.seq_id > bindparam("after"))
-    .where(Future.unit.is_not(None))
+    .where(Future.unit.is_not(None), or_(Future.effect.is_not(None), Future.kind.in_(SAVES)))
     .order_by(Future.seq_id)
 )
 
@@ -69,7 +70,7 @@ def record(
 
 
 def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:
-    """Return what this model ran after `seq_id`, in order."""
+    """Return what a replay repeats of what this model ran after `seq_id`, in order: effects and saves."""
     found = conn.execute(_RAN, {"model_key": model, "after": seq_id})
     return [
         RanRow(

@@ -3,13 +3,17 @@
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store.database.group_commit import Op, T
+from skyrl_tinker.store.store import Store
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, step
 
@@ -142,6 +146,31 @@ async def test_a_copy_that_cannot_be_leaves_nothing(world: World) -> None:
         assert answer.status_code == status, change
         assert message in answer.json()["detail"]
     assert left(world) == []
+
+
+async def test_a_copy_whose_commit_was_taken_for_failed_keeps_its_files(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, write, doubts = (
+        await saved(world),
+        Store.write,
+        [OperationalError("COMMIT", None, OSError("cut"))],
+    )
+
+    async def doubtful(store: Store, op: Op[T], then: Any = None, size: int = 0) -> T:
+        value = await write(store, op, then, size)
+        if doubts and left(world):
+            raise doubts.pop()
+        return value
+
+    monkeypatch.setattr(Store, "write", doubtful)
+    answer = await world.post(
+        "copy_weights", {"source_path": source, **PROJECT}, **{"X-Idempotency-Key": "k"}
+    )
+    assert answer.status_code == 503
+    made = await row(world, await copy(world, source))
+    assert contents(Path(made.directory)) == {"weights.bin": b"123", "deep/more.bin": b"45"}
+    assert len(left(world)) == 1
 
 
 async def test_files_that_went_meanwhile_are_a_checkpoint_that_is_not_there(world: World) -> None:

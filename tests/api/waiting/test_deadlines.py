@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.engine.colocation.placement import Separate
 from tests.api.support.passes import old_json
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
@@ -87,6 +87,20 @@ async def test_a_pass_that_has_begun_may_still_take_effect_so_its_window_fails(m
     assert "the gradients of its window are cleared" in await made.api.failure(stepped)
     again = await submit(made.api, "optim_step", step(model, 3))
     assert (await made.api.result(again)).json()["metrics"] == STEP["metrics"]
+
+
+async def test_an_unload_waits_for_others_and_is_never_late(made: Waiting) -> None:
+    model = await ready_model(made.api)
+    made.trainer.go_on.clear()
+    await submit(made.api, "forward_backward", old_json(model, 1))
+    await until(lambda: "pass" in made.trainer.names())
+    body = {"model_id": model, "type": "unload_model"}
+    unloading = await submit(made.api, "unload_model", body)
+    await until(lambda: RequestKind.UNLOAD_MODEL in {row.kind for row in made.metrics.pending()})
+    now = time.time() + DAY + 1
+    assert await made.deadlines.enforce(now) > now
+    made.trainer.go_on.set()
+    assert (await made.api.result(unloading)).json()["model_id"] == model
 
 
 async def test_one_that_had_no_turn_is_skipped(made: Waiting) -> None:

@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import ModelKey
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import STEP, Json, step
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -49,6 +51,26 @@ async def test_again_is_the_same_promise_and_the_model_can_still_be_described(ma
     assert (await made.api.ok("get_info", {"model_id": model}))["model_id"] == model
     after = await submit(made.api, "optim_step", step(model, 1))
     assert "unloaded" in await made.api.failure(after)
+
+
+async def test_a_session_that_ends_meanwhile_has_its_saves_though_one_waits_for_another(
+    made: Waiting,
+) -> None:
+    model, other = await ready_model(made.api), await ready_model(made.api)
+    made.trainer.disk.clear()
+    saves = [
+        await submit(made.api, "save_weights_for_sampler", {"model_id": model, "seq_id": n, "path": str(n)})
+        for n in (1, 2)
+    ]
+    await until(lambda: "persist" in made.trainer.names())
+    await until(lambda: any(lane.lowest == 2 for lane in made.driver.lane_statuses().values()))
+    made.driver.release(ModelKey(1))
+    await made.api.result(await submit(made.api, "optim_step", step(other, 1)))
+    made.trainer.disk.set()
+    for number, save in enumerate(saves, start=1):
+        answer = (await made.api.result(save)).json()
+        assert answer["path"] == f"tinker://{model}/sampler_weights/{number}"
+    await until(lambda: made.trainer.names()[-1] == "release")
 
 
 async def test_other_models_of_the_session_stay(made: Waiting) -> None:

@@ -4,11 +4,16 @@ import os
 from functools import partial
 from pathlib import Path
 
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelState
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.recovery.leftovers import (
     fingerprint,
     give_up_foreign_models,
+    list_abandoned,
+    list_saves,
+    remove,
     sweep_partial,
     sweep_unrecorded,
 )
@@ -27,6 +32,10 @@ async def ready_model(store: Store) -> ModelId:
     await store.write(lambda conn: model_records.set_state(conn, key, ModelState.READY))
     await store.write(lambda conn: finish.succeed(conn, done.future_id, "application/json", b"{}"))
     return accepted.model_id
+
+
+def list_directories(root: Path) -> list[Path]:
+    return list(root.glob("*/*/*"))
 
 
 async def start_with(store: Store, base_model: str) -> int:
@@ -77,6 +86,46 @@ def test_what_was_half_written_goes_whoever_wrote_it(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     sweep_partial([tmp_path, tmp_path / "absent"])
     assert {path.name for path in tmp_path.iterdir()} == {"0007", "v2"}
+
+
+async def test_tries_of_saves_that_were_not_recorded_go_and_what_is_unknown_stays(
+    store: Store, tmp_path: Path
+) -> None:
+    model = await ready_model(store)
+    key = await journal.key_of(store, model)
+    saved = await journal.submit(store, model, 1, RequestKind.SAVE_WEIGHTS)
+    number = (await journal.outcome(store, saved)).future_id
+    step = (await journal.outcome(store, await journal.submit_step(store, model, 2))).future_id
+    of_model = tmp_path / str(key) / "weights"
+    recorded, removed = of_model / f"a~{number}.0a1b2c3d", of_model / "b~7"
+    died, newer = of_model / f"a~{number}.ffffffff", of_model / f"a~{number + 1000}.ffffffff"
+    others = [of_model / f"a~{step}.ffffffff", of_model / "mine", tmp_path / "99" / "weights" / f"a~{number}"]
+    for directory in (recorded, removed, died, newer, *others):
+        directory.mkdir(parents=True)
+
+    def record(conn: Connection) -> None:
+        for name, directory in (("a", recorded), ("b", removed)):
+            new = NewCheckpoint(key, CheckpointKind.WEIGHTS, name, str(directory), "tiny", LoraSpec(8, 1), 1)
+            number = checkpoint_records.add(conn, new, replace=False)
+        checkpoint_records.mark_removed(conn, number)
+
+    await store.write(record)
+    remove(await store.write(partial(list_abandoned, saves=list_saves(tmp_path))))
+    assert set(list_directories(tmp_path)) == {recorded, newer, *others}
+
+
+def test_what_others_write_is_not_half_written_before_a_day_is_over(tmp_path: Path) -> None:
+    """They go on while an engine starts."""
+    names = [".copy-1.partial", ".import-1.partial"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    sweep_partial([tmp_path])
+    sweep_unrecorded(tmp_path, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for name in names:
+        os.utime(tmp_path / name, (0, 0))
+    sweep_unrecorded(tmp_path, [])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_copies_and_imports_that_nobody_recorded_go_after_a_day(tmp_path: Path) -> None:

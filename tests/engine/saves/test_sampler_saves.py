@@ -83,7 +83,7 @@ class World:
             failures = {row_id: save for row_id, save in captured.items() if isinstance(save, Failure)}
             saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
             await self.commits.add(UnitEnd(failures))
-            await self.publisher.publish(saves, background.create_task)
+            await self.publisher.publish(saves, background.create_task, background.create_task)
         committing.cancel()
 
     async def answered(self, accepted: Accepted) -> Any:

@@ -1,8 +1,10 @@
 """Saves: the model trains on while they are written, and what else may come meanwhile."""
 
+import asyncio
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
+from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
-from skyrl_tinker.errors import DiskFullError, StorageError
+from skyrl_tinker.errors import DiskFullError, StorageAwayError, StorageError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
+from skyrl_tinker.storage import checkpoint_storage
+from skyrl_tinker.storage.checkpoint_storage import LocalDisk
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
+from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.futures import training_submission
 from skyrl_tinker.store.futures.record import Accepted
@@ -62,20 +68,49 @@ def _directories(world: World) -> list[str]:
     return sorted(path.name for path in world.root.glob("*/*/*"))
 
 
-async def test_a_save_replaces_what_an_engine_wrote_for_it_and_did_not_record(world: World) -> None:
+async def test_no_save_touches_what_another_server_writes_for_the_same_request(world: World) -> None:
+    """One that was taken over may stand still in the middle of a save, and go on."""
     model = await world.model()
-    refused = Failure("wrong input", "user")
-    before = await journal.submit(world.store, model, 1, RequestKind.FORWARD, failure=refused)
-    number = (await journal.outcome(world.store, before)).future_id + 1
-    left = world.root / str(await journal.key_of(world.store, model)) / "weights" / f"a~{number}"
-    left.mkdir(parents=True)
-    (left / "half").write_text("")
-    saved = await _save(world, model, 2)
-    assert (await world.done(saved)).status is FutureStatus.DONE
+    world.workers.disk.clear()
+    saved = await _save(world, model, 1)
+    await _told(world, "persist")
+    successor = World(world.store, world.bell, world.root)  # replays the save
+    try:
+        assert (await successor.done(saved)).status is FutureStatus.DONE
+        world.workers.disk.set()
+        await world.until(lambda: not world.workers.held)
+    finally:
+        successor.running.cancel()
+        await asyncio.wait([successor.running])
     row = await _found(world, model)
     assert row is not None
-    assert row.directory == str(left)
-    assert not (left / "half").exists()
+    assert Path(row.directory).name in _directories(world)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_a_save_whose_commit_was_taken_for_failed_keeps_its_files(
+    world: World, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    model, write = await world.model(), world.store.write
+    doubts = [OperationalError("COMMIT", None, OSError("the answer was lost"))]
+
+    async def doubtful(op: Op[T], then: Callable[[], None] | None = None, size: int = 0) -> T:
+        value = await write(op, then, size)
+        if doubts and await _found(world, model):
+            raise doubts.pop()
+        return value
+
+    monkeypatch.setattr(world.store, "write", doubtful)
+    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
+    saved = await _save(world, model, 1, overwrite=overwrite)
+    assert (await world.done(saved)).status is FutureStatus.DONE
+    await world.until(lambda: not world.workers.held)
+    assert doubts == []
+    row = await _found(world, model)
+    assert row is not None
+    assert Path(row.directory).name in _directories(world)
+    with world.store.read() as conn:
+        assert checkpoint_records.list_garbage(conn, time.time()) == []
 
 
 async def test_a_model_trains_on_while_its_save_is_written_and_is_answered_when_it_is_there(
@@ -161,13 +196,31 @@ async def test_a_save_waits_while_the_disk_is_full_and_everything_else_goes_on(w
     assert world.workers.names().count("capture") == 1, "of the weights as they were at its turn"
 
 
+async def test_a_save_waits_while_the_storage_is_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = [StorageAwayError("cannot write s3://bucket/1: no route to host")] * 2
+
+    def store(_: LocalDisk, directory: Path) -> None:
+        if away and directory.parent.name == WEIGHTS:
+            raise away.pop()
+
+    monkeypatch.setattr(LocalDisk, "store", store)
+    monkeypatch.setattr(checkpoint_storage, "AWAY_S", 0.01)
+    model = await world.model()
+    assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
+    assert (away, world.workers.names().count("persist")) == ([], 1)
+
+
+@pytest.mark.parametrize("ends", [False, True])
 async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
+    """Whether or not its session ends meanwhile."""
     model, other = await world.model(), await world.model()
     await world.done(await _save(world, model, 1))
+    tried: list[object] = []
 
-    def fail(*_: object) -> None:
+    def fail(*paths: object) -> None:
+        tried.append(paths)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
@@ -175,6 +228,9 @@ async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
         full.setattr(shutil, "copy2", fail)
         loaded = await _load(world, model, 2, model)
         behind = await journal.submit_step(world.store, model, 3)
+        await world.until(lambda: tried)
+        if ends:
+            world.driver.release(await journal.key_of(world.store, model))
         for seq_id in (1, 2):
             step = await journal.submit_step(world.store, other, seq_id)
             assert (await world.done(step)).status is FutureStatus.DONE

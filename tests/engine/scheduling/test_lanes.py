@@ -226,7 +226,7 @@ def test_a_held_lane_runs_up_to_its_next_save_or_load(kind: RequestKind) -> None
     lanes = created(row(1), row(2, STEP), row(3, kind), row(4))
     lanes.block_storage(MODEL)
     assert drain(lanes) == [1, 2]
-    assert lanes.storage_blocked(MODEL)
+    assert lanes.under_way(MODEL)
     lanes.unblock_storage(MODEL)
     assert drain(lanes) == [3, 4]
 
@@ -236,7 +236,7 @@ def test_a_model_that_was_closed_meanwhile_is_resumed_in_vain() -> None:
     lanes.block_storage(MODEL)
     lanes.close(MODEL, Failure("lost", "server"))
     lanes.unblock_storage(MODEL)
-    assert not lanes.storage_blocked(MODEL)
+    assert not lanes.under_way(MODEL)
 
 
 def test_a_load_waits_until_all_saves_for_samplers_before_it_are_written() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -14,11 +15,13 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.trainer import replay, trainer_driver
 from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.replay import snapshot_records, unit_records
@@ -147,6 +150,30 @@ async def test_a_pass_is_replayed_in_rows_of_the_size_in_which_it_ran(
     monkeypatch.setattr(after.workers, "run_pass", run_pass)
     await all_done(after, await journal.submit_step(after.store, model, 4))
     assert set(budgets) == {2048}
+
+
+async def test_an_engine_ends_at_a_unit_that_cannot_be_committed_and_the_next_one_runs_it(
+    world: World, new_engine: NewEngine
+) -> None:
+    model = await world.model()
+
+    def fails(*_: object) -> None:
+        raise ValueError("a bug")
+
+    requests = [
+        await journal.submit_pass(world.store, model, 1),
+        await journal.submit_step(world.store, model, 2),
+        await journal.submit_pass(world.store, model, 3),
+        await journal.submit_step(world.store, model, 4),
+    ]
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(step_points, "add", fails)
+        with pytest.raises(ExceptionGroup) as ended:
+            await world.done(requests[2])
+    assert ended.group_contains(ValueError, match="a bug")
+    engine = new_engine(world)
+    await all_done(engine, *requests)
+    assert await steps_of(engine, model) == [[1], [3]]
 
 
 async def test_a_poisoned_window_is_poisoned_still(world: World, new_engine: NewEngine) -> None:
@@ -332,6 +359,8 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(
     with world.store.read() as conn:
         row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "a")
     assert row is not None
+    saves = leftovers.list_saves(world.root)
+    leftovers.remove(await world.store.write(partial(leftovers.list_abandoned, saves=saves)))  # at a start
     assert list(world.root.glob("*/weights/*")) == [Path(row.directory)]
 
 

@@ -16,7 +16,9 @@ from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep.cleanup import SUSPENDED_S, Cleanup
-from skyrl_tinker.errors import GoneError
+from skyrl_tinker.engine.upkeep.purge import Purge
+from skyrl_tinker.errors import GoneError, StorageError
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, LocalDisk, Storage
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.futures import sample_submission
@@ -59,13 +61,15 @@ def parts() -> Parts:
     return Parts()
 
 
-def cleanup_of(store: Store, parts: Parts, root: Path, timeout_s: float = 600.0) -> Cleanup:
+def cleanup_of(
+    store: Store, parts: Parts, root: Path, timeout_s: float = 600.0, storage: Storage = LOCAL_DISK
+) -> Cleanup:
     any_part = cast(Any, parts)
     spill = TmpfsSpill(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
     settings = Settings(home=root, session_timeout_s=timeout_s, ephemeral_keep=2, ephemeral_idle_s=60.0)
     versions = EphemeralVersions(store, any_part, any_part, spill, settings)
-    return Cleanup(store, any_part, any_part, versions, settings)
+    return Cleanup(store, any_part, any_part, versions, settings, storage)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -90,11 +94,11 @@ async def new_version(store: Store, model: ModelRow, directory: Path, *, durable
     return await store.write(op)
 
 
-async def expired_checkpoint(store: Store, model: ModelRow, version: WeightVersion) -> None:
+async def expired_checkpoint(store: Store, model: ModelRow, version: WeightVersion, name: str = "a") -> None:
     new = NewCheckpoint(
         model.key,
         CheckpointKind.SAMPLER_WEIGHTS,
-        "a",
+        name,
         version.directory,
         "tiny",
         LoraSpec(8, 1),
@@ -237,11 +241,41 @@ async def test_a_directory_is_removed_only_after_nobody_remembers_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_records, "mark_removed", full)
-        with pytest.raises(OperationalError):
-            await cleanup.sweep()
+        await cleanup.sweep()
     assert exists(version)
     await cleanup.sweep()
     assert not exists(version)
+
+
+class Retained(LocalDisk):
+    """Storage that does not let go of some checkpoint."""
+
+    def __init__(self, kept: str) -> None:
+        self._kept = kept
+
+    def remove(self, directory: Path) -> None:
+        if directory.name == self._kept:
+            raise StorageError(f"{directory} is under retention")
+
+
+async def test_a_checkpoint_that_cannot_be_removed_stops_neither_others_nor_the_purge(
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await new_model(store, await journal.new_session(store))
+    versions = [
+        await new_version(store, model, tmp_path / "checkpoints" / name, durable=True) for name in ("a", "b")
+    ]
+    for version in versions:
+        await expired_checkpoint(store, model, version, Path(version.directory).name)
+    purged: list[float] = []
+
+    async def run(_: Purge, now: float) -> None:
+        purged.append(now)
+
+    monkeypatch.setattr(Purge, "run", run)
+    await cleanup_of(store, parts, tmp_path, storage=Retained("a")).sweep()
+    assert [exists(version) for version in versions] == [True, False]
+    assert len(purged) == 1
 
 
 async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
