@@ -16,9 +16,11 @@ from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.session_records import HELD
 
-RETRY_S = 40.0
-"""Time in which a client has tried a lost request again: the SDK waits 30 s at most, or 10 s after a lost
-connection, and then takes as long as a request takes to begin."""
+RETRY_S = 20.0
+"""Time in which a client has tried a lost request again: the SDK waits 10 s at most, and 16 s after four
+rounds of retries in vain, each of which is noted anew."""
+OUTAGE_S = 60.0
+"""Time in which API processes are back, and clients have tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ def note(conn: Connection, until: Mapping[Sender, float]) -> None:
 def note_outage(conn: Connection) -> None:
     """Expect what clients may have sent in vain while API processes were away: of every live model."""
     live = conn.scalars(select(Model.key).where(Model.state.in_(HELD)))
-    _note(conn, dict.fromkeys(map(_of_model, live), time.time() + RETRY_S))
+    _note(conn, dict.fromkeys(map(_of_model, live), time.time() + OUTAGE_S))
 
 
 def expected(conn: Connection, model: ModelKey, owner: OwnerId | None, now: float) -> bool:

@@ -80,11 +80,11 @@ class Arrivals:
         self._some.set()
         return arrival
 
-    def end(self, arrival: Arrival, *, lost: bool) -> None:
-        """Note an end. `lost`: the client will most likely send it again."""
+    def end(self, arrival: Arrival, again_s: float | None = None) -> None:
+        """Note an end. `again_s`: the client will most likely send it again, not before so long."""
         self._under_way.discard(arrival)
-        if lost:
-            self._lost[arrival.sender] = time.time() + RETRY_S
+        if again_s is not None:
+            self._lost[arrival.sender] = time.time() + again_s + RETRY_S
 
     async def run(self) -> None:
         """Tell the engine, by the store, until cancelled."""
@@ -124,7 +124,8 @@ class ArrivalsMiddleware:
             await self._app(scope, receive, send)
             return
         arrivals: Arrivals = scope["app"].state.services.arrivals
-        arrival, status = arrivals.begin(scope.get("owner"), Headers(scope=scope)), 0
+        arrival = arrivals.begin(scope.get("owner"), Headers(scope=scope))
+        status = again_s = 0
 
         async def look() -> Message:
             message = await receive()
@@ -132,13 +133,15 @@ class ArrivalsMiddleware:
             return message
 
         async def note(message: Message) -> None:
-            nonlocal status
+            nonlocal status, again_s
             if message["type"] == "http.response.start":
                 status = message["status"]
+                retry_after = Headers(raw=message["headers"]).get("retry-after", "")
+                again_s = int(retry_after) if retry_after.isdecimal() else 0
             await send(message)
 
         try:
             await self._app(scope, look, note)
         finally:
             lost = status in _TRIED_AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            arrivals.end(arrival, lost=lost)
+            arrivals.end(arrival, again_s if lost else None)

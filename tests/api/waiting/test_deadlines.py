@@ -190,7 +190,7 @@ async def test_a_request_that_was_lost_is_waited_for_until_it_is_certainly_not_s
     await until(lambda: _tells(made))
     lost, session = time.time(), model.partition(":")[0]
     await made.store.write(lambda conn: _beat(conn, session, lost + RETRY_S))
-    await closes(made, lost, QUIET_S + 10)
+    await closes(made, lost, RETRY_S - 5)
     assert await stands(made, 1)
     await closes(made, lost + RETRY_S)
     assert "seq 1 of this model never came" in await made.api.failure(waits)
