@@ -17,8 +17,9 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.scheduling.lanes import Gap
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
-from skyrl_tinker.store import expected_requests, session_records
+from skyrl_tinker.store import session_records
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.futures.missing import fail_missing
 from skyrl_tinker.store.store import Store
 

@@ -30,10 +30,11 @@ from skyrl_tinker.server.announcement import announcement
 from skyrl_tinker.server.api_processes import ApiProcesses
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.server.child_process import DEATHS_WITHIN_S, MOST_DEATHS, ChildProcess
-from skyrl_tinker.store import api_keys, expected_requests, server_state
+from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.cluster.server_lease import Lease
 from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.database.migrate import is_migrated, migrate
+from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.store import Store, write_once
 
 _STOP_S = 10.0  # children that have not ended by then are killed; the whole server ends within 15 s

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skyrl_tinker.api.middleware.compression import first_bytes
 from skyrl_tinker.domain.ids import ModelId, OwnerId
 from skyrl_tinker.protocol.protobuf.size_guard import head
-from skyrl_tinker.store import expected_requests
-from skyrl_tinker.store.expected_requests import RETRY_S, Sender
+from skyrl_tinker.store.futures import expected_requests
+from skyrl_tinker.store.futures.expected_requests import RETRY_S, Sender
 from skyrl_tinker.store.store import Store
 
 TRAINING = frozenset(

@@ -16,9 +16,10 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import gaps
 from skyrl_tinker.engine.colocation.placement import Separate
 from skyrl_tinker.engine.gaps import QUIET_S
-from skyrl_tinker.store import expected_requests, server_state
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.tables import Session
-from skyrl_tinker.store.expected_requests import RETRY_S
+from skyrl_tinker.store.futures import expected_requests
+from skyrl_tinker.store.futures.expected_requests import RETRY_S
 from skyrl_tinker.store.futures.missing import fail_missing
 from skyrl_tinker.store.session_records import BEAT_S, MOST_BEATS
 from skyrl_tinker.store.store import write_once
