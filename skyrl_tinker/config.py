@@ -255,8 +255,8 @@ class Settings(BaseSettings):
     gap_deadline_s: float = Field(
         900.0,
         gt=0,
-        description="Time that a model waits for a missing seq_id after its last request; then all its "
-        "requests fail. The SDK tries to send one for 300 s",
+        description="Longest time that a model waits for a missing seq_id, as one of a client that is away; "
+        "then that number counts as a failed request. The SDK tries to send one for 300 s",
     )
     sample_backlog: int = Field(
         20000,

@@ -12,6 +12,7 @@ from skyrl_tinker import __version__
 from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.api_metrics import ApiMetrics
 from skyrl_tinker.api.loop_watch import LoopWatch
+from skyrl_tinker.api.middleware.arrivals import Arrivals, ArrivalsMiddleware
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
 from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.middleware.disk_room import DiskRoom, DiskRoomMiddleware
@@ -166,6 +167,7 @@ def make_services(
         Backpressure(queues, settings.sample_backlog),
         RequestRates(store),
         KeyBacklogs(store),
+        Arrivals(store),
         room,
         SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
         TokenTexts(Path(facts.directory)),
@@ -194,6 +196,7 @@ def make_app(settings: Settings) -> FastAPI:
     )
     app.add_middleware(DiskRoomMiddleware)
     app.add_middleware(RequestRateMiddleware)
+    app.add_middleware(ArrivalsMiddleware)
     app.add_middleware(AuthMiddleware, metrics_key=settings.metrics_key)
     app.add_middleware(OwnHostsMiddleware, host=settings.host, allowed=settings.allowed_hosts)
     app.add_middleware(RequestMetricsMiddleware, routes=app.routes)
@@ -228,6 +231,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             tasks.create_task(services.waiter.run(), name="future-waiter"),
             tasks.create_task(services.watch.run(), name="loop-watch"),
             tasks.create_task(services.keys.run(), name="key-ring"),
+            tasks.create_task(services.arrivals.run(), name="arrivals"),
             tasks.create_task(services.queues.run(), name="engine-queues"),
         )
         yield

@@ -7,6 +7,7 @@ from fastapi import Depends, Request
 
 from skyrl_tinker.api.api_metrics import ApiMetrics
 from skyrl_tinker.api.loop_watch import LoopWatch
+from skyrl_tinker.api.middleware.arrivals import Arrivals
 from skyrl_tinker.api.middleware.disk_room import DiskRoom
 from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.middleware.request_rate import RequestRates
@@ -51,6 +52,7 @@ class Services:
     backpressure: Backpressure
     rates: RequestRates
     backlogs: KeyBacklogs
+    arrivals: Arrivals
     room: DiskRoom
     snapshots: SnapshotReader
     texts: TokenTexts

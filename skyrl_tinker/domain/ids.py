@@ -69,6 +69,7 @@ class RequestKind(StrEnum):
     SAMPLE = "sample"
     CANCEL_SAMPLE = "cancel_sample"
     CREATE_CUSTOM_LOSS = "create_custom_loss"
+    MISSING = "missing"  # a seq_id that no request came for
 
 
 SAVES = frozenset(

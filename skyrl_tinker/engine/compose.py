@@ -16,6 +16,7 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.deadlines import Deadlines
+from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.http_server import EngineHttpServer, OpenAddress
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import chat_abilities
@@ -128,8 +129,8 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
             driver,
             sampler_driver,
             outbox,
-            request_s=settings.request_deadline_s,
-            gap_s=settings.gap_deadline_s,
+            Gaps(store, env.bell, driver, settings.gap_deadline_s),
+            settings.request_deadline_s,
         ),
         EngineHttpServer(
             directories.engine_socket,

@@ -34,6 +34,7 @@ from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.cluster.server_lease import Lease
 from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.database.migrate import is_migrated, migrate
+from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.store import Store, write_once
 
 _STOP_S = 10.0  # children that have not ended by then are killed; the whole server ends within 15 s
@@ -154,6 +155,7 @@ class _Supervisor:
         await store.write(partial(shared_settings.publish, settings=self._settings))
         own = {"pid": os.getpid(), "started_at": psutil.Process().create_time()}
         await store.write(lambda conn: server_state.put(conn, server_state.SERVER, own))
+        await store.write(expected_requests.note_outage)
         await self._set_engine_state(store, "starting", "starting the engine")
         async with asyncio.TaskGroup() as tasks:
             work = [
@@ -176,6 +178,8 @@ class _Supervisor:
 
     async def _on_api_end(self, api: ChildProcess, code: int) -> None:
         """Have the API restarted for ever once it has been ready: the engine and its models need no API."""
+        with suppress(OperationalError):  # the database may fail for a short time
+            await asyncio.to_thread(write_once, self._settings.store_url, expected_requests.note_outage)
         try:
             self._report_death(api, code)
         except StartupError:

@@ -20,6 +20,8 @@ SECRETS = "secrets"
 """Key of the fingerprint of the signing secrets."""
 SETTINGS = "settings"
 """Key of the server's settings, which API processes on other hosts take over."""
+EXPECTED = "expected"
+"""Key of which training requests are on their way, see store.futures.expected_requests."""
 SERVER = "server"
 """Key of `serve` itself: its pid, and when it was started."""
 

@@ -16,6 +16,10 @@ from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, S
 
 HELD = (ModelState.CREATING, ModelState.READY)
 """States of models that may be on the trainer's ranks."""
+BEAT_S = 10.0
+"""Time between two heartbeats of the SDK."""
+MOST_BEATS = 2.5
+"""Heartbeats after which one has certainly come, unless the client is away: one in two may be lost."""
 
 
 def create(
@@ -57,6 +61,12 @@ def heartbeat(conn: Connection, session_id: SessionId) -> None:
     )
     if not conn.execute(beat).rowcount:
         require_live(conn, session_id)
+
+
+def beats(conn: Connection, session_id: SessionId, now: float) -> bool:
+    """Return whether a session's heartbeats go on, the first of which comes after BEAT_S."""
+    last = conn.scalar(select(Session.last_heartbeat_at).where(Session.session_id == session_id))
+    return last is not None and now - last < MOST_BEATS * BEAT_S
 
 
 def finish(conn: Connection, session_id: SessionId, reason: str, detail: str | None) -> None:

@@ -49,6 +49,10 @@ KINDS = {
     "load": 2,
     "publish": 2,
 }
+MISSING = "missing"
+"""In an eighth of the histories: clients take a number for nothing now and then, and
+send something with it once all else is answered, which is too late."""
+BEAT_S = 10.0
 INFLIGHT = "publish inflight"
 """In a quarter of the histories, instead of some others: its clients follow newer ones of its kind."""
 ROLLOUT_S = 4.0
@@ -95,7 +99,7 @@ class Truth:
                 return float(len(self.steps))
             case "forward":
                 return float(len(self.steps))
-            case "bad" | "refused" | "deadly":
+            case "bad" | "refused" | "deadly" | "missing":
                 self.poisoned = True
                 return False
             case "step":
@@ -132,6 +136,7 @@ class History:
         """`url`: of a database in PostgreSQL, which is emptied; by default it is a file of the home."""
         self._random = Random(seed)
         self._follows = seed % 4 == 0
+        self._forgets = seed % 8 == 6
         self._home = home
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
@@ -183,15 +188,27 @@ class History:
         created = await self._client.ok("create_model", model_body(session))
         model = _Model(session, created["model_id"], self._requests())
         await self._client.result(created["request_id"])
+        beating = asyncio.create_task(self._beat(session))
         sending = []
-        for request in _shuffled(model.requests, self._random):
+        for request in _shuffled([each for each in model.requests if each.kind != MISSING], self._random):
             sending.append(asyncio.create_task(self._request(model, request)))
             await asyncio.sleep(self._random.choice((0.0, 0.001, 0.05, 0.5)))
         await asyncio.gather(*sending)
+        beating.cancel()
+        for request in model.requests:
+            if request.kind == MISSING:
+                await self._request(model, request)
+                assert "never came" in str(request.error)
         for request in model.requests:
             if request.kind == INFLIGHT and request.error is None:
                 request.late = await self._sample(request, 2)
         return model
+
+    async def _beat(self, session: str) -> None:
+        """Send heartbeats."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self._client.ok("session_heartbeat", {"session_id": session})
 
     def _requests(self) -> list[Request]:
         requests: list[Request] = []
@@ -205,7 +222,11 @@ class History:
             if self._follows and (kind in ("publish", "forward") or (kind == "pass" and seq_id % 3 == 0)):
                 kind = INFLIGHT
             source = f"s{self._random.choice(saves).seq_id}" if kind == "load" else ""
+            if self._forgets and self._random.random() < 0.2:
+                kind, source = MISSING, ""
             requests.append(Request(kind, seq_id, source))
+        if self._forgets:  # a refused one would not wait for those before it
+            requests[-1].kind = "step"
         return requests
 
     async def _request(self, model: _Model, request: Request) -> None:

@@ -1,11 +1,12 @@
 """Lanes: the requests of one model run strictly by seq_id, in whatever order they arrive. No I/O."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind, SessionId
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 
 PASSES = frozenset({RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD})
 STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})
@@ -26,19 +27,27 @@ def model_of(row: QueuedRow) -> ModelKey:
 class LaneStatus:
     """State of a lane with waiting rows. `lowest`: the first seq_id that is here.
 
-    `since`: when the last row came. `storage_blocked`: the next row waits until a save is written.
+    `storage_blocked`: the next row waits until a save is written.
     """
 
     session_id: SessionId
     next_seq: int
     lowest: int
-    since: float
     storage_blocked: bool
 
-    @property
-    def gap(self) -> bool:
-        """True when the next row has not arrived."""
-        return self.lowest > self.next_seq
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Missing numbers of a lane, before its first waiting row.
+
+    `last_id`: of the newest row that may be of the same call as a missing one, for which it says that the
+    call still goes on: the passes behind the gap, up to a row of another kind.
+    """
+
+    session_id: SessionId
+    owner_id: OwnerId | None
+    seq_ids: range
+    last_id: int
 
 
 @dataclass(slots=True)
@@ -126,6 +135,11 @@ class Lanes:
     def statuses(self) -> dict[ModelKey, LaneStatus]:
         """Return the state of every lane with waiting rows."""
         return {model: _status(lane) for model, lane in self._open.items() if lane.parked}
+
+    def gaps(self) -> dict[ModelKey, Gap]:
+        """Return the gap at which each lane stands that has one."""
+        gaps = {model: _gap(lane) for model, lane in self._open.items() if lane.parked}
+        return {model: gap for model, gap in gaps.items() if gap is not None}
 
     def backlog(self) -> int:
         """Estimate the tokens of all waiting passes, parked ones included."""
@@ -248,9 +262,19 @@ def _status(lane: _Lane) -> LaneStatus:
         first.session_id,
         lane.next_seq,
         min(lane.parked),
-        max(row.created_at for row in lane.parked.values()),
         _waits_for_storage(lane, first),
     )
+
+
+def _gap(lane: _Lane) -> Gap | None:
+    if lane.next_seq in lane.parked or lane.next_seq == 0:  # a creation is there before what waits for it
+        return None
+    first, *others = (lane.parked[seq_id] for seq_id in sorted(lane.parked))
+    call = itertools.takewhile(lambda row: row.kind in PASSES, others) if first.kind in PASSES else ()
+    newest = max((row.id for row in call), default=first.id)
+    _, lowest = _position(first)
+    seq_ids = range(lane.next_seq, lowest)
+    return Gap(first.session_id, first.owner_id, seq_ids, max(first.id, newest))
 
 
 def _pop(lane: _Lane, seq_id: int) -> None:
@@ -269,8 +293,8 @@ def _skip_refused(lane: _Lane) -> None:
         if row.kind is RequestKind.OPTIM_STEP:
             return
         refusal = lane.refusals.pop(lane.next_seq, "its input is wrong")
-        if row.kind is RequestKind.FORWARD_BACKWARD and lane.window_error is None:
-            lane.window_error = f"forward_backward with seq_id {row.seq_id} was refused: {refusal}"
+        if row.kind in IN_WINDOW and lane.window_error is None:
+            lane.window_error = window_failure(row.kind, row.seq_id, "was refused", refusal)
         _pop(lane, lane.next_seq)
 
 

@@ -16,7 +16,7 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, LaneStatus, cost, model_of
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Gap, Lanes, LaneStatus, cost, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace, UnitTimes
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -133,6 +133,10 @@ class TrainerDriver:
     def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
         """Return the lanes in which something waits."""
         return self._lanes.statuses()
+
+    def gaps(self) -> dict[ModelKey, Gap]:
+        """Return the gaps at which lanes stand."""
+        return self._lanes.gaps()
 
     async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
         """Fail requests that waited too long; those behind them go on, as behind any failed request."""

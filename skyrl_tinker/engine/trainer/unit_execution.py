@@ -24,7 +24,7 @@ from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyP
 from skyrl_tinker.engine.trainer.step_curves import EndedWindows, StepCurves
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError
-from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.futures.queue import QueuedRow, window_failure
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult, TrainerGroup
@@ -257,7 +257,7 @@ class UnitExecution:
         self._woken.set()
 
     def _invalidate(self, row: QueuedRow, failure: Failure) -> None:
-        why = f"forward_backward with seq_id {row.seq_id} failed: {failure.message}"
+        why = window_failure(row.kind, row.seq_id, "failed", failure.message)
         self._lanes.invalidate_window(model_of(row), why)
 
     def _start_write(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":

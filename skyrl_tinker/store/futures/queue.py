@@ -20,6 +20,8 @@ from skyrl_tinker.store.database.tables import Future, Request, Session
 
 SMALL_BYTES = 4096
 _IDS_AT_ONCE = 1000
+IN_WINDOW = frozenset({RequestKind.FORWARD_BACKWARD, RequestKind.MISSING})
+"""Kinds of which a failed one invalidates the gradients of its window: it had, or may have had, some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,11 @@ _BODIES = (
         Future.status == literal(FutureStatus.PENDING, Future.status.type),
     )
 )
+
+
+def window_failure(kind: RequestKind, seq_id: int | None, how: str, why: str) -> str:
+    """Return why the gradients of a window are invalid, given its first request that failed."""
+    return why if kind is RequestKind.MISSING else f"{kind} with seq_id {seq_id} {how}: {why}"
 
 
 def queued_after(conn: Connection, cursor: int, limit: int = 1000) -> list[QueuedRow]:

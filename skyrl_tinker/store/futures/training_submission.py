@@ -103,7 +103,8 @@ def submit_training(
 ) -> Accepted:
     """Submit a model's request. With `failure` it is stored as failed, and its seq_id is consumed.
 
-    A KeyLimitError of `admit` is such a failure. `refusal` is raised for a new request, but not for one that
+    A KeyLimitError of `admit` is such a failure. One that came too late, when its number had been failed as
+    missing, gets that failure. `refusal` is raised for a new request, but not for one that
     others of the model wait for.
 
     Raises SeqIdReusedError, NotFoundError (no model), GoneError (session finished).
@@ -114,7 +115,8 @@ def submit_training(
     if row is None:
         raise NotFoundError(f"no model {model_id}")
     if row.request_id is not None:
-        require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
+        if row.kind is not RequestKind.MISSING:
+            require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
         return existing_answer(row, model_id)
     if row.snapshot is not None and seq_id < row.snapshot:
         raise SeqIdReusedError(f"seq_id {seq_id} of model {model_id} was used, and its record is gone by now")

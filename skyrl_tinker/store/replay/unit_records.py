@@ -12,13 +12,12 @@ from skyrl_tinker.domain.ids import (
     ModelKey,
     ModelState,
     RequestId,
-    RequestKind,
     SessionId,
 )
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, Model, Request, Session
-from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 
 SLICE = 200
 """Bodies deleted in one transaction: other writers wait meanwhile."""
@@ -115,22 +114,21 @@ def next_unit(conn: Connection) -> int:
 
 
 def window_error(conn: Connection, model: ModelKey) -> str | None:
-    """Return why the gradients since the last step are invalid: the first forward_backward that failed."""
+    """Return why the gradients since the last step are invalid: the first of IN_WINDOW that failed."""
     reset = _last(conn, model, Future.effect.in_(_RESETS))
     query = (
-        select(Future.seq_id, Future.error, Future.unit)
+        select(Future.seq_id, Future.kind, Future.error, Future.unit)
         .where(Future.model_key == model)
         .where(Future.seq_id > (0 if reset is None else reset.seq_id))
         .where(Future.seq_id < next_seq(conn, model))
-        .where(Future.kind == RequestKind.FORWARD_BACKWARD, Future.status == FutureStatus.FAILED)
+        .where(Future.kind.in_(IN_WINDOW), Future.status == FutureStatus.FAILED)
         .order_by(Future.seq_id)
         .limit(1)
     )
     row = conn.execute(query).one_or_none()
     if row is None:
         return None
-    how = "was refused" if row.unit is None else "failed"
-    return f"forward_backward with seq_id {row.seq_id} {how}: {row.error}"
+    return window_failure(row.kind, row.seq_id, "was refused" if row.unit is None else "failed", row.error)
 
 
 def _last(conn: Connection, model: ModelKey, condition: ColumnElement[bool]) -> AnyRow | None:

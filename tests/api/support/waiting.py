@@ -16,6 +16,7 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.deadlines import Deadlines
+from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
@@ -50,13 +51,17 @@ async def _no_replicas() -> bytes:
 
 @dataclass
 class Waiting:
-    """`api`: the first of the API processes. `looks`: how often an API asked the engine what waits."""
+    """`api`: the first of the API processes. `looks`: how often an API asked the engine what waits.
+
+    `enforced`: deadlines are, by this machine's clock; else by the test, which does not hurry then.
+    """
 
     store: Store
     settings: Settings
     trainer: ScriptedTrainer = field(default_factory=ScriptedTrainer)
     samplers: ScriptedSamplers = field(default_factory=slow_samplers)
     placement: Placement = SEPARATE
+    enforced: bool = False
     apis: list[World] = field(default_factory=list)
     looks: int = 0
 
@@ -78,8 +83,8 @@ class Waiting:
             self.driver,
             self.sampler,
             outbox,
-            request_s=self.settings.request_deadline_s,
-            gap_s=self.settings.gap_deadline_s,
+            Gaps(store, self.bell, self.driver, self.settings.gap_deadline_s),
+            self.settings.request_deadline_s,
         )
         openai = OpenAIServer(
             store, samplers, cast(Any, None), FACTS, ChatAbilities(frozenset()), self.sampler, metrics
@@ -101,14 +106,13 @@ class Waiting:
             """Nobody reads it."""
 
         cursor = await self.driver.resume()
-        await asyncio.gather(
-            self.driver.run(report), self.sampler.run(), self._intake.run(cursor), self.deadlines.run()
-        )
+        parts = [self.driver.run(report), self.sampler.run(), self._intake.run(cursor)]
+        await asyncio.gather(*parts, *([self.deadlines.run()] if self.enforced else []))
 
 
 @asynccontextmanager
 async def waiting(
-    settings: Settings, apis: int = 1, placement: Placement = SEPARATE
+    settings: Settings, apis: int = 1, placement: Placement = SEPARATE, *, deadlines: bool = False
 ) -> AsyncIterator[Waiting]:
     """Build it from `settings`, whose database is migrated already."""
     directories = Directories(settings)
@@ -120,7 +124,7 @@ async def waiting(
         stack.callback(directories.delete_outside_home)
         store = Store.open(settings.store_url)
         stack.push_async_callback(store.close)
-        made = Waiting(store, settings, placement=placement)
+        made = Waiting(store, settings, placement=placement, enforced=deadlines)
         stack.callback(made.bell.close)
         await made.gateway.start()
         stack.push_async_callback(made.gateway.close)

@@ -1,21 +1,35 @@
 """Stuck requests fail at their deadline and say what they waited for; all others go on."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
+from sqlalchemy import Connection, update
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine import gaps
 from skyrl_tinker.engine.colocation.placement import Separate
-from tests.api.support.passes import old_json
+from skyrl_tinker.engine.gaps import QUIET_S
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.tables import Session
+from skyrl_tinker.store.futures import expected_requests
+from skyrl_tinker.store.futures.expected_requests import RETRY_S
+from skyrl_tinker.store.futures.missing import fail_missing
+from skyrl_tinker.store.session_records import BEAT_S, MOST_BEATS
+from skyrl_tinker.store.store import write_once
+from tests.api.support.passes import datum, old_json, protobuf
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import PROTOBUF, STEP, Json, sample, step
 from tests.support.waiting import until
 
 DAY = 86400.0
+PROTO = "application/x-protobuf"
 
 
 @pytest.fixture
@@ -42,36 +56,181 @@ async def parked(made: Waiting, model: str, seq_id: int) -> str:
     return request_id
 
 
-async def test_a_gap_that_never_fills_ends_its_model_alone(made: Waiting) -> None:
+async def closes(made: Waiting, now: float, quiet_s: float = QUIET_S) -> None:
+    """Let so much time pass without a request, from `now` on."""
+    await made.deadlines.enforce(now)
+    await made.deadlines.enforce(now + quiet_s)
+
+
+async def test_a_number_that_never_comes_is_a_failed_request_and_its_model_goes_on(made: Waiting) -> None:
+    model = await ready_model(made.api)
+    await made.api.result(await submit(made.api, "forward_backward", old_json(model, 1)))
+    waits = await parked(made, model, 4)
+    await closes(made, time.time())
+    assert "seq 2 of this model never came, though its client sent 4" in await made.api.failure(waits)
+    late = [await submit(made.api, "optim_step", step(model, 3)) for _ in range(2)]
+    assert late[0] == late[1]
+    assert "seq 3 of this model never came" in await made.api.failure(late[0])
+    after = await submit(made.api, "optim_step", step(model, 5))
+    assert (await made.api.result(after)).json()["metrics"] == STEP["metrics"]
+    assert [what for what, _ in made.trainer.ran[ModelKey(1)]] == ["create", "pass", "zero", "step"]
+
+
+async def test_the_next_engine_knows_that_a_window_has_a_missing_number(settings: Settings) -> None:
+    async with waiting(settings) as made:
+        model = await ready_model(made.api)
+        ran = await submit(made.api, "forward", old_json(model, 2, "forward_input"))
+        await until(made.driver.gaps)
+        await closes(made, time.time())
+        assert (await made.api.result(ran, **PROTOBUF)).headers["content-type"] == PROTO
+    async with waiting(settings) as made:
+        stepped = await submit(made.api, "optim_step", step(model, 3))
+        assert "seq 1 of this model never came" in await made.api.failure(stepped)
+        late = await submit(made.api, "forward_backward", old_json(model, 1))
+        assert "seq 1 of this model never came" in await made.api.failure(late)
+        after = await submit(made.api, "optim_step", step(model, 4))
+        assert (await made.api.result(after)).json()["metrics"] == STEP["metrics"]
+
+
+async def test_an_engine_that_ends_once_the_failure_is_stored_is_followed_by_one_that_goes_on(
+    settings: Settings,
+) -> None:
+    async with waiting(settings) as made:
+        waits = await parked(made, await ready_model(made.api), 2)
+        failure = Failure("never came", "user")
+    fail = partial(fail_missing, model=ModelKey(1), seq_ids=range(1, 3), failure=lambda _: failure)
+    assert write_once(settings.store_url, fail) == [1]
+    async with waiting(settings) as made:
+        assert "never came" in await made.api.failure(waits)
+
+
+async def test_the_engine_looks_for_them_by_itself(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gaps, "QUIET_S", 0.2)
+    async with waiting(settings, deadlines=True) as made:
+        waits = await submit(made.api, "optim_step", step(await ready_model(made.api), 2))
+        assert "seq 1 of this model never came" in await made.api.failure(waits)
+
+
+async def test_a_gap_too_large_for_any_client_ends_its_model_alone(made: Waiting) -> None:
     stuck, other = await ready_model(made.api), await ready_model(made.api)
-    waits = await parked(made, stuck, 8)
-    later = await submit(made.api, "optim_step", step(stuck, 9))
-    await made.deadlines.enforce(time.time() + 901)
-    assert "seq 1 of this model did not arrive: the server has 8" in await made.api.failure(waits)
+    waits = await parked(made, stuck, gaps.MOST + 2)
+    later = await submit(made.api, "optim_step", step(stuck, gaps.MOST + 3))
+    await closes(made, time.time())
+    assert "seq 1 of this model did not arrive: the server has 4098" in await made.api.failure(waits)
     assert "did not arrive" in await made.api.failure(later)
-    too_late = await submit(made.api, "optim_step", step(stuck, 1))
-    assert "did not arrive" in await made.api.failure(too_late)
     fine = await submit(made.api, "optim_step", step(other, 1))
     assert (await made.api.result(fine)).json()["metrics"] == STEP["metrics"]
 
 
-async def test_whoever_still_sends_is_waited_for(made: Waiting) -> None:
-    model, before = await ready_model(made.api), time.time()
-    early = await parked(made, model, 3)
-    due = await made.deadlines.enforce(time.time())
-    assert before <= due - 900 <= time.time()
-    last = await submit(made.api, "optim_step", step(model, 2))
-    await until(lambda: made.driver.lane_statuses()[ModelKey(1)].lowest == 2)
-    assert await made.deadlines.enforce(due) > due  # the last one came later than the first
-    await submit(made.api, "optim_step", step(model, 1))
-    for request_id in (last, early):
-        assert (await made.api.result(request_id)).json()["metrics"] == STEP["metrics"]
+async def stands(made: Waiting, seq_id: int) -> bool:
+    """Whether the model still waits for this number."""
+    assert not [row for row in await made.api.queued() if row.kind is RequestKind.MISSING]
+    return made.driver.gaps()[ModelKey(1)].seq_ids.start == seq_id
 
 
-async def test_the_engine_wakes_up_for_it_by_itself(settings: Settings) -> None:
-    async with waiting(settings.model_copy(update={"gap_deadline_s": 0.2})) as made:
-        waits = await submit(made.api, "optim_step", step(await ready_model(made.api), 2))
-        assert "seq 1 of this model did not arrive" in await made.api.failure(waits)
+async def test_a_client_that_is_away_is_waited_for(made: Waiting) -> None:
+    model, now = await ready_model(made.api), time.time()
+    waits = await parked(made, model, 2)
+    later = now + MOST_BEATS * BEAT_S + 1
+    await closes(made, later, 890)
+    assert await stands(made, 1)
+    await closes(made, later + 890, 11)
+    assert "seq 1 of this model never came" in await made.api.failure(waits)
+
+
+async def test_a_call_whose_chunks_still_come_is_waited_for(made: Waiting) -> None:
+    """The first chunk comes last."""
+    model, now = await ready_model(made.api), time.time()
+    for seq_ids in (range(1, 3), range(1, 2)):
+        await submit(made.api, "forward", old_json(model, seq_ids.stop, "forward_input"))
+        await until(lambda: [gap.seq_ids for gap in made.driver.gaps().values()], [seq_ids].__eq__)
+        await closes(made, now, QUIET_S - 0.1)
+        assert await stands(made, 1)
+        now += QUIET_S
+
+
+@pytest.mark.parametrize("sent", ["json", "protobuf"])
+async def test_a_request_that_is_on_its_way_is_waited_for(made: Waiting, sent: str) -> None:
+    """Its body has begun to arrive at an API process, which the engine hears from the store alone."""
+    model = await ready_model(made.api)
+    waits = await parked(made, model, 2)
+    content, kind = _body(model, sent)
+    rest = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield content[:100]
+        await rest.wait()
+        yield content[100:]
+
+    headers = {"Content-Type": kind}
+    sending = asyncio.create_task(made.api.http.post("forward_backward", content=body(), headers=headers))
+    await until(lambda: _tells(made))
+    now = time.time()
+    await closes(made, now)
+    assert await stands(made, 1)
+    rest.set()
+    answer = await sending
+    assert answer.status_code == 200, answer.text
+    assert (await made.api.result(waits)).json()["metrics"] == STEP["metrics"]
+
+
+async def test_a_request_that_was_lost_is_waited_for_until_it_is_certainly_not_sent_again(
+    made: Waiting,
+) -> None:
+    model = await ready_model(made.api)
+    waits = await parked(made, model, 2)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield protobuf(model, 1, datum([1, 2]))[:60]
+        raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        await made.api.http.post("forward_backward", content=body(), headers={"Content-Type": PROTO})
+    await until(lambda: _tells(made))
+    lost, session = time.time(), model.partition(":")[0]
+    await made.store.write(lambda conn: _beat(conn, session, lost + RETRY_S))
+    await closes(made, lost, RETRY_S - 5)
+    assert await stands(made, 1)
+    await closes(made, lost + RETRY_S)
+    assert "seq 1 of this model never came" in await made.api.failure(waits)
+
+
+async def test_what_clients_sent_while_the_api_was_away_is_waited_for(made: Waiting) -> None:
+    model = await ready_model(made.api)
+    await parked(made, model, 2)
+    await made.store.write(expected_requests.note_outage)
+    await closes(made, time.time())
+    assert await stands(made, 1)
+
+
+async def test_no_other_number_of_a_session_is_waited_for(made: Waiting) -> None:
+    session = await made.api.session()
+    made.samplers.go_on.set()
+    await ready_model(made.api, session)
+    model = await made.api.model(session, 7)
+    assert (await made.api.result(await submit(made.api, "optim_step", step(model, 1)))).status_code == 200
+    sampler = await made.api.sampler(session, 5)
+    drawn = await submit(made.api, "asample", sample(sampler, 9))
+    assert (await made.api.result(drawn)).status_code == 200
+
+
+async def _tells(made: Waiting) -> bool:
+    """Whether the API has told the engine of something, once it was asked to."""
+    await made.api.services.arrivals.tell(time.time())
+    with made.store.read() as conn:
+        return bool(server_state.get(conn, server_state.EXPECTED))
+
+
+def _body(model: str, sent: str) -> tuple[bytes, str]:
+    if sent == "json":
+        return json.dumps(old_json(model, 1)).encode(), "application/json"
+    return protobuf(model, 1, datum([1, 2])), PROTO
+
+
+def _beat(conn: Connection, session: str, now: float) -> None:
+    conn.execute(update(Session).where(Session.session_id == session).values(last_heartbeat_at=now))
 
 
 async def test_a_pass_that_has_begun_may_still_take_effect_so_its_window_fails(made: Waiting) -> None:
@@ -97,8 +256,7 @@ async def test_an_unload_waits_for_others_and_is_never_late(made: Waiting) -> No
     body = {"model_id": model, "type": "unload_model"}
     unloading = await submit(made.api, "unload_model", body)
     await until(lambda: RequestKind.UNLOAD_MODEL in {row.kind for row in made.metrics.pending()})
-    now = time.time() + DAY + 1
-    assert await made.deadlines.enforce(now) > now
+    await made.deadlines.enforce(time.time() + DAY + 1)
     made.trainer.go_on.set()
     assert (await made.api.result(unloading)).json()["model_id"] == model
 

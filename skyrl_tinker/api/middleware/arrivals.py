@@ -1,0 +1,147 @@
+"""Training requests on their way, told to the engine: it fails a missing seq_id that nobody sends any more.
+
+Told are those that take long to arrive or to be stored, and those that were lost or are to be tried again.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from functools import partial
+from http import HTTPStatus
+
+from sqlalchemy.exc import OperationalError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skyrl_tinker.api.middleware.compression import first_bytes
+from skyrl_tinker.domain.ids import ModelId, OwnerId
+from skyrl_tinker.protocol.protobuf.size_guard import head
+from skyrl_tinker.store.futures import expected_requests
+from skyrl_tinker.store.futures.expected_requests import RETRY_S, Sender
+from skyrl_tinker.store.store import Store
+
+TRAINING = frozenset(
+    f"/api/v1/{name}"
+    for name in (
+        "forward_backward",
+        "forward",
+        "optim_step",
+        "save_weights",
+        "save_weights_for_sampler",
+        "save_weights_external",
+        "load_weights",
+    )
+)
+LOOK_S = 0.5
+"""Longest time after which a request is told: far less than the engine waits."""
+HOLD_S = 10.0
+"""Time for which a request is told at once, so that the death of this process does not end it."""
+_HEAD_BYTES = 4096
+_TRIED_AGAIN = frozenset(
+    {0, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
+)  # 0: the client left, or this process ends
+
+
+class Arrival:
+    """Request that is being received or stored."""
+
+    def __init__(self, owner: OwnerId | None, headers: Headers, began: float) -> None:
+        self._owner = owner
+        self._encoding = headers.get("content-encoding", "identity").strip().lower()
+        self._start = b""
+        self.began = began
+
+    def note(self, part: bytes) -> None:
+        """Keep the beginning of the body."""
+        if not self._start:
+            self._start = part[:_HEAD_BYTES]
+
+    @property
+    def sender(self) -> Sender:
+        """Sender, without a model where the body does not begin with one: as all JSON."""
+        start = self._start if self._encoding == "identity" else first_bytes(self._start, self._encoding)
+        fields = head(start)
+        return Sender(self._owner, ModelId(fields[0]) if fields else None)
+
+
+class Arrivals:
+    """Training requests on their way to this process, to `run` as a task."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._under_way: set[Arrival] = set()
+        self._lost: dict[Sender, float] = {}  # until when they are expected again
+        self._told: dict[Sender, float] = {}
+        self._some = asyncio.Event()
+
+    def begin(self, owner: OwnerId | None, headers: Headers) -> Arrival:
+        arrival = Arrival(owner, headers, time.time())
+        self._under_way.add(arrival)
+        self._some.set()
+        return arrival
+
+    def end(self, arrival: Arrival, again_s: float | None = None) -> None:
+        """Note an end. `again_s`: the client will most likely send it again, not before so long."""
+        self._under_way.discard(arrival)
+        if again_s is not None:
+            self._lost[arrival.sender] = time.time() + again_s + RETRY_S
+
+    async def run(self) -> None:
+        """Tell the engine, by the store, until cancelled."""
+        while True:
+            await self._some.wait()
+            await asyncio.sleep(LOOK_S)
+            with suppress(OperationalError):  # the database failed: told the next time
+                await self.tell(time.time())
+            if not self._under_way and not self._lost:
+                self._some.clear()
+
+    async def tell(self, now: float) -> None:
+        """Note what has been under way for long, and what was lost."""
+        self._told = {sender: until for sender, until in self._told.items() if until > now}
+        slow = [arrival.sender for arrival in self._under_way if now - arrival.began >= LOOK_S]
+        lost, self._lost = self._lost, {}
+        until = dict.fromkeys(slow, now + HOLD_S) | lost
+        new = {sender: at for sender, at in until.items() if at - self._told.get(sender, now) > HOLD_S / 2}
+        if not new:
+            return
+        try:
+            await self._store.write(partial(expected_requests.note, until=new))
+        except OperationalError:
+            self._lost = lost | self._lost
+            raise
+        self._told |= new
+
+
+class ArrivalsMiddleware:
+    """ASGI layer that tells Arrivals of training requests, those that other layers refuse included."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in TRAINING:
+            await self._app(scope, receive, send)
+            return
+        arrivals: Arrivals = scope["app"].state.services.arrivals
+        arrival = arrivals.begin(scope.get("owner"), Headers(scope=scope))
+        status = again_s = 0
+
+        async def look() -> Message:
+            message = await receive()
+            arrival.note(message.get("body", b""))
+            return message
+
+        async def note(message: Message) -> None:
+            nonlocal status, again_s
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                retry_after = Headers(raw=message["headers"]).get("retry-after", "")
+                again_s = int(retry_after) if retry_after.isdecimal() else 0
+            await send(message)
+
+        try:
+            await self._app(scope, look, note)
+        finally:
+            lost = status in _TRIED_AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            arrivals.end(arrival, again_s if lost else None)

@@ -1,0 +1,113 @@
+"""Gaps: numbers of a model that are missing while later ones wait. Those that never come are failed.
+
+A client takes a request's number before it builds the request, so an error of the client leaves a gap. Only
+the first chunk of a pass is sent after later ones, and at once: what is not even on its way soon after them
+never comes. The store has the failures before the lanes do, so that a late request and the next engine find
+them.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine.outbox import persistently
+from skyrl_tinker.engine.scheduling.lanes import Gap
+from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.store import session_records
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import expected_requests
+from skyrl_tinker.store.futures.missing import fail_missing
+from skyrl_tinker.store.store import Store
+
+QUIET_S = 3.0
+"""Time after which a missing request that is not on its way is not sent any more, if its client is there."""
+MOST = 4096
+"""Most numbers of a gap that are failed; a larger one is no client's that counts, and ends its model."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """Gap of which nothing more came for `waited_s`."""
+
+    gap: Gap
+    waited_s: float
+
+
+class Gaps:
+    def __init__(self, store: Store, bell: Doorbell, trainer: TrainerDriver, gap_s: float) -> None:
+        """`gap_s`: longest time that a model waits, also for a client that is away."""
+        self._store = store
+        self._bell = bell
+        self._trainer = trainer
+        self._gap_s = gap_s
+        self._seen: dict[ModelKey, tuple[Gap, float]] = {}  # by this process's clock: hosts' may differ
+
+    async def close(self, now: float) -> None:
+        """Fail the numbers that never come. `now`: seconds since the epoch."""
+        seen, open_gaps = self._seen, self._trainer.gaps()
+        self._seen = {
+            model: seen[model] if model in seen and seen[model][0] == gap else (gap, now)
+            for model, gap in open_gaps.items()
+        }
+        quiet_s = min(QUIET_S, self._gap_s)
+        due = {
+            model: _Due(gap, now - since)
+            for model, (gap, since) in self._seen.items()
+            if now - since >= quiet_s
+        }
+        if due:
+            await self._close(due, now)
+
+    async def _close(self, due: Mapping[ModelKey, _Due], now: float) -> None:
+        never = await persistently(lambda: self._store.fetch(lambda conn: self._never(conn, due, now)))
+        large = {model: each for model, each in never.items() if len(each.gap.seq_ids) > MOST}
+        if large:
+            await self._trainer.give_up({model: _too_large(each.gap) for model, each in large.items()})
+        small = {model: each for model, each in never.items() if model not in large}
+        if small:
+            await persistently(
+                lambda: self._store.write(
+                    lambda conn: self._fail(conn, self._never(conn, small, now)),
+                    lambda: self._bell.ring("engine"),
+                )
+            )
+
+    def _never(self, conn: Connection, due: Mapping[ModelKey, _Due], now: float) -> dict[ModelKey, _Due]:
+        """Return those gaps that nobody fills."""
+        return {
+            model: each
+            for model, each in due.items()
+            if not expected_requests.expected(conn, model, each.gap.owner_id, now)
+            and (each.waited_s >= self._gap_s or session_records.beats(conn, each.gap.session_id, now))
+        }
+
+    def _fail(self, conn: Connection, never: Mapping[ModelKey, _Due]) -> None:
+        for model, each in never.items():
+            if missing := fail_missing(conn, model, each.gap.seq_ids, _never_came(each.gap)):
+                _log.warning("model %s: seq_ids %s never came, and are failed", model, missing)
+
+
+def _never_came(gap: Gap) -> Callable[[int], Failure]:
+    def failure(seq_id: int) -> Failure:
+        return Failure(
+            f"seq {seq_id} of this model never came, though its client sent {gap.seq_ids.stop}: a request "
+            "that the client could not build or send still takes its number. It counts as a failed one: the "
+            "weights stay as they are, and the gradients of its window are dropped",
+            "user",
+        )
+
+    return failure
+
+
+def _too_large(gap: Gap) -> Failure:
+    return Failure(
+        f"seq {gap.seq_ids.start} of this model did not arrive: the server has {gap.seq_ids.stop}, and "
+        f"expected at most {MOST} numbers between two requests. Requests of a model run in order, so no "
+        "later one can run: make a new model, from the last checkpoint if there is one",
+        "user",
+    )

@@ -1,0 +1,80 @@
+"""Training requests that are on their way, for the engine: being received, or lost and tried again soon.
+
+What API processes note here holds for a while even if they die. It lies in one row, without entries that are
+over.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from skyrl_tinker.domain.ids import ModelId, ModelKey, OwnerId
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.tables import Model, Session
+from skyrl_tinker.store.session_records import HELD
+
+RETRY_S = 20.0
+"""Time in which a client has tried a lost request again: the SDK waits 10 s at most, and 16 s after four
+rounds of retries in vain, each of which is noted anew."""
+OUTAGE_S = 60.0
+"""Time in which API processes are back, and clients have tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Sender of a request: one of a model, or where `model_id` is None of any of the owner's."""
+
+    owner: OwnerId | None
+    model_id: ModelId | None
+
+
+def note(conn: Connection, until: Mapping[Sender, float]) -> None:
+    """Expect requests of these senders until then, UTC seconds. Models that the owner does not have: none."""
+    keys = {_key(conn, sender): at for sender, at in until.items()}
+    _note(conn, {key: at for key, at in keys.items() if key is not None})
+
+
+def note_outage(conn: Connection) -> None:
+    """Expect what clients may have sent in vain while API processes were away: of every live model."""
+    live = conn.scalars(select(Model.key).where(Model.state.in_(HELD)))
+    _note(conn, dict.fromkeys(map(_of_model, live), time.time() + OUTAGE_S))
+
+
+def expected(conn: Connection, model: ModelKey, owner: OwnerId | None, now: float) -> bool:
+    """Return whether a request of this model, which is the owner's, is on its way."""
+    until = _read(conn)
+    return any(until.get(key, 0.0) > now for key in (_of_model(model), _of_owner(owner)))
+
+
+def _note(conn: Connection, until: Mapping[str, float]) -> None:
+    now = time.time()
+    noted = {key: at for key, at in _read(conn).items() if at > now}
+    later = {key: max(at, noted.get(key, 0.0)) for key, at in until.items()}
+    server_state.put(conn, server_state.EXPECTED, noted | later)
+
+
+def _read(conn: Connection) -> dict[str, float]:
+    value: Any = server_state.get(conn, server_state.EXPECTED)
+    return value or {}
+
+
+def _key(conn: Connection, sender: Sender) -> str | None:
+    if sender.model_id is None:
+        return _of_owner(sender.owner)
+    query = select(Model.key).join(Session, Session.session_id == Model.session_id)
+    found = query.where(
+        Model.model_id == sender.model_id, Session.owner_id.is_not_distinct_from(sender.owner)
+    )
+    key = conn.scalar(found)
+    return None if key is None else _of_model(key)
+
+
+def _of_model(key: int) -> str:
+    return f"model {key}"
+
+
+def _of_owner(owner: OwnerId | None) -> str:
+    return f"owner {owner}"
